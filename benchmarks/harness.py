@@ -1,0 +1,103 @@
+"""What every benchmark shares: a quiet machine, interleaved pairs, medians with spread, and a table in the docs."""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BUSY_PERCENT = 20.0
+
+
+def require_quiet_machine(seconds: float = 3.0) -> None:
+    """Stop with one sentence where other work would be measured too."""
+    busy = psutil.cpu_percent(interval=seconds)
+    if busy > BUSY_PERCENT:
+        sys.exit(
+            f"benchmarks need a quiet machine: at most {BUSY_PERCENT:g} % of the cores may be busy, got {busy:g} %; "
+            "stop the other work and try again"
+        )
+
+
+def machine() -> str:
+    """The machine and the settings a table is read with."""
+    return (
+        f"{psutil.cpu_count(logical=True)} cores ({platform.machine()}), torch {torch.__version__.split('+')[0]} "
+        f"with {torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}"
+    )
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Times of one side over another's, pair by pair."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def interleaved(sides: Sequence[Callable[[], object]], pairs: int = 7, warm_up: int = 1) -> list[list[float]]:
+    """Seconds of each side, run in turn so that a slow minute of the machine hits all of them."""
+    for _ in range(warm_up):
+        for side in sides:
+            side()
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(pairs):
+        for times, side in zip(seconds, sides, strict=True):
+            start = time.perf_counter()
+            side()
+            times.append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
+    """Median of the pairwise ratios, with the smallest and largest."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def peak_memory(script: str, *arguments: str) -> int | None:
+    """Bytes that a script run with these arguments reports on its last line, in a process of its own.
+
+    A process that has computed before would hide what a call needs behind memory it has kept.
+    """
+    done = subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, text=True)
+    last = done.stdout.split()[-1]
+    return None if last == "None" else int(last)
+
+
+def added_memory(call: Callable[[], object]) -> int | None:
+    """Bytes by which a call raises this process's peak resident memory; None where the system cannot tell."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    before = psutil.Process().memory_info().rss
+    call()
+    status = Path("/proc/self/status").read_text()
+    peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+    return max(0, peak - before)
+
+
+def write_section(name: str, title: str, text: str) -> None:
+    """Replace one section of docs/benchmarks.md, or add it; the other benchmarks' sections stay."""
+    begin, end = f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
+    section = f"{begin}\n## {title}\n\n{text.strip()}\n{end}"
+    page = DOCS.read_text() if DOCS.exists() else "# Benchmarks\n\nEach table was written by the command named in it.\n"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    replaced = pattern.sub(lambda _: section, page) if pattern.search(page) else f"{page.rstrip()}\n\n{section}\n"
+    DOCS.write_text(replaced)

@@ -1,0 +1,57 @@
+"""softgap measures the gap between softmax and linear attention, per head and per token.
+
+Importing this package loads nothing heavy: each public name is fetched from its room on first use, so that
+`softgap.signal` and `softgap.stats` work where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from softgap import attention, errors, signal, stats
+    from softgap.attention import Mechanism, attend, compare_outputs, mechanisms, register_mechanism
+    from softgap.errors import SoftgapError
+
+__version__ = version("softgap")
+
+__all__ = [
+    "Mechanism",
+    "SoftgapError",
+    "__version__",
+    "attend",
+    "attention",
+    "compare_outputs",
+    "errors",
+    "mechanisms",
+    "register_mechanism",
+    "signal",
+    "stats",
+]
+
+_ROOMS = ("attention", "errors", "signal", "stats")
+_NAMES_BY_ROOM = {
+    "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
+    "errors": ("SoftgapError",),
+}
+_ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
+
+# Hidden from the type checker, which would otherwise accept any attribute of softgap.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the room that holds a public name, once (PEP 562)."""
+        from importlib import import_module
+
+        if name in _ROOMS:
+            return import_module(f"softgap.{name}")
+        if name in _ROOM_OF:
+            value = getattr(import_module(f"softgap.{_ROOM_OF[name]}"), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'softgap' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,28 @@
+"""Attention mathematics on tensors: mechanisms, three forms that agree, and how far outputs lie apart."""
+
+from softgap.attention.attend import attend, attention_weights, choose_form
+from softgap.attention.divergence import Comparison, compare_outputs, divergence, norm_ratio, relative_l2
+from softgap.attention.mechanism import Mechanism, Site
+from softgap.attention.registry import mechanisms, register_mechanism, resolve
+from softgap.attention.result import Attention
+from softgap.attention.streaming import LinearState
+from softgap.attention.visible import Visible
+
+__all__ = [
+    "Attention",
+    "Comparison",
+    "LinearState",
+    "Mechanism",
+    "Site",
+    "Visible",
+    "attend",
+    "attention_weights",
+    "choose_form",
+    "compare_outputs",
+    "divergence",
+    "mechanisms",
+    "norm_ratio",
+    "register_mechanism",
+    "relative_l2",
+    "resolve",
+]

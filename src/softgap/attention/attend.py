@@ -1,0 +1,145 @@
+"""One call for any mechanism: check the input, choose the form, compute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from softgap.attention.mechanism import Mechanism
+from softgap.attention.quadratic import quadratic, weight_blocks
+from softgap.attention.registry import resolve
+from softgap.attention.result import Attention
+from softgap.attention.streaming import LinearState
+from softgap.attention.visible import Visible
+from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
+
+__all__ = ["attend", "attention_weights", "choose_form"]
+
+Form = Literal["quadratic", "chunked"]
+# Up to this many features the chunked form wins at any length (THEORY section 7).
+FEW_FEATURES = 512
+
+
+def attend(
+    mechanism: str | Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    visible: Visible | None = None,
+    scale: float | None = None,
+    form: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> Attention:
+    """Attention by any registered mechanism on given queries, keys and values.
+
+    Parameters
+    ----------
+    mechanism
+        A name (``"elu1"``, ``"top_k:k=8"``) or a :class:`Mechanism`.
+    q, k, v
+        Post-rotary tensors; query heads are a multiple of KV heads, which are never repeated.
+    visible
+        Which keys each query sees; None is causal with the queries at the end of the keys.
+    scale
+        The model's scaling; None is 1 / sqrt(d).
+    form
+        ``quadratic`` serves everything in memory O(T); ``chunked`` serves factorable mechanisms in time O(T);
+        ``auto`` takes the faster one.
+    dtype
+        Arithmetic is float32 whatever the input, or float64.
+    """
+    chosen = resolve(mechanism)
+    q, k, v, shown = _checked(q, k, v, visible, dtype)
+    scaling = _scaling(scale, q.shape[-1])
+    if _resolved_form(chosen, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
+        return quadratic(chosen, q, k, v, visible=shown, scale=scaling)
+    stop = (shown.offset or 0) + q.shape[2]
+    state = LinearState(chosen, window=shown.window, scale=scaling, dtype=dtype)
+    valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
+    return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
+
+
+def attention_weights(
+    mechanism: str | Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    *,
+    visible: Visible | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "batch head query key"]:
+    """The full matrix of normalised weights: for study at small sizes, O(T^2) numbers."""
+    q, k, _, shown = _checked(q, k, k, visible, dtype)
+    weights = q.new_zeros(*q.shape[:3], k.shape[2])
+    for block in weight_blocks(resolve(mechanism), q, k, visible=shown, scale=_scaling(scale, q.shape[-1])):
+        weights[:, :, block.rows, block.keys] = block.weights
+    return weights
+
+
+def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> Form:
+    """The faster form that can serve: chunked for few features or for more keys than features."""
+    features = mechanism.feature_dim(d) if mechanism.factorable(d) and visible.mask is None else None
+    return "chunked" if features is not None and (features <= FEW_FEATURES or n_keys >= features) else "quadratic"
+
+
+def _resolved_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:
+    if form == "auto":
+        return choose_form(mechanism, d, visible, n_keys)
+    if form == "chunked":
+        if not mechanism.factorable(d):
+            raise UnsupportedError(
+                f"mechanism '{mechanism.name}' does not factor and has no chunked form; use form='quadratic'"
+            )
+        if visible.mask is not None:
+            raise UnsupportedError("the chunked form takes a window and key_valid, not a mask; use form='quadratic'")
+        return "chunked"
+    if form == "quadratic":
+        return "quadratic"
+    raise unknown_name("form", form, ("auto", "chunked", "quadratic"))
+
+
+def _scaling(scale: float | None, d: int) -> float:
+    if scale is not None and not scale > 0:
+        raise ValueInputError(f"scale must be above 0, got {scale}; leave it out for 1 / sqrt(d)")
+    return d**-0.5 if scale is None else float(scale)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Visible]:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueInputError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    _check_shapes(q, k, v)
+    shown = (visible or Visible()).fitted_to(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    valid = shown.row_valid(q.shape[0], q.shape[2], q.device)
+    if valid.shape[1] and not bool(valid.any(dim=1).all()):
+        empty = int((~valid.any(dim=1)).nonzero()[0])
+        raise ValueInputError(
+            f"every sequence needs at least one visible key, got none for sequence {empty} of the batch; drop it or "
+            "correct its mask"
+        )
+    hidden = shown.key_valid
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        shown_part = tensor if hidden is None or name == "q" else tensor.masked_fill(~hidden[:, None, :, None], 0)
+        # One pass and no copy: the extremes of a tensor are finite iff all of it is.
+        if tensor.numel() and not all(bool(torch.isfinite(x)) for x in torch.aminmax(shown_part)):
+            raise ValueInputError(f"{name} holds NaN or inf where it is visible; attention needs finite numbers")
+    return q.to(dtype), k.to(dtype), v.to(dtype), shown
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} must be [batch, head, time, dim], got shape {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueInputError(f"{name} must hold floating-point numbers, got {tensor.dtype}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ShapeError(f"k and v must agree in batch, head and time, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise ShapeError(f"q and k must agree in batch and dim, got {list(q.shape)} and {list(k.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k.shape[1]}")

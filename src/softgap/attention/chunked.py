@@ -1,0 +1,294 @@
+"""The chunked causal form: weighted sums over all visible keys in time O(T r d_v), for one block of positions.
+
+Positions are cut into chunks of C. A query's sum has up to three parts: keys of its own chunk (a small masked
+quadratic product), whole chunks before it (each reduced to a state S = sum_j phi(k_j) [v_j, 1]^T, the states summed),
+and under a window the one or two chunks that the window's edge runs through (masked products again). States are only
+ever added: subtracting prefix states loses 5e-3 in float32 when one key is large (THEORY section 7).
+
+Features given as logarithms L are exponentiated relative to a scale that is undone at the end: per feature for a
+state, per key and per query row for a masked product, so a sum is exact as long as its *row* fits the float range. A
+feature that decays at rate a contributes exp(L_q + L_k - a (t - j)); the exponent is split at a reference position
+between j and t (the chunk's border or middle), which keeps both halves small.
+
+Axes: n = batch x key head, g = query heads per key head, chunk, c = position in the chunk, r feature, e column of
+[v, 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from softgap.attention.features import LOG_ZERO
+from softgap.errors import ValueInputError
+
+__all__ = ["Carry", "block_sums", "chunk_length", "empty_carry"]
+
+CHUNK = 64
+# exp(-RATE_SPREAD * 16 / 2) is the smallest factor a chunk of 16 must hold: e^-40, far inside float32.
+RATE_SPREAD = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """What one block of positions leaves for the next.
+
+    Without a window: ``sums``, the state of all keys so far, relative to ``exp(scale - rate * age)`` per feature. The
+    scale stays as the largest key set it and only its age grows: subtracting the rate at every step would add up 8192
+    roundings. With a window of w: the features and values of the last w - 1 keys.
+    """
+
+    sums: Float[Tensor, "n r e"]
+    scale: Float[Tensor, "n r"] | None
+    age: Float[Tensor, "n r"] | None
+    tail_key: Float[Tensor, "n tail r"]
+    tail_value: Float[Tensor, "n tail e"]
+
+
+class Part(NamedTuple):
+    """A weighted sum per query row, to be multiplied by exp(scale) (scale None: by 1)."""
+
+    sums: Float[Tensor, "n chunk gc e"]
+    scale: Float[Tensor, "n chunk gc 1"] | None
+
+
+def chunk_length(rate: Float[Tensor, "n r"] | None, positions: int, window: int | None) -> int:
+    """The chunk length that is fast for this many positions and safe for these rates of decay."""
+    longest = CHUNK
+    if rate is not None and rate.shape[-1] > 1:
+        # A rate that all features of a head share cancels within each row; only differences can overflow.
+        spread = float((rate.amax(-1) - rate.amin(-1)).max())
+        if spread > RATE_SPREAD:
+            raise ValueInputError(
+                f"decay rates of one head may differ by at most {RATE_SPREAD:g}, got a spread of {spread:g}; "
+                "clamp them (a feature that decays by exp(-5) a step already sees only its own token)"
+            )
+        while longest * spread > 16 * RATE_SPREAD:
+            longest //= 2
+    # A short block under a window still sums window / C states: keep C long there.
+    return longest if window is not None else max(1, min(longest, positions))
+
+
+def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool) -> Carry:
+    """The carry before the first key."""
+    scale = like.new_full((n, r), LOG_ZERO) if log else None
+    age = like.new_zeros(n, r) if log else None
+    return Carry(like.new_zeros(n, r, e), scale, age, like.new_zeros(n, 0, r), like.new_zeros(n, 0, e))
+
+
+def block_sums(
+    query: Float[Tensor, "n g t r"],
+    key: Float[Tensor, "n t r"],
+    value: Float[Tensor, "n t e"],
+    carry: Carry,
+    *,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    window: int | None,
+) -> tuple[Float[Tensor, "n g t e"], Carry]:
+    """sum_j w_tj [v_j, 1] for the queries of one block, up to a positive factor per row if ``log``.
+
+    The block's keys stand at the same positions as its queries; the carry holds what came before.
+    """
+    g, t = query.shape[1:3]
+    c = chunk_length(rate, t, window)
+    chunks = -(-t // c)
+    full, edges = _window_chunks(window, c)
+    before = full + edges
+    absent = LOG_ZERO if log else 0.0
+    if window is not None:
+        key = _front_padded(torch.cat([carry.tail_key, key], dim=1), before * c + t, absent)
+        value = _front_padded(torch.cat([carry.tail_value, value], dim=1), before * c + t, 0.0)
+    missing = chunks * c - t
+    keys = functional.pad(key, (0, 0, 0, missing), value=absent).unflatten(1, (-1, c))
+    values = functional.pad(value, (0, 0, 0, missing)).unflatten(1, (-1, c))
+    queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (chunks, c)).transpose(1, 2)
+
+    geometry = _Geometry(c=c, chunks=chunks, t=t, before=before, full=full, window=window)
+    parts = [_own_chunk(queries, keys[:, before:], values[:, before:], rate, log, geometry)]
+    # The tail and the border of its chunk decide where a state's decay is counted to.
+    to_border = _decayed(keys, rate, geometry.to_border(keys.device, keys.dtype), -1)
+    for shift in range(full + 1, before + 1):
+        lagged = slice(before - shift, before - shift + chunks)
+        parts.append(_edge_chunk(queries, to_border[:, lagged], values[:, lagged], rate, log, geometry, shift))
+    if window is None or full:
+        whole, carry = _whole_chunks(queries, to_border, values, carry, rate, log, geometry)
+        parts.append(whole)
+    if window is not None:
+        tail = slice(key.shape[1] - (window - 1), None)
+        carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
+    return _total(parts).unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t], carry
+
+
+class _Geometry(NamedTuple):
+    """Where the chunks of a block lie: ``before`` chunks of carried keys, then ``chunks`` of its own."""
+
+    c: int
+    chunks: int
+    t: int
+    before: int
+    full: int
+    window: int | None
+
+    def inside(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "c 1"]:
+        return torch.arange(self.c, device=device, dtype=dtype)[:, None]
+
+    def ends(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " chunk"]:
+        """Position behind the last key of each chunk, counted from the block's first."""
+        return (torch.arange(1 - self.before, self.chunks + 1, device=device, dtype=dtype) * self.c).clamp(max=self.t)
+
+    def to_border(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "chunk c 1"]:
+        """Distance of each key to the position behind its chunk (the last chunk may be short)."""
+        length = self.ends(device, dtype) - torch.arange(-self.before, self.chunks, device=device, dtype=dtype) * self.c
+        return (length[:, None, None] - self.inside(device, dtype)).clamp(min=0)
+
+    def distance(self, shift: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "c c"]:
+        """t - j between a chunk's queries and the keys of the chunk ``shift`` before it."""
+        inside = self.inside(device, dtype)
+        return inside - inside.T + shift * self.c
+
+
+def _window_chunks(window: int | None, c: int) -> tuple[int, int]:
+    """Chunks before a query's own that its window holds whole, and those that its edge runs through."""
+    if window is None:
+        return 0, 0
+    full = max(0, window // c - 1)
+    return full, -(-(window - 1) // c) - full
+
+
+def _front_padded(x: Float[Tensor, "n k f"], length: int, fill: float) -> Float[Tensor, "n length f"]:
+    return functional.pad(x, (0, 0, length - x.shape[1], 0), value=fill)
+
+
+def _decayed(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
+    """Log-features after ``distance`` positions of decay (sign -1), or before it (sign +1)."""
+    if rate is None:
+        return x
+    return x + sign * distance * rate.view(rate.shape[0], *[1] * (x.dim() - 2), rate.shape[1])
+
+
+def _own_chunk(
+    queries: Float[Tensor, "n chunk g c r"],
+    keys: Float[Tensor, "n chunk c r"],
+    values: Float[Tensor, "n chunk c e"],
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    geometry: _Geometry,
+) -> Part:
+    distance = geometry.distance(0, keys.device, keys.dtype)
+    seen = distance >= 0
+    if geometry.window is not None:
+        seen = seen & (distance < geometry.window)
+    if rate is not None:
+        from_middle = geometry.inside(keys.device, keys.dtype) - (geometry.c - 1) / 2
+        queries, keys = _decayed(queries, rate, from_middle, -1), _decayed(keys, rate, from_middle, 1)
+    return _masked_product(queries, keys, values, seen, log)
+
+
+def _edge_chunk(
+    queries: Float[Tensor, "n chunk g c r"],
+    keys: Float[Tensor, "n chunk c r"],
+    values: Float[Tensor, "n chunk c e"],
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    geometry: _Geometry,
+    shift: int,
+) -> Part:
+    seen = geometry.distance(shift, keys.device, keys.dtype) < (geometry.window or 0)
+    since_border = geometry.inside(keys.device, keys.dtype) + (shift - 1) * geometry.c
+    return _masked_product(_decayed(queries, rate, since_border, -1), keys, values, seen, log)
+
+
+def _masked_product(
+    queries: Float[Tensor, "n chunk g c r"],
+    keys: Float[Tensor, "n chunk c r"],
+    values: Float[Tensor, "n chunk c e"],
+    seen: Bool[Tensor, "c c"],
+    log: bool,
+) -> Part:
+    g, c = queries.shape[2:4]
+    if not log:
+        weights = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (g, c))
+        return Part(weights.mul_(seen).flatten(2, 3) @ values, None)
+    query_top, key_top = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
+    weights = (queries - query_top).exp_().flatten(2, 3) @ (keys - key_top).exp_().transpose(-1, -2)
+    key_scale = key_top.transpose(-1, -2).masked_fill(~seen, LOG_ZERO)
+    row_top = key_scale.amax(-1, keepdim=True)
+    factor = (key_scale - row_top).exp_().mul_(seen)
+    weights = weights.unflatten(2, (g, c)).mul_(factor[:, :, None])
+    return Part(weights.flatten(2, 3) @ values, (query_top + row_top[:, :, None]).flatten(2, 3))
+
+
+def _whole_chunks(
+    queries: Float[Tensor, "n chunk g c r"],
+    keys: Float[Tensor, "n chunks c r"],
+    values: Float[Tensor, "n chunks c e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    geometry: _Geometry,
+) -> tuple[Part, Carry]:
+    """The sum over the chunks before each query's own, and the carry behind the block (without a window)."""
+    device, dtype = keys.device, keys.dtype
+    scales = keys.amax(dim=2) if log else None
+    states = (keys if scales is None else (keys - scales[:, :, None]).exp_()).transpose(-1, -2) @ values
+    starts = torch.arange(geometry.chunks + 1, device=device, dtype=dtype).mul_(geometry.c).clamp_(max=geometry.t)
+    row = torch.arange(geometry.chunks + 1, device=device)[:, None]
+    column = torch.arange(-geometry.before, geometry.chunks, device=device)
+    age = (starts[:, None] - geometry.ends(device, dtype))[None, :, :, None]
+    if geometry.window is None:
+        # The carry stands for a chunk that ends where the block begins.
+        states = torch.cat([carry.sums[:, None], states], dim=1)
+        column = functional.pad(column, (1, 0), value=-1)
+        if scales is not None and carry.scale is not None and carry.age is not None:
+            scales = torch.cat([carry.scale[:, None], scales], dim=1)
+            carried = carry.age[:, None, None] + starts[:, None, None]
+            age = torch.cat([carried, age.expand(len(carried), -1, -1, carried.shape[-1])], dim=2)
+        allowed = column < row
+    else:
+        allowed = (column < row) & (column >= row - geometry.full)
+    if scales is None:
+        combined = (allowed.to(dtype) @ states.flatten(2)).unflatten(2, states.shape[2:])
+        return Part(queries.flatten(2, 3) @ combined[:, :-1], None), replace(carry, sums=combined[:, -1])
+    combined, scale, after = _combined(states, scales, age, allowed, rate)
+    shifted = _decayed(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
+    top = shifted.amax(-1, keepdim=True)
+    part = Part((shifted - top).exp_().flatten(2, 3) @ combined[:, :-1], top.flatten(2, 3))
+    return part, replace(carry, sums=combined[:, -1], scale=after[0], age=after[1])
+
+
+def _combined(
+    states: Float[Tensor, "n chunks r e"],
+    scales: Float[Tensor, "n chunks r"],
+    age: Float[Tensor, "#n rows chunks #r"],
+    allowed: Bool[Tensor, "rows chunks"],
+    rate: Float[Tensor, "n r"] | None,
+) -> tuple[Float[Tensor, "n rows r e"], Float[Tensor, "n rows r"], tuple[Tensor, Tensor]]:
+    """Per row the sum of the allowed chunk states, each decayed by its age; the scale; scale and age for the carry."""
+    exponent = scales[:, None] if rate is None else scales[:, None] - rate[:, None, None] * age
+    exponent = exponent.masked_fill(~allowed[..., None], LOG_ZERO)
+    top, largest = exponent.max(dim=2)
+    weights = (exponent - top[:, :, None]).exp_().mul_(allowed[..., None])
+    summed = (weights.permute(0, 3, 1, 2) @ states.transpose(1, 2)).transpose(1, 2)
+    last = largest[:, -1:]
+    ages = age[:, -1].expand(len(scales), -1, scales.shape[-1])
+    return summed, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
+
+
+def _total(parts: list[Part]) -> Float[Tensor, "n chunk gc e"]:
+    total = parts[0].sums
+    if parts[0].scale is None:
+        for part in parts[1:]:
+            total.add_(part.sums)
+        return total
+    scales = torch.stack([part.scale for part in parts if part.scale is not None])
+    factors = (scales - scales.amax(0)).exp_()
+    total.mul_(factors[0])
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        total.addcmul_(part.sums, factor)
+    return total

@@ -1,0 +1,176 @@
+"""Feature maps phi of the fixed mechanisms (THEORY section 7), on vectors along the last axis.
+
+Maps whose features are exponentials return their logarithms, so that no form of attention ever overflows: see
+:attr:`Mechanism.log`. Where a mechanism scales q and k, the vectors arrive scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from softgap.attention.mechanism import Mechanism, Site
+from softgap.errors import ValueInputError
+
+__all__ = [
+    "cosformer",
+    "dpfp",
+    "elu1",
+    "exp_affine_key",
+    "exp_affine_query",
+    "favor",
+    "focused",
+    "identity",
+    "l2_normalised",
+    "log_exp_dim",
+    "log_hedgehog",
+    "ones",
+    "orthogonal_projection",
+    "pair_products",
+    "relu",
+    "relu_affine",
+    "seeded_affine",
+    "taylor2",
+]
+
+Vectors = Float[Tensor, "batch head time dim"]
+FeatureVectors = Float[Tensor, "batch head time feature"]
+
+
+def elu1(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = elu(x) + 1, that is exp(x) below zero and x + 1 above."""
+    return functional.elu(x).add_(1)
+
+
+def relu(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = max(x, 0)."""
+    return functional.relu(x)
+
+
+def identity(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = x."""
+    return x
+
+
+def ones(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = 1: one feature that ignores the vector."""
+    return x.new_ones((*x.shape[:-1], 1))
+
+
+def log_exp_dim(x: Vectors, site: Site) -> FeatureVectors:
+    """log phi, phi = softmax(x) over the features."""
+    return functional.log_softmax(x, dim=-1)
+
+
+def log_hedgehog(x: Vectors, site: Site) -> FeatureVectors:
+    """log phi, phi = softmax([x, -x]) over the features."""
+    return functional.log_softmax(torch.cat([x, -x], dim=-1), dim=-1)
+
+
+def focused(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = r^p |r| / |r^p| with r = relu(x), and 0 where r = 0."""
+    r = functional.relu(x)
+    norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
+    # Powers are taken of the unit vector, so that no norm over- or underflows.
+    power = torch.pow(r / norm.clamp(min=torch.finfo(x.dtype).tiny), site.options["p"])
+    power_norm = torch.linalg.vector_norm(power, dim=-1, keepdim=True)
+    return power.mul_(norm).div_(power_norm.clamp(min=torch.finfo(x.dtype).tiny))
+
+
+def dpfp(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = r * roll(r, 1) with r = relu([x, -x]) (nu = 1)."""
+    r = functional.relu(torch.cat([x, -x], dim=-1))
+    return r * r.roll(1, dims=-1)
+
+
+def l2_normalised(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = (elu(x) + 1) / |elu(x) + 1|."""
+    # Above about 87 below zero elu(x) + 1 rounds to 0 in float32; the floor keeps 0 / 0 out.
+    return functional.normalize(elu1(x, site), dim=-1, eps=torch.finfo(x.dtype).tiny)
+
+
+def pair_products(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = vec(x x^T), so that phi(q).phi(k) = (q.k)^2."""
+    return (x[..., :, None] * x[..., None, :]).flatten(-2)
+
+
+def taylor2(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = [1, x, vec(x x^T) / sqrt 2], so that phi(q).phi(k) = 1 + s + s^2 / 2."""
+    return torch.cat([ones(x, site), x, pair_products(x, site) / math.sqrt(2)], dim=-1)
+
+
+def cosformer(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = relu(x) [cos(pi i / 2M), sin(pi i / 2M)] at position i, so that weights carry cos(pi (t - j) / 2M)."""
+    context = site.options["context"]
+    if len(site.positions) and int(site.positions.max()) >= context:
+        raise ValueInputError(
+            f"cosformer is defined for positions below its context M = {context:g}, got position "
+            f"{int(site.positions.max())}; set a larger one with configure(context=...)"
+        )
+    angle = (site.positions.to(x.dtype) * (math.pi / (2 * context)))[:, None]
+    r = functional.relu(x)
+    return torch.cat([r * angle.cos(), r * angle.sin()], dim=-1)
+
+
+@lru_cache(maxsize=32)
+def orthogonal_projection(m: int, d: int, seed: int) -> Float[Tensor, "feature dim"]:
+    """The seeded W of favor: rows orthogonal in blocks of d, with the norms of independent Gaussian vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for start in range(0, m, d):
+        directions, _ = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+        norms = torch.randn(d, d, generator=generator, dtype=torch.float64).norm(dim=1)
+        blocks.append((directions.T * norms[:, None])[: m - start])
+    return torch.cat(blocks)
+
+
+def favor(x: Vectors, site: Site) -> FeatureVectors:
+    """log phi, phi = exp(W x - |x|^2 / 2) / sqrt(m); x arrives times sqrt(scale)."""
+    m, seed = int(site.options["features"]), int(site.options["seed"])
+    w = orthogonal_projection(m, x.shape[-1], seed).to(x.device, x.dtype)
+    return x @ w.T - 0.5 * x.square().sum(dim=-1, keepdim=True) - 0.5 * math.log(m)
+
+
+@lru_cache(maxsize=32)
+def seeded_affine(d: int, seed: int) -> tuple[Float[Tensor, "dim dim"], Float[Tensor, " dim"]]:
+    """The seeded A (entries of variance 1 / d) and b (variance 1) of relu_affine."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(d, d, generator=generator, dtype=torch.float64) / math.sqrt(d)
+    return a, torch.randn(d, generator=generator, dtype=torch.float64)
+
+
+def relu_affine(x: Vectors, site: Site) -> FeatureVectors:
+    """phi = relu(A x + b); A is ``[1 or batch, 1 or head, feature, dim]``, b without the last axis."""
+    if "A" in site.parameters and "b" in site.parameters:
+        return functional.relu(_affine(x, site.parameters["A"], site.parameters["b"]))
+    a, b = seeded_affine(x.shape[-1], int(site.options["seed"]))
+    return functional.relu(x @ a.T.to(x.device, x.dtype) + b.to(x.device, x.dtype))
+
+
+def exp_affine_query(x: Vectors, site: Site) -> FeatureVectors:
+    """log phi_q of a fitted map, phi_q = exp(W_q x + b_q)."""
+    return _affine(x, site.parameters["query_weight"], site.parameters["query_bias"])
+
+
+def exp_affine_key(x: Vectors, site: Site) -> FeatureVectors:
+    """log phi_k of a fitted map, phi_k = exp(W_k x + b_k); one map per KV head, or one per query head."""
+    weight = site.parameters["key_weight"]
+    if weight.shape[1] > x.shape[1]:
+        x = x.repeat_interleave(weight.shape[1] // x.shape[1], dim=1)
+    return _affine(x, weight, site.parameters["key_bias"])
+
+
+def affine_dim(weight: str, fallback: int | None, mechanism: Mechanism) -> int | None:
+    """Number of features of an affine map: rows of its weight, or the fallback while it has none."""
+    return int(mechanism.parameters[weight].shape[-2]) if weight in mechanism.parameters else fallback
+
+
+def _affine(
+    x: Vectors, weight: Float[Tensor, "batch head feature dim"], bias: Float[Tensor, "batch head feature"]
+) -> FeatureVectors:
+    return x @ weight.transpose(-1, -2) + bias[..., None, :]

@@ -1,0 +1,181 @@
+"""The row-blocked quadratic form: any mechanism, any visible set, memory O(T)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from softgap.attention.features import LOG_ZERO, Features, featurise
+from softgap.attention.mechanism import Mechanism
+from softgap.attention.result import Attention, divided
+from softgap.attention.visible import Visible
+from softgap.errors import UnsupportedError
+
+__all__ = ["quadratic", "weight_blocks"]
+
+# Numbers held at once per block of rows (float32: 16 MiB); the block shrinks as the keys grow.
+BLOCK_NUMBERS = 2**22
+
+
+class WeightBlock(NamedTuple):
+    """Normalised weights of the query rows start..stop-1 over the keys first..last-1."""
+
+    rows: slice
+    keys: slice
+    weights: Float[Tensor, "batch head query key"]
+    flagged: Bool[Tensor, "batch head query"]
+
+
+def quadratic(
+    mechanism: Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    visible: Visible,
+    scale: float,
+) -> Attention:
+    """Attention by explicit weights, a block of query rows at a time."""
+    batch, heads, n_queries, _ = q.shape
+    valid = visible.row_valid(batch, n_queries, q.device)
+    if mechanism.kind == "constant":
+        return _constant(mechanism, q, v, valid)
+    output = q.new_zeros(batch, heads, n_queries, v.shape[-1])
+    flagged = torch.zeros(batch, heads, n_queries, dtype=torch.bool, device=q.device)
+    if visible.key_valid is not None:
+        # 0 * NaN is NaN: a hidden slot must not reach the product.
+        v = v.masked_fill(~visible.key_valid[:, None, :, None], 0)
+    for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale):
+        grouped = block.weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
+        output[:, :, block.rows] = (grouped @ v[:, :, block.keys]).reshape(batch, heads, -1, v.shape[-1])
+        flagged[:, :, block.rows] = block.flagged
+    return Attention(output, valid, flagged & valid[:, None])
+
+
+def weight_blocks(
+    mechanism: Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    *,
+    visible: Visible,
+    scale: float,
+) -> Iterator[WeightBlock]:
+    """The mechanism's normalised weights, block by block of query rows; zero where nothing is visible."""
+    if mechanism.kind == "constant":
+        raise UnsupportedError(f"mechanism '{mechanism.name}' has no weights: its output is a constant")
+    batch, heads, n_queries, _ = q.shape
+    relative = _relative_weights(mechanism, q, k, visible, scale)
+    rows = max(1, BLOCK_NUMBERS // (batch * heads * k.shape[2] * relative.width))
+    for start in range(0, n_queries, rows):
+        stop = min(n_queries, start + rows)
+        keys = visible.key_range(start, stop, k.shape[2])
+        seen = visible.rows(start, stop, keys, q.device)
+        weights, terms = relative.block(slice(start, stop), slice(*keys), seen)
+        weights = weights.expand(batch, heads, -1, -1)
+        normalised, flagged = _normalised(mechanism, weights, terms, seen)
+        yield WeightBlock(slice(start, stop), slice(*keys), normalised, flagged)
+
+
+Block = Callable[[slice, slice, Bool[Tensor, "batch head query key"]], tuple[Tensor, Tensor | None]]
+
+
+class _Relative(NamedTuple):
+    """Weights up to a factor per row, with the absolute terms of signed ones, for any block of rows and keys."""
+
+    block: Block
+    width: int = 1
+
+
+def _relative_weights(mechanism: Mechanism, q: Tensor, k: Tensor, visible: Visible, scale: float) -> _Relative:
+    if visible.key_valid is not None:
+        k = k.masked_fill(~visible.key_valid[:, None, :, None], 0)
+    if mechanism.position_weights is not None:
+        weigh_positions = mechanism.position_weights
+        site = mechanism.site(visible.positions(0, q.shape[2], q.device), q.dtype)
+
+        def by_position(rows: slice, keys: slice, seen: Tensor) -> tuple[Tensor, None]:
+            j = torch.arange(keys.start, keys.stop, device=q.device)
+            return weigh_positions(site.positions[rows, None], j, seen, site).to(q.dtype), None
+
+        return _Relative(by_position)
+    if mechanism.score_weights is not None:
+        weigh_scores = mechanism.score_weights
+
+        def by_score(rows: slice, keys: slice, seen: Tensor) -> tuple[Tensor, None]:
+            return weigh_scores(_products(q[:, :, rows], k[:, :, keys]) * scale, seen, mechanism.options), None
+
+        return _Relative(by_score)
+    features = featurise(
+        mechanism,
+        q,
+        k,
+        scale=scale,
+        query_positions=visible.positions(0, q.shape[2], q.device),
+        key_positions=torch.arange(k.shape[2], device=k.device),
+        key_valid=visible.key_valid,
+    )
+    return _Relative(
+        lambda rows, keys, seen: _feature_weights(mechanism, features, rows, keys, seen, visible),
+        width=1 if features.rate is None else features.key.shape[-1],
+    )
+
+
+def _products(
+    x: Float[Tensor, "batch head query dim"], y: Float[Tensor, "batch kv_head key dim"]
+) -> Float[Tensor, "batch head query key"]:
+    """x.y for every query and key, KV heads shared by their group without being repeated."""
+    grouped = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
+    product: Tensor = torch.matmul(grouped, y.transpose(-1, -2))
+    return product.view(x.shape[0], x.shape[1], x.shape[2], y.shape[2])
+
+
+def _feature_weights(
+    mechanism: Mechanism, features: Features, rows: slice, keys: slice, seen: Tensor, visible: Visible
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"] | None]:
+    query, key = features.query[:, :, rows], features.key[:, :, keys]
+    if not features.log:
+        terms = _products(query.abs(), key.abs()) if mechanism.signed else None
+        return _products(query, key), terms
+    if features.rate is None:
+        query_top, key_top = query.amax(-1, keepdim=True), key.amax(-1, keepdim=True)
+        product = _products((query - query_top).exp(), (key - key_top).exp())
+        per_key = key_top.transpose(-1, -2).repeat_interleave(product.shape[1] // key.shape[1], dim=1)
+        exponent = product.log() + per_key
+    else:
+        p = visible.positions(rows.start, rows.stop, key.device)[:, None]
+        distance = (p - torch.arange(keys.start, keys.stop, device=key.device)).abs()[..., None]
+        grouped = query.unflatten(1, (key.shape[1], -1))[..., :, None, :]
+        lost = distance * features.rate[:, :, None, None, None]
+        exponent = (grouped + key[:, :, None, None] - lost).logsumexp(dim=-1).flatten(1, 2)
+    return _exponentiated(exponent, seen), None
+
+
+def _exponentiated(exponent: Tensor, seen: Bool[Tensor, "batch head query key"]) -> Tensor:
+    """exp relative to the row's largest visible exponent."""
+    top = exponent.masked_fill(~seen, LOG_ZERO).amax(dim=-1, keepdim=True)
+    return (exponent - top).clamp(max=0).exp()
+
+
+def _normalised(
+    mechanism: Mechanism, weights: Tensor, terms: Tensor | None, seen: Bool[Tensor, "batch head query key"]
+) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "batch head query"]]:
+    weights = weights.masked_fill(~seen, 0)
+    if mechanism.normaliser == "centred":
+        count = seen.sum(dim=-1, keepdim=True).clamp(min=1)
+        centred = (1 + weights - weights.sum(dim=-1, keepdim=True) / count) / count
+        return centred.masked_fill(~seen, 0), torch.zeros_like(weights[..., 0], dtype=torch.bool)
+    absolute = None if terms is None else terms.masked_fill(~seen, 0).sum(dim=-1, keepdim=True)
+    return divided(weights, weights.sum(dim=-1, keepdim=True), absolute)
+
+
+def _constant(mechanism: Mechanism, q: Tensor, v: Tensor, valid: Bool[Tensor, "batch query"]) -> Attention:
+    batch, heads, n_queries, _ = q.shape
+    output = q.new_zeros(batch, heads, n_queries, v.shape[-1])
+    if mechanism.constant is not None:
+        value = mechanism.constant(mechanism.site(torch.arange(n_queries, device=q.device), q.dtype))
+        output = output + value[:, :, None] * valid[:, None, :, None]
+    return Attention(output, valid, torch.zeros_like(output[..., 0], dtype=torch.bool))

@@ -1,0 +1,206 @@
+"""The oracle: every mechanism by its formula, one query at a time, in float64.
+
+Nothing here is shared with the fast forms but the seeded matrices of favor and relu_affine. Slow on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from softgap.attention.feature_maps import orthogonal_projection, seeded_affine
+from softgap.attention.mechanism import Mechanism
+
+__all__ = ["Row", "reference_attention", "reference_comparison", "reference_weights"]
+
+Vector = Float[np.ndarray, " n"]
+Matrix = Float[np.ndarray, "n d"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head."""
+
+    q: Vector
+    k: Matrix
+    distance: Vector
+    position: int
+    scale: float
+    options: dict[str, float]
+    parameters: dict[str, np.ndarray]
+
+    @property
+    def s(self) -> Vector:
+        """Scores s_j = scale q.k_j."""
+        return np.asarray(self.scale * (self.k @ self.q))
+
+
+def reference_attention(
+    mechanism: Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value_dim"],
+    seen: Bool[Tensor, "batch head query key"],
+    *,
+    scale: float,
+    offset: int,
+) -> Float[Tensor, "batch head query value_dim"]:
+    """Output of every query, by loops; ``seen`` lists the visible keys of each."""
+    batch, heads, n_queries, _ = q.shape
+    output = np.zeros((batch, heads, n_queries, v.shape[-1]))
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // (heads // k.shape[1])
+            values = v[b, kv].double().numpy()
+            parameters = {name: _of_head(x, b, h, kv, k.shape[1]) for name, x in mechanism.parameters.items()}
+            for t in range(n_queries):
+                visible = seen[b, h, t].nonzero()[:, 0].numpy()
+                if len(visible) == 0:
+                    continue
+                if mechanism.kind == "constant":
+                    output[b, h, t] = parameters.get("mean", 0.0)
+                    continue
+                row = Row(
+                    q=q[b, h, t].double().numpy(),
+                    k=k[b, kv].double().numpy()[visible],
+                    distance=(offset + t - visible).astype(float),
+                    position=offset + t,
+                    scale=scale,
+                    options=dict(mechanism.options),
+                    parameters=parameters,
+                )
+                output[b, h, t] = reference_weights(mechanism.name, row) @ values[visible]
+    return torch.from_numpy(output)
+
+
+def reference_weights(name: str, row: Row) -> Vector:
+    """The weights of one query over the keys it sees: normalised by their sum, all zero where that is zero."""
+    if name == "inline":
+        return np.asarray((1 + row.s - row.s.mean()) / len(row.s))
+    weights = RELATIVE[name](row)
+    total = weights.sum()
+    return weights / total if total != 0 else np.zeros_like(weights)
+
+
+def reference_comparison(o: Vector, m: Vector) -> tuple[float, float, float]:
+    """Divergence, relative L2 and norm ratio of two vectors."""
+    n_o, n_m = float(np.linalg.norm(o)), float(np.linalg.norm(m))
+    if n_o == 0:
+        return (0.0 if n_m == 0 else 1.0), math.nan, math.nan
+    cosine = float(o @ m) / (n_o * n_m) if n_m > 0 else 0.0
+    return 1 - cosine, float(np.linalg.norm(m - o)) / n_o, n_m / n_o
+
+
+def _of_head(x: Tensor, b: int, h: int, kv: int, kv_heads: int) -> np.ndarray:
+    """The slice of a ``[batch, head, ...]`` parameter that a query head uses: its own, its KV head's, or the shared."""
+    of_batch = x[b if x.shape[0] > 1 else 0]
+    head = 0 if of_batch.shape[0] == 1 else kv if of_batch.shape[0] == kv_heads else h
+    return np.asarray(of_batch[head].double().numpy())
+
+
+def _elu1(x: np.ndarray) -> np.ndarray:
+    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+
+def _relu(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.maximum(x, 0))
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+def _both(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x, -x], axis=-1)
+
+
+def _focus(x: np.ndarray, p: float) -> np.ndarray:
+    r = _relu(x)
+    norm, power = np.linalg.norm(r, axis=-1, keepdims=True), np.linalg.norm(r**p, axis=-1, keepdims=True)
+    return np.asarray(r**p * norm / np.where(power > 0, power, 1))
+
+
+def _dpfp(x: np.ndarray) -> np.ndarray:
+    r = _relu(_both(x))
+    return np.asarray(r * np.roll(r, 1, axis=-1))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return np.asarray(_elu1(x) / np.linalg.norm(_elu1(x), axis=-1, keepdims=True))
+
+
+def _relu_affine(row: Row) -> Vector:
+    a, b = (x.numpy() for x in seeded_affine(len(row.q), int(row.options["seed"])))
+    if "A" in row.parameters:
+        a, b = row.parameters["A"], row.parameters["b"]
+    return np.asarray(_relu(row.k @ a.T + b) @ _relu(a @ row.q + b))
+
+
+def _favor(row: Row) -> Vector:
+    w = orthogonal_projection(int(row.options["features"]), len(row.q), int(row.options["seed"])).numpy()
+    q, k = row.q * math.sqrt(row.scale), row.k * math.sqrt(row.scale)
+    exponents = (k + q) @ w.T - (k**2).sum(1)[:, None] / 2 - (q**2).sum() / 2
+    return _row_exp(exponents)
+
+
+def _fitted(row: Row) -> Vector:
+    p = row.parameters
+    exponents = p["query_weight"] @ row.q + p["query_bias"] + row.k @ p["key_weight"].T + p["key_bias"]
+    return _row_exp(exponents - np.outer(row.distance, p["rate"]))
+
+
+def _row_exp(exponents: Matrix) -> Vector:
+    """sum_r exp of each key's exponents, all relative to the largest: the weights are normalised anyway."""
+    return np.asarray(np.exp(exponents - exponents.max()).sum(axis=1))
+
+
+def _top_k(row: Row) -> Vector:
+    k = min(int(row.options["k"]), len(row.s))
+    return np.where(row.s >= np.sort(row.s)[-k], np.exp(row.s - row.s.max()), 0)
+
+
+def _profile(row: Row) -> Vector:
+    weights = row.parameters["by_distance"][
+        np.minimum(np.abs(row.distance), len(row.parameters["by_distance"]) - 1).astype(int)
+    ]
+    return np.concatenate([np.atleast_1d(row.parameters["first"]), weights[1:]])
+
+
+def _one_hot(row: Row, index: int) -> Vector:
+    return np.asarray(np.eye(len(row.distance))[index])
+
+
+RELATIVE: dict[str, Callable[[Row], Vector]] = {
+    "softmax": lambda row: np.exp(row.s - row.s.max()),
+    "elu1": lambda row: _elu1(row.k) @ _elu1(row.q),
+    "relu": lambda row: _relu(row.k) @ _relu(row.q),
+    "relu_affine": _relu_affine,
+    "identity": lambda row: row.k @ row.q,
+    "exp_dim": lambda row: _softmax(row.k) @ _softmax(row.q),
+    "hedgehog": lambda row: _softmax(_both(row.k)) @ _softmax(_both(row.q)),
+    "focused": lambda row: _focus(row.k, row.options["p"]) @ _focus(row.q, row.options["p"]),
+    "dpfp": lambda row: _dpfp(row.k) @ _dpfp(row.q),
+    "favor": _favor,
+    "taylor2": lambda row: 1 + row.s + row.s**2 / 2,
+    "polynomial": lambda row: row.s ** row.options["p"],
+    "cosformer": lambda row: (
+        (_relu(row.k) @ _relu(row.q)) * np.cos(math.pi * row.distance / (2 * row.options["context"]))
+    ),
+    "l2_normalised": lambda row: _unit(row.k) @ _unit(row.q),
+    "decay": lambda row: row.options["lam"] ** row.distance,
+    "relu2_scores": lambda row: _relu(row.s) ** 2,
+    "top_k": _top_k,
+    "fitted": _fitted,
+    "uniform": lambda row: np.ones(len(row.distance)),
+    "self_token": lambda row: _one_hot(row, -1),
+    "previous_token": lambda row: _one_hot(row, -2 if len(row.distance) > 1 else -1),
+    "first_token": lambda row: _one_hot(row, 0),
+    "profile": _profile,
+}

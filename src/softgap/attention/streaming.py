@@ -1,0 +1,193 @@
+"""The streaming state of a factorable mechanism: append keys and ask queries, in blocks of any size."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.features import Features, featurise, with_ones
+from softgap.attention.mechanism import Mechanism
+from softgap.attention.registry import resolve
+from softgap.attention.result import Attention, divided
+from softgap.errors import ShapeError, UnsupportedError
+
+__all__ = ["LinearState"]
+
+# Features of this many numbers per head are held at once; longer blocks are cut, so memory does not grow with T r.
+BLOCK_NUMBERS = 2**17
+BLOCK_POSITIONS = 1024
+
+
+class LinearState:
+    """A growing sequence of keys and values, held as a state whose size does not depend on its length.
+
+    Without a window the state is S = sum_j phi(k_j) [v_j, 1]^T (r x (d_v + 1) numbers per KV head); with a window of w
+    it is the features and values of the last w - 1 keys.
+
+    Parameters
+    ----------
+    mechanism
+        Any mechanism whose weights factor, by name or as a :class:`Mechanism`.
+    window
+        Number of positions a query sees, itself included; None for all.
+    scale
+        The model's scaling; None is 1 / sqrt(d).
+    dtype
+        float32, or float64.
+    """
+
+    def __init__(
+        self,
+        mechanism: str | Mechanism,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.mechanism = resolve(mechanism)
+        self.window = window
+        self.dtype = dtype
+        self.length = 0
+        self._scale = scale
+        self._carries: dict[str, Carry] = {}
+        self._seen: Bool[Tensor, " batch"] | None = None
+        self._tail_valid: Bool[Tensor, "batch tail"] | None = None
+
+    def append(
+        self,
+        k: Float[Tensor, "batch kv_head key dim"],
+        v: Float[Tensor, "batch kv_head key value_dim"],
+        key_valid: Bool[Tensor, "batch key"] | None = None,
+    ) -> None:
+        """Take in keys that no query of this block asks about."""
+        self.attend(k[:, :, :0], k, v, key_valid)
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch kv_head key dim"],
+        v: Float[Tensor, "batch kv_head key value_dim"],
+        key_valid: Bool[Tensor, "batch key"] | None = None,
+    ) -> Attention:
+        """Append keys, then answer the queries, which stand at the last of these keys."""
+        self._check(q, k)
+        ahead = k.shape[2] - q.shape[2]
+        r = self.mechanism.feature_dim(k.shape[-1]) or 1
+        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0)
+        bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
+        outputs, valids, flags = [], [], []
+        for start, stop in itertools.pairwise(bounds):
+            part = slice(start, stop)
+            valid = None if key_valid is None else key_valid[:, part]
+            asked = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
+            sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
+            seen = self._advance(k.shape[0], stop - start, valid, k.device)
+            if start >= ahead:
+                output, flagged = self._output(sums, q.shape[1])
+                outputs.append(output)
+                flags.append(flagged)
+                valids.append(seen)
+        if not outputs:
+            batch, heads = q.shape[:2]
+            nothing = q.new_zeros(batch, heads, 0, v.shape[-1], dtype=self.dtype)
+            return Attention(nothing, nothing.new_zeros(batch, 0).bool(), nothing[..., 0].bool())
+        valid_rows = torch.cat(valids, dim=1)
+        # A row that sees nothing is padding: not valid, and no anomaly of the mechanism.
+        return Attention(torch.cat(outputs, dim=2), valid_rows, torch.cat(flags, dim=2) & valid_rows[:, None])
+
+    def _check(self, q: Tensor, k: Tensor) -> None:
+        if not self.mechanism.factorable(k.shape[-1]):
+            raise UnsupportedError(
+                f"mechanism '{self.mechanism.name}' has no state and cannot be streamed; "
+                "use attend(..., form='quadratic')"
+            )
+        if q.shape[2] > k.shape[2]:
+            raise ShapeError(f"queries stand at the last appended keys: got {q.shape[2]} queries for {k.shape[2]} keys")
+
+    def _block(
+        self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
+    ) -> dict[str, Float[Tensor, "batch query_head query column"]]:
+        """The weighted sums that the output of one block needs, by name."""
+        q, k, v = (x.to(self.dtype) for x in (q, k, v))
+        positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
+        features = featurise(
+            self.mechanism,
+            q,
+            k,
+            scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            query_positions=positions[k.shape[2] - q.shape[2] :],
+            key_positions=positions,
+            key_valid=key_valid,
+            share_heads=True,
+        )
+        values = with_ones(v, key_valid)
+        sums = {"weights": self._sums("weights", features, values)}
+        if self.mechanism.normaliser == "centred":
+            query, key = (x.new_ones(*x.shape[:-1], 1) for x in (features.query, features.key))
+            sums["count"] = self._sums("count", Features(query, key, rate=None, log=False), values)
+        elif self.mechanism.signed:
+            absolute = Features(features.query.abs(), features.key.abs(), rate=None, log=False)
+            sums["terms"] = self._sums("terms", absolute, values[..., -1:])
+        return sums
+
+    def _sums(
+        self, name: str, features: Features, values: Float[Tensor, "batch kv_head key column"]
+    ) -> Float[Tensor, "batch query_head query column"]:
+        """The block's weighted sums of ``values``, carrying the state of this name forward."""
+        batch, heads, t, r = features.key.shape
+        if heads > values.shape[1]:  # one key map per query head: every head has its own state
+            values = values.repeat_interleave(heads // values.shape[1], dim=1)
+        asked = features.query.shape[2] > 0
+        group = features.query.shape[1] // heads if asked else 0
+        query = features.query if asked else features.key[:, :0]
+        key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
+        carry = self._carries.get(name)
+        if carry is None:
+            carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log)
+        sums, self._carries[name] = block_sums(
+            query.reshape(batch * heads, group, t, r),
+            key,
+            value,
+            carry,
+            rate=None if features.rate is None else features.rate.reshape(-1, r),
+            log=features.log,
+            window=self.window,
+        )
+        return sums.reshape(batch, heads * group, t, value.shape[-1])
+
+    def _output(
+        self, sums: dict[str, Float[Tensor, "batch query_head query column"]], heads: int
+    ) -> tuple[Float[Tensor, "batch head query value_dim"], Bool[Tensor, "batch head query"]]:
+        weighted, total = sums["weights"][..., :-1], sums["weights"][..., -1:]
+        if "count" in sums:
+            count = sums["count"][..., -1:].clamp(min=1)
+            mean = sums["count"][..., :-1] / count
+            output = mean + (weighted - total * mean) / count
+            return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
+        output, flagged = divided(weighted, total, sums.get("terms"))
+        group = heads // output.shape[1]
+        if group == 1:
+            return output, flagged
+        return output.repeat_interleave(group, dim=1), flagged.repeat_interleave(group, dim=1)
+
+    def _advance(
+        self, batch: int, t: int, key_valid: Bool[Tensor, "batch key"] | None, device: torch.device
+    ) -> Bool[Tensor, "batch key"]:
+        """Move on by t positions; whether each of them sees at least one key."""
+        self.length += t
+        valid = torch.ones(batch, t, dtype=torch.bool, device=device) if key_valid is None else key_valid
+        if self.window is None:
+            seen = valid.long().cumsum(dim=1) > 0
+            if self._seen is not None:
+                seen = seen | self._seen[:, None]
+            self._seen = seen[:, -1]
+            return seen
+        before = valid.new_zeros(batch, self.window - 1) if self._tail_valid is None else self._tail_valid
+        whole = torch.cat([before, valid], dim=1)
+        self._tail_valid = whole[:, whole.shape[1] - (self.window - 1) :]
+        count = torch.nn.functional.pad(whole.long().cumsum(dim=1), (1, 0))
+        return count[:, self.window :] > count[:, :t]

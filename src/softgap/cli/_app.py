@@ -1,0 +1,37 @@
+"""The application: the options before any command, and the list of commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from softgap.cli import _output
+from softgap.cli.mechanisms import mechanisms_command
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="softgap",
+    add_completion=False,
+    suggest_commands=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from softgap import __version__
+
+        _output.console().print(f"softgap {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: softgap mechanisms --json")
+def _softgap(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Measure the gap between softmax and linear attention, per head and per token."""

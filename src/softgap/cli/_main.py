@@ -1,0 +1,86 @@
+"""The one place where the outcome of a command becomes an exit code and, when it failed, one sentence.
+
+0    done
+1    a check or gate failed (a command returns or exits with 1)
+2    the input was wrong: a SoftgapError or a command line that does not parse
+70   a defect of softgap: an exception nobody foresaw
+130  interrupted by Ctrl-C
+141  the reader closed the pipe (said by the code only, as other tools do)
+
+A traceback is printed only when SOFTGAP_DEBUG is set.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from softgap.errors import SoftgapError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one softgap command and return its exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = _run(given or ["--help"])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _leave_pipe()
+    except SystemExit as leave:
+        # The way a rich console leaves when its pipe is closed.
+        if isinstance(leave.__context__, BrokenPipeError):
+            return _leave_pipe()
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(130, "interrupted")
+    except typer.TyperException as error:
+        return _fail(2, _usage_sentence(error, given))
+    except SoftgapError as error:
+        return _fail(2, str(error))
+    except Exception as error:
+        remedy = "this is a defect of softgap, rerun with SOFTGAP_DEBUG=1 for the traceback"
+        return _fail(70, f"{type(error).__name__}: {error}; {remedy}")
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    # Not app(): that turns interrupts and closed pipes into exit codes of its own before they can be told apart here.
+    from softgap.cli._app import app
+
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("softgap", list(arguments)) as context:
+            result = command.invoke(context)
+    except typer.Exit as leave:
+        return leave.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _leave_pipe() -> int:
+    # The interpreter flushes standard output once more at its end, which must not fail loudly.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
+def _fail(code: int, message: str) -> int:
+    if os.environ.get("SOFTGAP_DEBUG"):
+        traceback.print_exc()
+    sys.stderr.write(f"softgap: {' '.join(message.split())}\n")
+    return code
+
+
+def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:
+    """What the parser said, as one sentence with what is allowed, what was given and where to read on."""
+    said = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    commands = getattr(context.command, "commands", {}) if context else {}
+    allowed = f"; the commands are: {', '.join(sorted(commands))}" if "command" in said else ""
+    reading = f"{context.command_path if context else 'softgap'} --help"
+    return f"{said[:1].lower()}{said[1:]}{allowed}; given 'softgap {shlex.join(given)}', see '{reading}'"

@@ -1,0 +1,110 @@
+"""`softgap mechanisms`: the registry, and how far each mechanism is from softmax on a synthetic head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from softgap.cli import _output
+
+if TYPE_CHECKING:
+    from softgap.attention import Mechanism
+    from softgap.attention.synthetic import Measurement, SyntheticHead
+
+__all__ = ["mechanisms_command"]
+
+_DIM = 64
+
+
+def mechanisms_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Add each one's divergence from softmax and from uniform.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the head drawn by --measure.")] = 0,
+) -> None:
+    """List the attention mechanisms softgap knows: formula, features, forms, what they need, and the paper."""
+    from softgap.attention import mechanisms
+
+    registry = mechanisms()
+    head, rows = _measured(seed) if measured else (None, ())
+    if as_json:
+        _output.write_json(_document(registry, head, rows))
+        return
+    console = _output.console()
+    console.print(_registry_table(registry))
+    if head is not None:
+        console.print(_measured_table(head, rows))
+
+
+def _measured(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
+    from softgap.attention.synthetic import measure, synthetic_head
+
+    head = synthetic_head(dim=_DIM, seed=seed)
+    return head, measure(head)
+
+
+def _document(
+    registry: Mapping[str, Mechanism], head: SyntheticHead | None, rows: Sequence[Measurement]
+) -> dict[str, Any]:
+    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_described(found) for found in registry.values()]}
+    if head is not None:
+        document["synthetic_head"] = {"length": head.length, "dim": head.dim, "seed": head.seed}
+        document["measurements"] = [asdict(row) for row in rows]
+    return document
+
+
+def _described(mechanism: Mechanism) -> dict[str, Any]:
+    return {
+        "name": mechanism.name,
+        "kind": mechanism.kind,
+        "forms": list(mechanism.forms),
+        "formula": mechanism.formula,
+        "features": mechanism.feature_dim(_DIM),
+        "signed": mechanism.signed,
+        "scale": mechanism.scale,
+        "options": dict(mechanism.options),
+        "needs": list(mechanism.needs),
+        "paper": mechanism.paper,
+    }
+
+
+def _registry_table(registry: Mapping[str, Mechanism]) -> Table:
+    table = Table(title=f"Mechanisms (features at d = {_DIM})", title_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("formula", overflow="fold", ratio=3)
+    table.add_column("features", justify="right")
+    for heading in ("signed", "scale", "forms"):
+        table.add_column(heading)
+    table.add_column("needs", overflow="fold")
+    table.add_column("paper", overflow="fold", ratio=2)
+    for found in registry.values():
+        features = found.feature_dim(_DIM)
+        table.add_row(
+            found.name,
+            found.kind,
+            found.formula,
+            "" if features is None else f"{features:,}",
+            "yes" if found.signed else "",
+            "" if found.scale == "none" else found.scale,
+            "all" if len(found.forms) > 1 else found.forms[0],
+            ", ".join(found.needs),
+            found.paper,
+        )
+    return table
+
+
+def _measured_table(head: SyntheticHead, rows: Sequence[Measurement]) -> Table:
+    title = f"Mean divergence on a synthetic head\n(causal, T = {head.length}, d = {head.dim}, seed {head.seed})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("name", no_wrap=True)
+    for heading in ("from softmax", "from uniform", "flagged queries"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.mechanism, f"{row.from_softmax:.4f}", f"{row.from_uniform:.4f}", str(row.flagged or ""))
+    return table

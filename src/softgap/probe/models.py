@@ -1,0 +1,265 @@
+"""Models by name: the embedded default, a hub id, a local folder or a GGUF file.
+
+Code from a model's repository is never run and nothing is unpickled: weights must be safetensors. The attention
+implementation is the caller's or the type's default, never one that the model's own files name, since such a name may
+stand for a kernel to be downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from softgap.errors import ModelError
+from softgap.probe.cache import read_record
+from softgap.probe.catalogue import ModelInfo, available_models
+from softgap.probe.causal import refusal
+from softgap.probe.embedded import EMBEDDED, EMBEDDED_SHA256, embedded_folder
+from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.gguf_files import LARGEST_CACHED, convert, copy_folder, file_hash, read_gguf
+from softgap.probe.load_errors import explain
+from softgap.probe.progress import Report, quiet_transformers, reporter
+from softgap.probe.support import TAPPED_ATTENTION
+
+__all__ = ["EMBEDDED", "ModelInfo", "available_models", "load_model", "model_fingerprint"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    attn: str | None = None,
+    progress: Report | bool = True,
+) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Parameters
+    ----------
+    name
+        None or ``"smollm2-135m"`` for the embedded model, a hub id ``"org/name"``, a folder, or a ``.gguf`` file. The
+        embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
+        over a hub id.
+    dtype
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as `torch.dtype`, or ``"auto"``: what the weights are
+        stored in, which is float32 for the embedded model and GGUF files.
+    device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
+    attn
+        ``"sdpa"`` or ``"eager"``; None takes the default of the model type.
+    progress
+        Called with a stage and the fraction done while a GGUF file is converted; True draws a bar on standard error if
+        that is a terminal, False is silent.
+
+    Returns
+    -------
+    tuple
+        The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
+    """
+    options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads=bool(progress))
+    source = _resolve(EMBEDDED if name is None else os.fspath(name))
+    with reporter(progress) as report:
+        if source.kind == "embedded":
+            return _load_pretrained(source, embedded_folder(report), options)
+        if source.kind == "gguf":
+            return _load_gguf(source, Path(source.name), options, report)
+        return _load_pretrained(source, source.name, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    dtype: torch.dtype | None
+    device: torch.device
+    attn: str | None
+    downloads: bool
+
+
+@dataclass(frozen=True)
+class _Source:
+    kind: Literal["embedded", "gguf", "folder", "hub"]
+    name: str
+
+
+def _resolve(name: str) -> _Source:
+    """What kind of name this is; refuses what is none."""
+    if name == EMBEDDED:
+        return _Source("embedded", name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        _require_model_folder(path)
+        return _Source("folder", str(path))
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"'{name}' is a file, and of files only .gguf can be loaded; give the folder that holds config.json"
+            )
+        return _Source("gguf", str(path))
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"there is no model at '{name}': the path does not exist; allowed are {_ALLOWED}")
+    if _HUB_ID.fullmatch(name):
+        return _Source("hub", name)
+    near = difflib.get_close_matches(name.lower(), [EMBEDDED], n=1, cutoff=0.5)
+    remedy = f"did you mean '{EMBEDDED}'?" if near else "write the organisation too, as in 'openai-community/gpt2'"
+    raise ModelError(f"unknown model '{name}'; allowed are {_ALLOWED}; {remedy}")
+
+
+def _require_model_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"the folder '{folder}' holds an adapter, not a model; merge it into its base model first")
+        raise ModelError(
+            f"the folder '{folder}' is no model: it has no config.json; give a folder written by save_pretrained"
+        )
+    if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise ModelError(
+            f"the folder '{folder}' has only pickled weights, and softgap unpickles nothing; save them as safetensors "
+            "(save_pretrained writes those)"
+        )
+    raise ModelError(f"the folder '{folder}' is no model: it has no model.safetensors; give a folder with weights")
+
+
+def _load_gguf(source: _Source, path: Path, options: _Options, report: Report) -> Loaded:
+    """A GGUF file by way of its converted copy; a large one directly."""
+    if path.stat().st_size > LARGEST_CACHED:
+        model, tokenizer = read_gguf(path, report)
+        if options.attn is not None:
+            model.set_attn_implementation(options.attn)
+        return _finished(source, _cast(model, dtype=options.dtype), tokenizer, options)
+    report("checking the GGUF file", 0.0)
+    sha256 = file_hash(path)
+    folder = copy_folder(EMBEDDED if sha256 == EMBEDDED_SHA256 else "gguf", sha256)
+    if read_record(folder) is None:
+        convert(path, folder, sha256, report)
+    return _load_pretrained(source, folder, options)
+
+
+def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> Loaded:
+    """A model folder or a hub repository, checked before its weights are read."""
+    with quiet_transformers(downloads=options.downloads):
+        try:
+            values, _ = PreTrainedConfig.get_config_dict(place)
+            # Read everything else from this very commit; without one, transformers would also ask the hub's bot to
+            # convert pickled weights.
+            pinned: dict[str, Any] = {"trust_remote_code": False}
+            if values.get("_commit_hash"):
+                pinned["revision"] = values["_commit_hash"]
+            if not values:
+                raise ModelError(f"'{source.name}' is no model: it has no config.json; {_hint(source)}")
+            _require_causal(source, values)
+            config = AutoConfig.from_pretrained(place, **pinned)
+            config._attn_implementation = options.attn
+            tokenizer = AutoTokenizer.from_pretrained(place, **pinned)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=options.dtype or "auto",
+                use_safetensors=True,
+                output_loading_info=True,
+                **pinned,
+            )
+        except ModelError:
+            raise
+        except Exception as error:
+            raise explain(source.name, error) from None
+    model, info = loaded
+    _require_all_weights(source, info)
+    return _finished(source, model, tokenizer, options)
+
+
+def _hint(source: _Source) -> str:
+    if source.kind == "hub":
+        return "if the repository holds GGUF files, download one and give its path"
+    return "give a folder written by save_pretrained"
+
+
+def _require_causal(source: _Source, values: dict[str, Any]) -> None:
+    reason = refusal(values)
+    if reason is not None:
+        raise ModelError(
+            f"cannot use '{source.name}': {reason}; choose a causal language model that transformers implements, such "
+            "as a Llama, Qwen, Gemma or GPT-2"
+        )
+
+
+def _require_all_weights(source: _Source, info: dict[str, Any]) -> None:
+    """Refuse a model part of which would be random."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"'{source.name}' lacks {len(missing)} of its weights, the first is '{missing[0]}'; give a complete causal "
+            "language model, not a base model or a classifier"
+        )
+
+
+def _finished(source: _Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: _Options) -> Loaded:
+    try:
+        moved = _cast(model, device=options.device).eval()
+    except torch.OutOfMemoryError as error:
+        raise explain(source.name, error) from None
+    moved.config._name_or_path = moved.name_or_path = source.name
+    tokenizer.name_or_path = source.name
+    return moved, tokenizer
+
+
+def _cast(model: Any, **target: Any) -> PreTrainedModel:
+    """`model.to(**target)`, whose signature transformers hides from the type checker."""
+    moved: PreTrainedModel = model.to(**target)
+    return moved
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype, None for "auto"."""
+    if dtype == "auto":
+        return None
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise ModelError(f"dtype must be auto, float32, bfloat16 or float16, got '{dtype}'; use float32 if unsure")
+    return found
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    here = _devices()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or (found.index or 0) >= here.get(found.type, 0):
+        raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
+    return found
+
+
+def _devices() -> dict[str, int]:
+    """Kinds of device that can be used here, with how many there are of each."""
+    here = {"cpu": 1}
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        here[accelerator.type] = torch.accelerator.device_count()
+    return here
+
+
+def _checked_attn(attn: str | None) -> str | None:
+    if attn is None or attn in TAPPED_ATTENTION:
+        return attn
+    allowed = " or ".join(f"'{name}'" for name in TAPPED_ATTENTION)
+    raise ModelError(f"attn must be {allowed}, whose masks softgap reads, got '{attn}'; leave it out for the default")

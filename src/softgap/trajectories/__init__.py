@@ -1,0 +1,20 @@
+"""The data: one frozen type for the measurements of a sequence, and the Parquet store they are kept in."""
+
+from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study
+from softgap.trajectories.run import Trajectories
+from softgap.trajectories.validation import FOCUS, QUANTITIES
+from softgap.trajectories.writer import StudyWriter, save
+
+__all__ = [
+    "FOCUS",
+    "FORMAT_VERSION",
+    "QUANTITIES",
+    "Manifest",
+    "Study",
+    "StudyWriter",
+    "Trajectories",
+    "load",
+    "open_study",
+    "save",
+]

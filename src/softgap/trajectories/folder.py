@@ -1,0 +1,202 @@
+"""A folder, here or behind a URI, in which files appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import re
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+from pyarrow import fs
+
+from softgap.errors import StoreError
+
+__all__ = ["Folder"]
+
+_PARTIAL = ".partial"
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a pyarrow filesystem.
+
+    Attributes
+    ----------
+    filesystem : pyarrow.fs.FileSystem
+    root : str
+        Path inside the filesystem.
+    given : str
+        The path or URI as the user wrote it, for messages.
+    """
+
+    filesystem: Any
+    root: str
+    given: str
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Folder:
+        """The folder at a local path or at any URI that pyarrow opens; it need not exist."""
+        given = os.fspath(path)
+        if not given or "\0" in given:
+            raise StoreError(f"the path of a study must be a folder or a URI, got {given!r}; give one such as runs/fox")
+        if not _URI.match(given):
+            return cls(fs.LocalFileSystem(), _absolute(given), given)
+        try:
+            filesystem, root = fs.FileSystem.from_uri(given)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise StoreError(
+                f"cannot open '{given}' ({_first_line(error)}); give a local folder or a URI that pyarrow opens, "
+                "such as file:///tmp/fox or s3://bucket/fox"
+            ) from error
+        return cls(filesystem, root.rstrip("/") or root, given)
+
+    def path(self, name: str) -> str:
+        """Full path of a file of this folder."""
+        return posixpath.join(self.root, name) if name else self.root
+
+    def kind(self, name: str = "") -> str:
+        """``"absent"``, ``"file"`` or ``"folder"``."""
+        info = self._info(self.path(name))
+        return {fs.FileType.NotFound: "absent", fs.FileType.Directory: "folder"}.get(info.type, "file")
+
+    def names(self, name: str = "") -> list[str]:
+        """Sorted names of what is in a subfolder; empty if it is absent."""
+        selector = fs.FileSelector(self.path(name), allow_not_found=True)
+        try:
+            return sorted(info.base_name for info in self.filesystem.get_file_info(selector))
+        except OSError as error:
+            raise StoreError(f"cannot list '{self.path(name)}': {_reason(error)}") from error
+
+    def parts(self, name: str) -> dict[int, str]:
+        """Batch number and path of the published parts in a subfolder, in order."""
+        found = [(re.fullmatch(r"part-(\d+)\.parquet", entry), entry) for entry in self.names(name)]
+        return dict(sorted((int(match[1]), f"{name}/{entry}") for match, entry in found if match))
+
+    def read(self, name: str) -> bytes:
+        """All of a small file."""
+        try:
+            with self.filesystem.open_input_stream(self.path(name)) as stream:
+                return bytes(stream.read())
+        except OSError as error:
+            raise StoreError(f"cannot read '{self.path(name)}': {_reason(error)}") from error
+
+    def create(self, name: str = "") -> list[str]:
+        """Create the folder or a subfolder; return the full paths that did not exist, innermost first."""
+        path, missing = self.path(name), []
+        try:
+            while path and self._info(path).type == fs.FileType.NotFound:
+                missing.append(path)
+                path = posixpath.dirname(path)
+            self.filesystem.create_dir(self.path(name), recursive=True)
+        except OSError as error:
+            self.discard_empty(missing)
+            self.refuse(error)
+        return missing
+
+    def stage(self, name: str, write: Callable[[Any], None]) -> str:
+        """Write a file under a temporary name, which no reader takes for a part, and return that name.
+
+        Whatever goes wrong, nothing is left behind.
+        """
+        temporary = self.temporary(name)
+        try:
+            with self.filesystem.open_output_stream(self.path(temporary)) as sink:
+                write(sink)
+            self._sync(temporary)
+        except OSError as error:
+            self.discard(temporary)
+            self.refuse(error)
+        except BaseException:
+            self.discard(temporary)
+            raise
+        return temporary
+
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a staged file its name."""
+        try:
+            self.filesystem.move(self.path(temporary), self.path(name))
+        except OSError as error:
+            self.refuse(error)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a small file in one step."""
+        temporary = self.stage(name, lambda sink: sink.write(content))
+        try:
+            self.publish(temporary, name)
+        except BaseException:
+            self.discard(temporary)
+            raise
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        try:
+            self.filesystem.delete_file(self.path(name))
+        except OSError as error:
+            self.refuse(error)
+
+    def discard(self, name: str) -> None:
+        """Delete a file if it is there, silently: for clearing up while another error is on its way."""
+        with suppress(OSError):
+            self.filesystem.delete_file(self.path(name))
+
+    def discard_empty(self, paths: list[str]) -> None:
+        """Delete those of these folders (full paths, innermost first) that are empty, silently."""
+        for path in paths:
+            with suppress(OSError):
+                if not self.filesystem.get_file_info(fs.FileSelector(path)):
+                    self.filesystem.delete_dir(path)
+
+    def discard_partial(self, name: str) -> None:
+        """Delete what a killed writer left half-written in a subfolder."""
+        for entry in self.names(name):
+            if entry.endswith(_PARTIAL):
+                self.discard(posixpath.join(name, entry))
+
+    def temporary(self, name: str) -> str:
+        """A fresh name beside ``name`` that DuckDB's *.parquet and pyarrow's datasets both pass over."""
+        parent, base = posixpath.split(name)
+        return posixpath.join(parent, f".{base}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+
+    def refuse(self, error: OSError) -> NoReturn:
+        """Raise the StoreError for a failure to write."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space or choose another disk" if full else "choose a folder you may write to"
+        raise StoreError(f"cannot write to '{self.given}': {_reason(error)}; {remedy}") from error
+
+    def _info(self, path: str) -> Any:
+        try:
+            return self.filesystem.get_file_info(path)
+        except OSError as error:
+            raise StoreError(f"cannot look at '{self.given}': {_reason(error)}; check the path") from error
+
+    def _sync(self, name: str) -> None:
+        """Have the content on disk before the name, or a power cut could leave a named part without content."""
+        if isinstance(self.filesystem, fs.LocalFileSystem):
+            descriptor = os.open(self.path(name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _absolute(given: str) -> str:
+    try:
+        return Path(given).expanduser().absolute().as_posix()
+    except RuntimeError as error:
+        raise StoreError(f"cannot find the home folder in '{given}' ({error}); write the path in full") from error
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

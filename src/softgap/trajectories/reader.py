@@ -1,0 +1,210 @@
+"""Reading a study: the whole of it lazily, or the one run it holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from softgap.errors import SoftgapError, StoreError, unknown_name
+from softgap.trajectories import tables
+from softgap.trajectories.folder import Folder
+from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.run import Trajectories
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "Study", "load", "open_study", "read_manifest"]
+
+FORMAT = "softgap-study"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """A study on disk. Iterating reads one sample at a time; nothing but the sample names is held.
+
+    Attributes
+    ----------
+    path : str
+        As it was given.
+    manifest : Manifest
+        Where all its measurements came from.
+    state : str
+        ``"running"`` until its writer has finished, then ``"finished"``.
+    ids : tuple of str
+        Names of the samples, in the order they were written.
+    """
+
+    path: str
+    manifest: Manifest = field(repr=False)
+    state: str
+    ids: tuple[str, ...]
+    _folder: Folder = field(repr=False)
+    _batches: dict[int, tuple[str, ...]] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Trajectories]:
+        for batch, ids in self._batches.items():
+            part = _Batch(self._folder, batch, ids)
+            for row in range(len(ids)):
+                yield part.run(row, self.manifest)
+
+    def sample(self, sample_id: str) -> Trajectories:
+        """The run with this name."""
+        for batch, ids in self._batches.items():
+            if sample_id in ids:
+                return _Batch(self._folder, batch, ids).run(ids.index(sample_id), self.manifest)
+        raise unknown_name("sample", sample_id, self.ids)
+
+    def samples(self) -> pd.DataFrame:
+        """The samples table (texts, labels, tokens), without the trajectories."""
+        files = [f"samples/{part_name(batch)}" for batch in self._batches]
+        found = [_read(self._folder, name, lambda file: file.read()) for name in files]
+        frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *found]).to_pandas()
+        return frame
+
+
+class _Batch:
+    """The two files of one batch, opened once."""
+
+    def __init__(self, folder: Folder, batch: int, ids: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.name = f"trajectories/{part_name(batch)}"
+        self.samples = _read(folder, f"samples/{part_name(batch)}", lambda file: file.read())
+        self.file = _open(folder, self.name, tables.TRAJECTORIES)
+        if self.file.num_row_groups != len(ids):
+            raise damaged(folder, self.name, f"it holds {self.file.num_row_groups} samples instead of {len(ids)}")
+
+    def run(self, row: int, manifest: Manifest) -> Trajectories:
+        sample = self.samples.slice(row, 1).to_pylist()[0]
+        try:
+            return tables.decode(sample, self.file.read_row_group(row), manifest)
+        except (OSError, ValueError, TypeError, LookupError, SoftgapError, pa.ArrowException) as error:
+            raise damaged(self.folder, self.name, error) from error
+
+
+def load(path: str | os.PathLike[str]) -> Trajectories:
+    """The run saved at ``path``, a folder or URI.
+
+    Raises
+    ------
+    StoreError
+        If there is no readable study, or one that does not hold exactly one sample.
+    """
+    study = open_study(path)
+    if len(study) != 1:
+        raise StoreError(
+            f"load reads a study of one sample, but '{study.path}' holds {len(study)}; use open_study and its samples"
+        )
+    return next(iter(study))
+
+
+def open_study(path: str | os.PathLike[str]) -> Study:
+    """Open the study at ``path``, a folder or URI. Only its manifest and the names of its samples are read."""
+    folder = Folder.at(path)
+    manifest, state = read_manifest(folder)
+    batches = read_ids(folder)
+    ids = tuple(sample_id for batch in batches.values() for sample_id in batch)
+    return Study(folder.given, manifest, state, ids, folder, batches)
+
+
+def part_name(batch: int) -> str:
+    """File name of the parts of a batch."""
+    return f"part-{batch:05d}.parquet"
+
+
+def read_ids(folder: Folder) -> dict[int, tuple[str, ...]]:
+    """Names of the samples in each published batch; a batch is published when its samples part is there."""
+    batches: dict[int, tuple[str, ...]] = {}
+    known: set[str] = set()
+    trajectories = folder.parts("trajectories")
+    for batch, name in folder.parts("samples").items():
+        ids = tuple(_read(folder, name, lambda file: file.read(columns=["sample_id"]))["sample_id"].to_pylist())
+        if batch not in trajectories:
+            raise StoreError(
+                f"'{folder.given}' has {name} but no trajectories/{part_name(batch)}; restore that file from a copy, "
+                "or measure again into a new folder"
+            )
+        if known.intersection(ids) or len(set(ids)) != len(ids):
+            raise damaged(folder, name, "a sample_id occurs twice")
+        known.update(ids)
+        batches[batch] = ids
+    return batches
+
+
+def read_manifest(folder: Folder) -> tuple[Manifest, str]:
+    """The manifest and the state of the study in a folder."""
+    kind = folder.kind()
+    if kind == "absent":
+        raise StoreError(f"there is no study at '{folder.given}'; check the path")
+    if kind == "file":
+        raise StoreError(
+            f"a study is a folder, but '{folder.given}' is a file; give the folder that holds manifest.json"
+        )
+    if folder.kind("manifest.json") != "file":
+        parts = {"samples", "trajectories"}.intersection(folder.names())
+        remedy = "restore the file from a copy" if parts else "give a folder that softgap has written"
+        raise StoreError(f"'{folder.given}' is not a study: it has no manifest.json; {remedy}")
+    return _parse_manifest(folder, folder.read("manifest.json"))
+
+
+def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
+    where = f"manifest.json in '{folder.given}'"
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise StoreError(f"{where} is not JSON ({error}); restore the file from a copy") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        given = document.get("format") if isinstance(document, dict) else document
+        raise StoreError(
+            f"{where} must have the format '{FORMAT}', got {given!r}; give a folder that softgap has written"
+        )
+    version = document.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise StoreError(f"{where} must have a format_version from 1, got {version!r}; restore the file from a copy")
+    if version > FORMAT_VERSION:
+        raise StoreError(
+            f"'{folder.given}' has format version {version}, but this softgap reads only up to {FORMAT_VERSION}; "
+            "upgrade softgap"
+        )
+    try:
+        return Manifest.from_json(document), str(document.get("state"))
+    except SoftgapError as error:
+        raise StoreError(f"{where} cannot be understood: {error}; restore the file from a copy") from error
+
+
+def damaged(folder: Folder, name: str, detail: object) -> StoreError:
+    """The error for a part that cannot be read."""
+    line = (str(detail).strip() or type(detail).__name__).splitlines()[0]
+    return StoreError(
+        f"{name} in '{folder.given}' is damaged or cut short ({line}); restore this file from a copy, or measure again "
+        "into a new folder"
+    )
+
+
+def _open(folder: Folder, name: str, schema: pa.Schema) -> Any:
+    try:
+        file = pq.ParquetFile(folder.path(name), filesystem=folder.filesystem, page_checksum_verification=True)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise damaged(folder, name, error) from error
+    missing = [column for column in schema.names if column not in file.schema_arrow.names]
+    if missing:
+        raise damaged(folder, name, f"it has no column '{missing[0]}'")
+    return file
+
+
+def _read(folder: Folder, name: str, read: Any) -> pa.Table:
+    file = _open(folder, name, tables.SAMPLES)
+    try:
+        return read(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise damaged(folder, name, error) from error

@@ -1,0 +1,198 @@
+"""The measurements of one sequence, as one frozen value.
+
+Axes: *mechanism*, *layer*, *head* (query heads), *step* (queries). Step i is the query at ``positions[i]``; its token,
+log-probability and entropy are those of the token that this query's output predicts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Int32
+
+from softgap.errors import unknown_name
+from softgap.trajectories import validation
+from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.validation import QUANTITIES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+__all__ = ["Trajectories"]
+
+Part = Literal["prompt", "completion"]
+
+_SAMPLE_FIELDS = ("sample_id", "prompt_text", "completion_text", "label", "n_prompt", "manifest")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectories:
+    """Divergence trajectories of one sequence: every mechanism, layer, head and step.
+
+    Attributes
+    ----------
+    mechanisms : tuple of str
+        The first one is what ``divergence``, ``relative_l2`` and ``norm_ratio`` show.
+    layers : tuple of int
+        Indices of the tapped layers in the model, increasing; a hybrid model has attention in only some.
+    kv_group : int32 [layer, head]
+        The key-value head that each query head uses.
+    quantities : mapping of str to float32 [mechanism, layer, head, step]
+        ``divergence``, ``relative_l2`` and ``norm_ratio`` under these names, for all mechanisms.
+    positions : int32 [step]
+        Position of the query.
+    token_ids, tokens : int32 [step], tuple of str
+        The predicted token; -1 and ``""`` where the query predicts nothing.
+    logprob, entropy : float32 [step]
+        Log-probability of the predicted token and entropy of its distribution; NaN where unknown.
+    heads_per_layer : tuple of int
+        By default every layer has all the heads. A layer with fewer is padded: NaN, and -1 in ``kv_group``.
+    focus : mapping of str to float32 [layer, head, step]
+        What does not depend on a mechanism, where measured: ``sparsity``, ``attention_entropy``, ``largest_weight``.
+    part : "prompt" or "completion"
+        Which queries these are. A text that was only read is a completion without a prompt.
+    prompt : Trajectories or None
+        The prompt's own queries. They take over the sample and the manifest of the run they belong to.
+    sample_id, prompt_text, completion_text, label, n_prompt
+        The sample: a name unique in its study, its two texts, an optional group, and the prompt's number of tokens.
+    manifest : Manifest
+        Where the measurement came from.
+
+    Notes
+    -----
+    Arrays of the right dtype are taken over, not copied, and shown read-only.
+    """
+
+    mechanisms: tuple[str, ...]
+    layers: tuple[int, ...]
+    kv_group: Int32[np.ndarray, "layer head"]
+    quantities: Mapping[str, Float32[np.ndarray, "mechanism layer head step"]]
+    positions: Int32[np.ndarray, " step"]
+    token_ids: Int32[np.ndarray, " step"]
+    tokens: tuple[str, ...]
+    logprob: Float32[np.ndarray, " step"]
+    entropy: Float32[np.ndarray, " step"]
+    heads_per_layer: tuple[int, ...] = ()
+    focus: Mapping[str, Float32[np.ndarray, "layer head step"]] = field(default_factory=dict)
+    part: Part = "completion"
+    prompt: Trajectories | None = None
+    sample_id: str = "0"
+    prompt_text: str = ""
+    completion_text: str = ""
+    label: str | None = None
+    n_prompt: int = 0
+    manifest: Manifest = field(default_factory=Manifest)
+
+    def __post_init__(self) -> None:
+        checked = validation.checked_fields({f.name: getattr(self, f.name) for f in fields(self)})
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.prompt is not None:
+            validation.check_prompt(self, self.prompt)
+            mine = {name: getattr(self, name) for name in _SAMPLE_FIELDS}
+            if any(getattr(self.prompt, name) != value for name, value in mine.items()):
+                object.__setattr__(self, "prompt", replace(self.prompt, **mine))
+
+    @property
+    def divergence(self) -> Float32[np.ndarray, "layer head step"]:
+        """1 - cos(softmax output, linear output), of the first mechanism."""
+        return self._first("divergence")
+
+    @property
+    def relative_l2(self) -> Float32[np.ndarray, "layer head step"]:
+        """|linear - softmax| / |softmax|, of the first mechanism."""
+        return self._first("relative_l2")
+
+    @property
+    def norm_ratio(self) -> Float32[np.ndarray, "layer head step"]:
+        """|linear| / |softmax|, of the first mechanism."""
+        return self._first("norm_ratio")
+
+    @property
+    def n_steps(self) -> int:
+        """Number of queries."""
+        return len(self.positions)
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads over all layers, padding left out."""
+        return sum(self.heads_per_layer)
+
+    def select(self, mechanism: str) -> Trajectories:
+        """The same run with this mechanism alone; views, no copies."""
+        if mechanism not in self.mechanisms:
+            raise unknown_name("mechanism of this run", mechanism, self.mechanisms)
+        index = self.mechanisms.index(mechanism)
+        options = {name: value for name, value in self.manifest.mechanisms.items() if name == mechanism}
+        return replace(
+            self,
+            mechanisms=(mechanism,),
+            quantities={name: array[index : index + 1] for name, array in self.quantities.items()},
+            prompt=None if self.prompt is None else self.prompt.select(mechanism),
+            manifest=replace(self.manifest, mechanisms=options),
+        )
+
+    def head_means(self, quantity: str = "divergence") -> Float[np.ndarray, "layer head"]:
+        """Mean over the steps of one quantity of the first mechanism, in float64; NaN steps are left out.
+
+        A head without any number, and padding, is NaN.
+        """
+        if quantity not in QUANTITIES:
+            raise unknown_name("quantity", quantity, QUANTITIES)
+        values = self._first(quantity).astype(np.float64)
+        counted = np.count_nonzero(~np.isnan(values), axis=-1)
+        total = np.nansum(values, axis=-1)
+        means = np.full(total.shape, np.nan)
+        np.divide(total, counted, out=means, where=counted > 0)
+        return means
+
+    def equals(self, other: object) -> bool:
+        """Whether all values, texts and labels are the same, NaN equal to NaN, times in the manifest aside."""
+        return isinstance(other, Trajectories) and all(
+            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+        )
+
+    def to_xarray(self) -> xr.Dataset:
+        """An xarray Dataset with dimensions mechanism, layer, head, step; see :mod:`softgap.trajectories.labelled`."""
+        from softgap.trajectories.labelled import to_xarray
+
+        return to_xarray(self)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A tidy frame, one row per mechanism, layer, head and step; see :mod:`softgap.trajectories.labelled`."""
+        from softgap.trajectories.labelled import to_frame
+
+        return to_frame(self)
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write this run as a study of one sample; see :func:`softgap.trajectories.save`."""
+        from softgap.trajectories.writer import save
+
+        save(self, path, overwrite=overwrite)
+
+    def _first(self, quantity: str) -> Float32[np.ndarray, "layer head step"]:
+        array: np.ndarray = self.quantities[quantity][0]
+        return array
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.layers)} layers x {self.kv_group.shape[1]} heads x {self.n_steps} steps"
+        model = f", model {self.manifest.model!r}" if self.manifest.model else ""
+        prompt = "" if self.prompt is None else f", prompt of {self.prompt.n_steps} steps"
+        return f"<Trajectories {self.sample_id!r} ({self.part}): {', '.join(self.mechanisms)}; {shape}{prompt}{model}>"
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, np.ndarray):
+        return np.array_equal(mine, theirs, equal_nan=True)
+    if isinstance(mine, Trajectories):
+        return mine.equals(theirs)
+    if isinstance(mine, Manifest):
+        return mine.equals(theirs)
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
+    return bool(mine == theirs)

@@ -1,0 +1,188 @@
+"""What a Trajectories must look like, said once, with a sentence for everything that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.trajectories.manifest import Manifest
+
+if TYPE_CHECKING:
+    from softgap.trajectories.run import Trajectories
+
+__all__ = ["FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+
+QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
+"""Measured per mechanism, layer, head and step."""
+
+FOCUS = ("sparsity", "attention_entropy", "largest_weight")
+"""Measured per layer, head and step, whatever the mechanism."""
+
+PARTS = ("prompt", "completion")
+
+_INT32 = np.iinfo(np.int32)
+
+
+def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Trajectories in their exact types, or the error that says which one does not fit."""
+    mechanisms = _names("mechanisms", given["mechanisms"])
+    layers = _increasing("layers", given["layers"])
+    kv_group = _integers("kv_group", given["kv_group"], (len(layers), None))
+    heads = kv_group.shape[1]
+    positions = _integers("positions", given["positions"], (None,))
+    steps = len(positions)
+    per_head = (len(layers), heads, steps)
+    heads_per_layer = _heads_per_layer(given["heads_per_layer"], len(layers), heads)
+    quantities = _named_arrays("quantities", given["quantities"], QUANTITIES, (len(mechanisms), *per_head))
+    missing = [name for name in QUANTITIES if name not in quantities]
+    if missing:
+        raise ValueInputError(f"quantities must hold {', '.join(QUANTITIES)}, got no {missing[0]}; measure it too")
+    focus = _named_arrays("focus", given["focus"], FOCUS, per_head)
+    _check_padding(heads_per_layer, kv_group, {**quantities, **focus})
+    tokens = tuple(given["tokens"])
+    if len(tokens) != steps:
+        raise ShapeError(f"tokens must have one entry per step, {steps} as positions has, got {len(tokens)}")
+    return {
+        "mechanisms": mechanisms,
+        "layers": layers,
+        "kv_group": kv_group,
+        "quantities": quantities,
+        "focus": focus,
+        "heads_per_layer": heads_per_layer,
+        "positions": positions,
+        "token_ids": _integers("token_ids", given["token_ids"], (steps,)),
+        "tokens": tuple(_text("tokens", token) for token in tokens),
+        "logprob": _floats("logprob", given["logprob"], (steps,)),
+        "entropy": _floats("entropy", given["entropy"], (steps,)),
+        **_sample_fields(given),
+    }
+
+
+def check_prompt(run: Trajectories, prompt: Trajectories) -> None:
+    """Raise unless ``prompt`` is the prompt part of a run measured in the same way."""
+    if run.part != "completion" or prompt.part != "prompt" or prompt.prompt is not None:
+        raise ValueInputError(
+            "only a completion has a prompt, and the prompt's part is 'prompt', "
+            f"got a {run.part} with a prompt whose part is '{prompt.part}'"
+        )
+    for name in ("mechanisms", "layers", "heads_per_layer"):
+        if getattr(run, name) != getattr(prompt, name):
+            raise ShapeError(
+                f"a prompt must have the {name} of its run, {getattr(run, name)}, got {getattr(prompt, name)}"
+            )
+    if not np.array_equal(run.kv_group, prompt.kv_group):
+        raise ShapeError("a prompt must have the kv_group of its run, got another; measure both on one model")
+    if run.focus.keys() != prompt.focus.keys():
+        raise ShapeError(f"a prompt must have the focus of its run, {sorted(run.focus)}, got {sorted(prompt.focus)}")
+
+
+def _sample_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given["part"] not in PARTS:
+        raise ValueInputError(f"part must be 'prompt' or 'completion', got {given['part']!r}")
+    n_prompt = given["n_prompt"]
+    if not isinstance(n_prompt, int | np.integer) or isinstance(n_prompt, bool) or not 0 <= n_prompt <= _INT32.max:
+        raise ValueInputError(f"n_prompt must be a whole number from 0, got {n_prompt!r}; count the prompt's tokens")
+    if not isinstance(given["manifest"], Manifest):
+        raise ValueInputError(f"manifest must be a Manifest, got {type(given['manifest']).__name__}")
+    if not given["sample_id"]:
+        raise ValueInputError(f"sample_id must be a name, got {given['sample_id']!r}; number the samples if need be")
+    texts = {name: _text(name, given[name]) for name in ("sample_id", "prompt_text", "completion_text")}
+    label = None if given["label"] is None else _text("label", given["label"])
+    return {**texts, "label": label, "n_prompt": int(n_prompt)}
+
+
+def _names(field: str, given: Iterable[Any]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ValueInputError(f"{field} must be a list of names, got the text {given!r}; use [{given!r}]")
+    names = tuple(_text(field, name) for name in given)
+    if not names or len(set(names)) != len(names):
+        raise ValueInputError(f"{field} must be one or more different names, got {list(names)}")
+    return names
+
+
+def _increasing(field: str, given: Iterable[Any]) -> tuple[int, ...]:
+    values = tuple(int(value) for value in given)
+    if not values or values[0] < 0 or any(b <= a for a, b in pairwise(values)):
+        raise ValueInputError(f"{field} must be one or more increasing indices from 0, got {values}")
+    return values
+
+
+def _text(field: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise ValueInputError(f"{field} must be text, got {given!r}")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise ValueInputError(
+            f"{field} must be text that UTF-8 can hold, got {given[:80]!r}; decode it with errors='replace'"
+        ) from error
+    return given
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted, strict=True))
+
+
+def _describe(wanted: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in wanted) + "]"
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _floats(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiu":
+        raise ValueInputError(f"{field} must hold real numbers, got an array of {array.dtype}")
+    if not _fits(array.shape, wanted):
+        raise ShapeError(f"{field} must have shape {_describe(wanted)}, got {list(array.shape)}")
+    return _read_only(array.astype(np.float32, copy=False))
+
+
+def _integers(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+    array = np.asarray(given)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueInputError(f"{field} must hold whole numbers, got an array of {array.dtype}")
+    if not _fits(array.shape, wanted):
+        raise ShapeError(f"{field} must have shape {_describe(wanted)}, got {list(array.shape)}")
+    if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
+        raise ValueInputError(f"{field} must fit into 32 bits, got {array.min()} to {array.max()}")
+    return _read_only(array.astype(np.int32, copy=False))
+
+
+def _heads_per_layer(given: Iterable[Any], layers: int, heads: int) -> tuple[int, ...]:
+    counts = tuple(int(count) for count in given) or (heads,) * layers
+    if len(counts) != layers:
+        raise ShapeError(f"heads_per_layer must have one entry for each of {layers} layers, got {len(counts)}")
+    if min(counts) < 1 or max(counts) != heads:
+        raise ShapeError(
+            f"heads_per_layer must be from 1 to the number of columns of kv_group, {heads}, and reach it, got {counts}"
+        )
+    return counts
+
+
+def _named_arrays(
+    field: str, given: Mapping[str, Any], allowed: tuple[str, ...], shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    for name in given:
+        if name not in allowed:
+            raise unknown_name(f"entry of {field}", name, allowed)
+    return {name: _floats(name, given[name], shape) for name in allowed if name in given}
+
+
+def _check_padding(heads_per_layer: tuple[int, ...], kv_group: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
+    padding = np.arange(kv_group.shape[1]) >= np.array(heads_per_layer)[:, None]
+    if (kv_group[padding] != -1).any() or (kv_group[~padding] < 0).any():
+        raise ValueInputError("kv_group must be the index of a key-value head, and -1 only for padding; got otherwise")
+    for name, array in arrays.items():
+        if not np.isnan(array[..., padding, :]).all():
+            raise ValueInputError(f"{name} must be NaN where a layer has no such head, got numbers; pad with NaN")

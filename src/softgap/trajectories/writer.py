@@ -1,0 +1,240 @@
+"""Writing a study, batch by batch, so that a reader only ever sees whole batches.
+
+A batch is two parts of the same name. Both are written under temporary names; then the trajectories part gets its
+name, then the samples part. Readers go by the samples, so whatever is cut off in between is never seen, and a later
+``resume`` clears it away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+from softgap.errors import StoreError, ValueInputError
+from softgap.trajectories import tables
+from softgap.trajectories.folder import Folder
+from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.reader import FORMAT, FORMAT_VERSION, part_name, read_ids, read_manifest
+from softgap.trajectories.run import Trajectories
+
+__all__ = ["StudyWriter", "save"]
+
+_KINDS = ("samples", "trajectories")
+
+
+class StudyWriter:
+    """Writes a study to a folder or URI.
+
+    As a context manager it finishes the study at the end of the block. If the block fails before the first batch is
+    written, what the writer created is removed again; after that, the batches written stay readable and the study
+    stays ``"running"``. One writer per folder at a time.
+
+    Parameters
+    ----------
+    path : str or path
+        A new or empty folder, or a URI.
+    manifest : Manifest
+        Of the whole study.
+    overwrite : bool
+        Replace the study that is there, if it asks the same question (model, mechanisms, inputs, options, seed,
+        dtype, dropped sinks). The old one stays until the first new batch is fully on disk.
+    resume : bool
+        Continue the study that is there, if it is the same down to versions and threads; start it if there is none.
+
+    Raises
+    ------
+    StoreError
+        If the folder holds anything else, or cannot be written to. Nothing is changed then.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], manifest: Manifest, *, overwrite: bool = False, resume: bool = False
+    ) -> None:
+        if overwrite and resume:
+            raise ValueInputError("overwrite and resume exclude each other, got both; choose one")
+        self._folder = Folder.at(path)
+        self._ids: dict[int, tuple[str, ...]] = {}
+        self._created: list[str] = []
+        self._manifest = replace(manifest, started=manifest.started or _now())
+        holds_study = _check_target(self._folder, manifest, overwrite=overwrite, resume=resume)
+        self._fresh = not holds_study
+        self._replaces = holds_study and overwrite
+        if holds_study and resume:
+            self._take_over()
+        elif not self._replaces:
+            self._start()
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of the batches that are written, also by the study that was resumed."""
+        return tuple(sorted(self._ids))
+
+    def append(self, runs: Sequence[Trajectories], *, batch: int | None = None) -> int:
+        """Write one batch of runs, visible together or not at all, and return its number.
+
+        Parameters
+        ----------
+        runs : sequence of Trajectories
+            They get the study's manifest; their own is not kept.
+        batch : int, optional
+            Its number in the study's plan; by default the one after the last.
+        """
+        number = max(self._ids, default=-1) + 1 if batch is None else batch
+        self._check(runs, number)
+        samples, trajectories = (f"{kind}/{part_name(number)}" for kind in _KINDS)
+        staged: list[str] = []
+        try:
+            staged.append(self._folder.stage(trajectories, lambda sink: tables.write_trajectories(sink, runs)))
+            staged.append(self._folder.stage(samples, lambda sink: tables.write_samples(sink, runs)))
+            self._replace_old()
+            self._folder.publish(staged[0], trajectories)
+            self._folder.publish(staged[1], samples)
+        except BaseException:
+            for name in staged:
+                self._folder.discard(name)
+            # An interrupt can also arrive just after the last rename: then the batch is published and stays.
+            if self._folder.kind(samples) == "absent":
+                self._folder.discard(trajectories)
+            raise
+        self._ids[number] = tuple(run.sample_id for run in runs)
+        return number
+
+    def finish(self) -> None:
+        """Mark the study as finished."""
+        self._replace_old()
+        self._write_manifest("finished")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        elif self._fresh and not self._ids:
+            self._withdraw()
+
+    def _start(self) -> None:
+        try:
+            for kind in ("", *_KINDS):
+                self._created = [*self._folder.create(kind), *self._created]
+            self._write_manifest("running")
+        except BaseException:
+            self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        self._folder.discard("manifest.json")
+        self._folder.discard_empty(self._created)
+
+    def _take_over(self) -> None:
+        stored, _ = read_manifest(self._folder)
+        self._manifest = replace(stored, finished=None)
+        self._ids = read_ids(self._folder)
+        self._folder.discard_partial("")
+        for kind in _KINDS:
+            self._folder.create(kind)
+            self._folder.discard_partial(kind)
+        for number, name in self._folder.parts("trajectories").items():
+            if number not in self._ids:
+                self._folder.delete(name)
+        self._write_manifest("running")
+
+    def _replace_old(self) -> None:
+        if self._replaces:
+            # Samples first: without them a reader sees an empty study, never old samples with new trajectories.
+            for kind in _KINDS:
+                for name in self._folder.parts(kind).values():
+                    self._folder.delete(name)
+            self._write_manifest("running")
+            self._replaces = False
+
+    def _check(self, runs: Sequence[Trajectories], number: int) -> None:
+        if number < 0 or number in self._ids:
+            raise ValueInputError(
+                f"a batch is written once, under a number from 0 that is not in {list(self._ids)}, got {number}"
+            )
+        known = {sample_id for ids in self._ids.values() for sample_id in ids}
+        for run in runs:
+            _check_whole(run)
+            if run.sample_id in known:
+                raise ValueInputError(f"sample_id must be unique in a study, got '{run.sample_id}' twice; rename one")
+            known.add(run.sample_id)
+            wanted = tuple(self._manifest.mechanisms)
+            if wanted and run.mechanisms != wanted:
+                raise ValueInputError(
+                    f"the runs of a study must have the mechanisms of its manifest, {list(wanted)}, "
+                    f"got {list(run.mechanisms)} in sample '{run.sample_id}'"
+                )
+
+    def _write_manifest(self, state: str) -> None:
+        if state == "finished" and self._manifest.finished is None:
+            self._manifest = replace(self._manifest, finished=_now())
+        document = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "state": state,
+            **self._manifest.to_json(),
+        }
+        self._folder.replace("manifest.json", json.dumps(document, indent=2, ensure_ascii=False).encode())
+
+
+def save(run: Trajectories, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write one run as a study of one sample.
+
+    Parameters
+    ----------
+    run : Trajectories
+        With its prompt, if it has one.
+    path : str or path
+        A new or empty folder, or a URI.
+    overwrite : bool
+        Replace the study that is there, if it asks the same question; see :class:`StudyWriter`.
+    """
+    _check_whole(run)
+    with StudyWriter(path, run.manifest, overwrite=overwrite) as writer:
+        writer.append([run])
+
+
+def _check_whole(run: Trajectories) -> None:
+    if run.part != "completion":
+        raise ValueInputError(
+            f"a prompt is saved with its run, got the prompt of sample '{run.sample_id}' alone; save the run itself"
+        )
+
+
+def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume: bool) -> bool:
+    """Whether the folder holds a study that may be written to; False if it is new or empty; else the error."""
+    kind = folder.kind()
+    if kind == "file":
+        raise StoreError(f"a study is written to a folder, but '{folder.given}' is a file; choose another path")
+    if kind == "absent" or not folder.names():
+        return False
+    if folder.kind("manifest.json") == "absent":
+        raise StoreError(
+            f"a study is written to a new or empty folder, but '{folder.given}' holds other files "
+            f"({', '.join(folder.names()[:3])}); choose another folder"
+        )
+    stored, _ = read_manifest(folder)
+    differences = manifest.differences(stored, question_only=not resume)
+    if differences:
+        name = differences[0]
+        raise StoreError(
+            f"'{folder.given}' already holds a different study (its {name} is {stored.to_json()[name]!r}, "
+            f"this one's {manifest.to_json()[name]!r}); choose another folder"
+        )
+    if not (overwrite or resume):
+        raise StoreError(
+            f"'{folder.given}' already holds this study; choose another folder, or set overwrite to replace it"
+        )
+    return True
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

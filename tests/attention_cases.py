@@ -1,0 +1,130 @@
+"""Random attention problems for the tests, and the reference's answer to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from softgap.attention import Attention, LinearState, Mechanism, Visible, attend, mechanisms
+from softgap.attention.reference import reference_attention
+
+FACTORABLE = tuple(name for name, m in mechanisms().items() if "chunked" in m.forms)
+ALL = tuple(mechanisms())
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: tensors in float64 and the visible set."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Visible
+
+    @property
+    def fitted(self) -> Visible:
+        return self.visible.fitted_to(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
+
+    @property
+    def seen(self) -> Tensor:
+        n_queries, n_keys = self.q.shape[2], self.k.shape[2]
+        rows = self.fitted.rows(0, n_queries, (0, n_keys), self.q.device)
+        return rows.expand(self.q.shape[0], self.q.shape[1], -1, -1)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, longest: int = 300, ahead: bool = True) -> Case:
+    """Odd lengths, GQA, windows around the chunk length, left and right padding, d_v != d, queries behind keys."""
+    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    d, d_v = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    n_keys = draw(st.one_of(st.integers(1, 8), st.integers(1, longest)))
+    n_queries = draw(st.integers(1, n_keys)) if ahead and draw(st.booleans()) else n_keys
+    window = draw(st.one_of(st.none(), st.integers(1, 12), st.integers(50, 140), st.integers(1, 2 * n_keys)))
+    offset = draw(st.sampled_from([None, 0])) if n_queries < n_keys else None
+    padding = draw(st.sampled_from(["none", "left", "right"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    first = n_keys - n_queries if offset is None else 0
+    key_valid = None
+    if padding != "none":
+        key_valid = torch.ones(batch, n_keys, dtype=torch.bool)
+        amount = draw(st.integers(0, n_keys))
+        # The padded row keeps one key that some query surely sees.
+        hidden = slice(0, min(amount, first)) if padding == "left" else slice(max(first + 1, n_keys - amount), n_keys)
+        key_valid[0, hidden] = False
+    q = torch.randn(batch, kv_heads * group, n_queries, d, generator=generator, dtype=torch.float64)
+    k = torch.randn(batch, kv_heads, n_keys, d, generator=generator, dtype=torch.float64)
+    v = torch.randn(batch, kv_heads, n_keys, d_v, generator=generator, dtype=torch.float64)
+    return Case(q, k, v, Visible(offset=offset, window=window, key_valid=key_valid))
+
+
+def equipped(name: str, case: Case, *, features: int = 5, key_map_per_query_head: bool = False) -> Mechanism:
+    """The mechanism of this name, with random parameters of the right shapes if it needs any."""
+    mechanism = mechanisms()[name]
+    generator = torch.Generator().manual_seed(7)
+    batch, heads, d, d_v = case.q.shape[0], case.q.shape[1], case.q.shape[-1], case.v.shape[-1]
+    key_heads = heads if key_map_per_query_head else case.k.shape[1]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if name == "mean_ablation":
+        return mechanism.with_parameters(mean=random(batch, heads, d_v))
+    if name == "profile":
+        return mechanism.with_parameters(first=random(1, heads).abs(), by_distance=random(1, heads, 9).abs())
+    if name == "fitted":
+        return mechanism.with_parameters(
+            query_weight=random(batch, heads, features, d),
+            query_bias=random(batch, heads, features),
+            key_weight=random(batch, key_heads, features, d),
+            key_bias=random(batch, key_heads, features),
+            rate=random(batch, key_heads, features).abs(),
+        )
+    return mechanism
+
+
+def reference(mechanism: Mechanism, case: Case) -> Tensor:
+    """The oracle's output."""
+    scale = case.q.shape[-1] ** -0.5
+    return reference_attention(
+        mechanism, case.q, case.k, case.v, case.seen, scale=scale, offset=case.fitted.offset or 0
+    )
+
+
+def computed(mechanism: Mechanism, case: Case, form: str, dtype: torch.dtype = torch.float64) -> Attention:
+    """The output of one of the fast forms."""
+    if form != "streaming":
+        return attend(mechanism, case.q, case.k, case.v, visible=case.visible, form=form, dtype=dtype)
+    return streamed(mechanism, case, (1, 3, 70, 17), dtype)
+
+
+def streamed(mechanism: Mechanism, case: Case, sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Attention:
+    """The streaming state fed with blocks of these sizes in turn, keys ahead of the queries appended first."""
+    first, stop = case.fitted.offset or 0, (case.fitted.offset or 0) + case.q.shape[2]
+    valid = case.visible.key_valid
+    state = LinearState(mechanism, window=case.visible.window, dtype=dtype)
+    if first:
+        state.append(case.k[:, :, :first], case.v[:, :, :first], None if valid is None else valid[:, :first])
+    parts, at, turn = [], first, 0
+    while at < stop:
+        end = min(stop, at + sizes[turn % len(sizes)])
+        block = slice(at, end)
+        asked = case.q[:, :, at - first : end - first]
+        part_valid = None if valid is None else valid[:, block]
+        parts.append(state.attend(asked, case.k[:, :, block], case.v[:, :, block], part_valid))
+        at, turn = end, turn + 1
+    return Attention(
+        torch.cat([part.output for part in parts], dim=2),
+        torch.cat([part.valid for part in parts], dim=1),
+        torch.cat([part.flagged for part in parts], dim=2),
+    )
+
+
+def worst_error(found: Attention, expected: Tensor) -> float:
+    """Largest distance between found and expected rows that are not flagged, relative to the expected row."""
+    norm = expected.norm(dim=-1)
+    error = (found.output - expected).norm(dim=-1) / torch.where(norm == 0, 1, norm)
+    return float(error.masked_fill(found.flagged, 0).max())
