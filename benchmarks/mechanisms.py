@@ -95,7 +95,7 @@ def main() -> None:
         "Linear attention in chunks against softmax attention",
         f"`make bench`: elu1 on B = 1, {HEADS} query heads, {KV_HEADS} KV heads, d = {DIM}, float32 "
         f"on all sides; {machine()}. Times are medians of {pairs} interleaved rounds, ratios those of the "
-        "pairwise ratios, with their range. `chunked` and `quadratic` include softgap's input checks; `sdpa` is torch's "
+        "pairwise ratios, with their range. `chunked` and `quadratic` include the input checks; `sdpa` is torch's "
         "`scaled_dot_product_attention` (causal, grouped KV heads). Peak memory is what one call adds to the "
         "process.\n\n" + "\n".join(lines) + f"\n\nTime of the chunked form at T = 8192 over T = 4096: {slope} "
         "(linear growth is 2).",

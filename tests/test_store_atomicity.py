@@ -166,6 +166,9 @@ def test_a_process_killed_between_the_renames(tmp_path: Path) -> None:
     study = open_study(path)
     assert (study.ids, study.state) == (("a",), "running")
     assert next(iter(study)).equals(example_run(sample_id="a", seed=1))
+    assert StudyWriter(path, MANIFEST, resume=True).batches == (0,)
+    assert not (path / "trajectories" / "part-00001.parquet").exists()
+    assert leftovers(path) == []
 
 
 def test_an_interrupt_between_the_renames_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ def attend(
     scale: float | None = None,
     form: str = "auto",
     dtype: torch.dtype = torch.float32,
+    check: bool = True,
 ) -> Attention:
     """Attention by any registered mechanism on given queries, keys and values.
 
@@ -51,9 +52,11 @@ def attend(
         ``auto`` takes the faster one.
     dtype
         Arithmetic is float32 whatever the input, or float64.
+    check
+        Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
     """
     chosen = resolve(mechanism)
-    q, k, v, shown = _checked(q, k, v, visible, dtype)
+    q, k, v, shown = _checked(q, k, v, visible, dtype, values=check)
     scaling = _scaling(scale, q.shape[-1])
     if _resolved_form(chosen, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
         return quadratic(chosen, q, k, v, visible=shown, scale=scaling)
@@ -109,12 +112,18 @@ def _scaling(scale: float | None, d: int) -> float:
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible | None, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible | None, dtype: torch.dtype, *, values: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Visible]:
     if dtype not in (torch.float32, torch.float64):
         raise ValueInputError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     _check_shapes(q, k, v)
     shown = (visible or Visible()).fitted_to(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if values:
+        _check_values(q, k, v, shown)
+    return q.to(dtype), k.to(dtype), v.to(dtype), shown
+
+
+def _check_values(q: Tensor, k: Tensor, v: Tensor, shown: Visible) -> None:
     valid = shown.row_valid(q.shape[0], q.shape[2], q.device)
     if valid.shape[1] and not bool(valid.any(dim=1).all()):
         empty = int((~valid.any(dim=1)).nonzero()[0])
@@ -128,7 +137,6 @@ def _checked(
         # One pass and no copy: the extremes of a tensor are finite iff all of it is.
         if tensor.numel() and not all(bool(torch.isfinite(x)) for x in torch.aminmax(shown_part)):
             raise ValueInputError(f"{name} holds NaN or inf where it is visible; attention needs finite numbers")
-    return q.to(dtype), k.to(dtype), v.to(dtype), shown
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

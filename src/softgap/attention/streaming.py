@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -56,6 +59,26 @@ class LinearState:
         self._carries: dict[str, Carry] = {}
         self._seen: Bool[Tensor, " batch"] | None = None
         self._tail_valid: Bool[Tensor, "batch tail"] | None = None
+
+    @classmethod
+    def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
+        """Several states of one length as one, along the batch; ``mechanism`` carries the parameters of all of them."""
+        first = states[0]
+        whole = cls(mechanism, window=first.window, scale=first._scale, dtype=first.dtype)
+        whole.length = first.length
+        whole._carries = {name: _joined([state._carries[name] for state in states]) for name in first._carries}
+        whole._seen = _cat([state._seen for state in states])
+        whole._tail_valid = _cat([state._tail_valid for state in states])
+        return whole
+
+    def split_into(self, states: Sequence[LinearState]) -> None:
+        """Hand each part of a stacked state back to the state it came from."""
+        n = len(states)
+        for i, state in enumerate(states):
+            state.length = self.length
+            state._carries = {name: _part(carry, i, n) for name, carry in self._carries.items()}
+            state._seen = None if self._seen is None else self._seen.chunk(n)[i]
+            state._tail_valid = None if self._tail_valid is None else self._tail_valid.chunk(n)[i]
 
     def append(
         self,
@@ -191,3 +214,19 @@ class LinearState:
         self._tail_valid = whole[:, whole.shape[1] - (self.window - 1) :]
         count = torch.nn.functional.pad(whole.long().cumsum(dim=1), (1, 0))
         return count[:, self.window :] > count[:, :t]
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present) if present else None
+
+
+def _joined(carries: Sequence[Carry]) -> Carry:
+    values: dict[str, Any] = {f.name: _cat([getattr(carry, f.name) for carry in carries]) for f in fields(Carry)}
+    return Carry(**values)
+
+
+def _part(carry: Carry, i: int, n: int) -> Carry:
+    values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
+    parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
+    return Carry(**parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +77,8 @@ def load_model(
     tuple
         The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
     """
-    options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads=bool(progress))
+    downloads = bool(progress) and sys.stderr.isatty()
+    options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with reporter(progress) as report:
         if source.kind == "embedded":

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import huggingface_hub.utils
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import Progress as Bar
 from transformers.utils import logging
@@ -48,16 +49,18 @@ def _silent(stage: str, fraction: float) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers(*, downloads: bool) -> Iterator[None]:
-    """Silence transformers' warnings and bars, then restore them; download bars stay if `downloads` says so.
+    """Silence the warnings and bars of transformers and the hub, then restore them; `downloads` keeps download bars.
 
     What those warnings tell (missing weights, unknown types) is checked by the caller and raised instead. The lock
     keeps two threads from restoring each other's settings.
     """
     with _QUIET:
         level = logging.get_verbosity()
+        hub_level = hub_logging.get_verbosity()
         bars = logging.is_progress_bar_enabled()
         hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
         logging.set_verbosity_error()
+        hub_logging.set_verbosity(hub_logging.ERROR)
         logging.disable_progress_bar()
         if downloads and hub_bars:
             huggingface_hub.utils.enable_progress_bars()
@@ -65,6 +68,7 @@ def quiet_transformers(*, downloads: bool) -> Iterator[None]:
             yield
         finally:
             logging.set_verbosity(level)
+            hub_logging.set_verbosity(hub_level)
             if bars:
                 logging.enable_progress_bar()
             if hub_bars:

@@ -1,0 +1,18 @@
+"""The only place that touches transformers: models by name, the tap, live capture and replay, and the gates."""
+
+from softgap.probe.capture import generate, read, read_ids
+from softgap.probe.models import ModelInfo, available_models, load_model, model_fingerprint
+from softgap.probe.recording import Recording, Step, record
+
+__all__ = [
+    "ModelInfo",
+    "Recording",
+    "Step",
+    "available_models",
+    "generate",
+    "load_model",
+    "model_fingerprint",
+    "read",
+    "read_ids",
+    "record",
+]

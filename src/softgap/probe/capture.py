@@ -1,0 +1,295 @@
+"""Generate with a model, or read a text with it, and get the trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
+from softgap.probe.provenance import manifest_of
+from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
+from softgap.probe.token_scores import forward_then_logits
+from softgap.trajectories import Trajectories
+
+__all__ = ["generate", "prompt_ids", "read", "read_ids"]
+
+Mechanisms = Sequence[str | Mechanism]
+
+
+@overload
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = ..., **options: Any
+) -> Trajectories: ...
+@overload
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[str],
+    max_new_tokens: int = ...,
+    **options: Any,
+) -> list[Trajectories]: ...
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[str],
+    max_new_tokens: int = 128,
+    *,
+    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    chat: bool | None = None,
+    seed: int | None = None,
+    listener: Callable[[Step], None] | None = None,
+    block: int = BLOCK,
+    focus: bool = False,
+    drop_sinks: int = 0,
+    **settings: Any,
+) -> Trajectories | list[Trajectories]:
+    """Let a model continue a prompt, or a batch of prompts, and record it with its KV cache on.
+
+    Parameters
+    ----------
+    prompt
+        One text gives one Trajectories, a list of texts a list.
+    chat
+        Whether to wrap the prompt in the tokenizer's chat template; None does so where there is one.
+    seed
+        With it the model samples (temperature 1 unless ``settings`` say otherwise); without it greedy search. The
+        global random state is left as it was.
+    settings
+        Anything else that ``model.generate`` takes.
+    """
+    if max_new_tokens < 1:
+        raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    rows = [prompt_ids(tokenizer, text, chat) for text in prompts]
+    _check_lengths(model, rows, max_new_tokens)
+    ids, mask = _padded(rows, tokenizer, "left", model.device)
+    if seed is not None:
+        settings.setdefault("do_sample", True)
+    else:
+        settings.setdefault("do_sample", False)
+    if settings["do_sample"] is False:
+        # Sampling defaults of the model's own generation config would only warn here.
+        settings.update({name: None for name in ("temperature", "top_p", "top_k") if name not in settings})
+    recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
+    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, _seeded(seed, model):
+        write: Any = model.generate
+        write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
+    runs = recording.trajectories()
+    kept = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    options = {"mode": "live", "max_new_tokens": max_new_tokens, "chat": _uses_chat(tokenizer, chat), **kept}
+    manifest = manifest_of(
+        model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=_digest(prompts), options=options
+    )
+    finished = [
+        dataclasses.replace(
+            run, manifest=manifest, prompt_text=text, completion_text=_decoded(tokenizer, run.token_ids.tolist())
+        )
+        for run, text in zip(runs, prompts, strict=True)
+    ]
+    return finished[0] if isinstance(prompt, str) else finished
+
+
+@overload
+def read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    completion: str | None = ...,
+    *,
+    mechanisms: Mechanisms = ...,
+    chat: bool = ...,
+    focus: bool = ...,
+    drop_sinks: int = ...,
+) -> Trajectories: ...
+@overload
+def read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[str],
+    completion: Sequence[str] | None = ...,
+    *,
+    mechanisms: Mechanisms = ...,
+    chat: bool = ...,
+    focus: bool = ...,
+    drop_sinks: int = ...,
+) -> list[Trajectories]: ...
+def read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Sequence[str],
+    completion: str | Sequence[str] | None = None,
+    *,
+    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    chat: bool = False,
+    focus: bool = False,
+    drop_sinks: int = 0,
+) -> Trajectories | list[Trajectories]:
+    """Read a text in one teacher-forced pass: one step per query, whoever wrote it.
+
+    Parameters
+    ----------
+    text
+        One text gives one Trajectories, a list of texts (a batch, padded on the right) a list.
+    completion
+        What followed the text: then steps are those of a generation of exactly these tokens.
+    chat
+        Wrap the text in the tokenizer's chat template (with a completion).
+    """
+    texts = [text] if isinstance(text, str) else list(text)
+    completions = [completion] if isinstance(completion, str) else None if completion is None else list(completion)
+    if completions is not None and len(completions) != len(texts):
+        raise ValueInputError(f"text and completion must go together, got {len(texts)} and {len(completions)}")
+    runs = read_ids(
+        model,
+        [prompt_ids(tokenizer, t, chat) for t in texts],
+        None if completions is None else [_completion_ids(tokenizer, c) for c in completions],
+        tokenizer=tokenizer,
+        mechanisms=mechanisms,
+        focus=focus,
+        drop_sinks=drop_sinks,
+    )
+    inputs = _digest([*texts, *(completions or ())])
+    named = []
+    for i, run in enumerate(runs):
+        manifest = dataclasses.replace(run.manifest, inputs=inputs, options={"mode": "replay", "chat": chat})
+        before, after = ("", texts[i]) if completions is None else (texts[i], completions[i])
+        named.append(dataclasses.replace(run, manifest=manifest, prompt_text=before, completion_text=after))
+    return named[0] if isinstance(text, str) else named
+
+
+def read_ids(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    focus: bool = False,
+    drop_sinks: int = 0,
+) -> list[Trajectories]:
+    """Read token ids: the same as :func:`read`, for who has tokens already."""
+    followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
+    # The last token of a completion is predicted, never fed: as in a generation.
+    fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
+    _check_lengths(model, fed, 0)
+    ids, mask = _padded(fed, tokenizer, "right", model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if not bool(mask.all()):
+        inputs["attention_mask"] = mask
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        # What generate passes; some types would count otherwise by themselves.
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    whole = [[*p, *c] for p, c in zip(prompts, followed, strict=True)]
+    sequences = torch.full((len(whole), ids.shape[1] + 1), -1, device=ids.device)
+    for row, tokens in enumerate(whole):
+        sequences[row, : len(tokens)] = torch.tensor(tokens, device=ids.device)
+    recorded: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "focus": focus,
+        "drop_sinks": drop_sinks,
+        "block": 1,
+        "logits": False,
+    }
+    with record(model, mechanisms, **recorded) as recording, torch.inference_mode():
+        blocks = forward_then_logits(model, inputs, ids.shape[1])
+        stream = recording.streams[-1]
+        stream.sequences = sequences
+        if completions is not None:
+            stream.prompts = [len(p) for p in prompts]
+            stream.row_lengths = [len(c) for c in followed]
+        with recording.paused():
+            for start, logits in blocks():
+                recording.add_logits(start, logits)
+    return recording.trajectories()
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template if asked for."""
+    if not text.strip():
+        raise ValueInputError(f"a prompt must hold some text, got {text!r}")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueInputError("this tokenizer has no chat template; leave chat out")
+    if _uses_chat(tokenizer, chat):
+        messages = [{"role": "user", "content": text}]
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    else:
+        encoded = tokenizer(text)
+    ids = encoded["input_ids"]
+    if not len(ids):
+        raise ValueInputError(f"a prompt must hold at least one token, got none from {text!r}")
+    return [int(token) for token in ids]
+
+
+def _completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    encoded: Any = tokenizer(text, add_special_tokens=False)
+    ids = encoded["input_ids"]
+    if not len(ids):
+        raise ValueInputError(f"a completion must hold at least one token, got none from {text!r}")
+    return [int(token) for token in ids]
+
+
+def _uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+
+
+def _check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
+    longest = max((len(row) for row in rows), default=0)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and longest + more > context:
+        asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
+        raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase | None, side: str, device: torch.device
+) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
+    """Rows as one tensor, padded on one side, with its mask."""
+    if not rows:
+        raise ValueInputError("at least one text is needed, got none")
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), _pad_id(tokenizer))
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(length - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place] = torch.tensor(row)
+        mask[i, place] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The padding token, or any other: padding is masked everywhere."""
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+@contextmanager
+def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+    """A seed for sampling that leaves the global random state as it was."""
+    if seed is None:
+        yield
+        return
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]

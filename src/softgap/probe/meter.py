@@ -1,0 +1,339 @@
+"""From attention calls to numbers: the linear side of every call, and its distance from the model's own output.
+
+A mechanism with a state is followed from call to call: new keys are appended, and single steps are gathered and
+reduced a block at a time, all layers of one shape together. That is exact only while every call shows the very keys
+that the state holds; each call is checked for it. A call that does not (sparse masks, a cropped cache, a window nobody
+announced) is computed from the keys it hands over, and so is every mechanism without a state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from softgap.attention import Comparison, LinearState, Mechanism, Visible, attend, compare_outputs
+from softgap.probe.softmax import focus_of, softmax_output
+from softgap.probe.tap import AttentionCall
+
+__all__ = ["Measured", "Meter"]
+
+# A longer block than this many positions is reduced at once: holding it would cost more than it saves.
+LONGEST_HELD = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a meter has gathered: one entry per tapped layer."""
+
+    quantities: list[Float[Tensor, "quantity mechanism batch head time"]]
+    focus: list[Float[Tensor, "quantity batch head time"]]
+
+
+@dataclass
+class _Held:
+    """One call of a few positions, waiting for its block: queries, new keys and values, the model's output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    valid: Bool[Tensor, "batch time"] | None
+
+
+@dataclass
+class _Layer:
+    """One tapped layer: its states, what waits, and what is done (mechanisms with a state, then those without)."""
+
+    states: list[LinearState] | None = None
+    window: int | None = None
+    started: bool = False
+    held: list[_Held] = field(default_factory=list)
+    with_state: list[Tensor] = field(default_factory=list)
+    without: list[Tensor] = field(default_factory=list)
+    focus: list[Tensor] = field(default_factory=list)
+    scale: float = 1.0
+    kv_heads: int = 1
+
+
+class Meter:
+    """Measures the calls of one batch of sequences, from their first position on.
+
+    Parameters
+    ----------
+    mechanisms
+        What to compare the model's output with, in the order of the results.
+    block
+        Steps to gather before they are reduced together; 1 reduces at once.
+    focus
+        Whether to measure S(a), entropy and the largest weight too.
+    drop_sinks
+        How many first keys of each sequence to leave out on both sides.
+    base
+        Positions that were in the cache before the first call: then no state can be known.
+    """
+
+    def __init__(
+        self, mechanisms: Sequence[Mechanism], *, block: int, focus: bool = False, drop_sinks: int = 0, base: int = 0
+    ) -> None:
+        self._mechanisms = tuple(mechanisms)
+        self._block = block
+        self._focus = focus
+        self._drop = drop_sinks
+        self._known = base == 0
+        self.length = base
+        self.layers: list[_Layer] = []
+        self._valid: Bool[Tensor, "batch time"] | None = None
+        self._new_valid: Bool[Tensor, "batch time"] | None = None
+        self._new = 0
+        self._verdicts: dict[tuple[int | None, ...], bool] = {}
+        self._waiting = 0
+
+    def observe(self, index: int, call: AttentionCall, visible: Visible) -> None:
+        """Take in one attention call of the layer with this index."""
+        while len(self.layers) <= index:
+            self.layers.append(_Layer())
+        layer = self.layers[index]
+        batch, heads, n, d = call.query.shape
+        shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
+        if index == 0:
+            self._begin(shown, batch, n)
+        output = call.output.detach().transpose(1, 2)
+        if self._drop:
+            shown = self._without_sinks(shown, batch, call)
+            output = softmax_output(call, shown)
+        if self._focus:
+            found = focus_of(call, shown)
+            layer.focus.append(torch.stack([found.sparsity, found.attention_entropy, found.largest_weight]).cpu())
+        stated = [m for m in self._mechanisms if m.factorable(d)]
+        others = [m for m in self._mechanisms if not m.factorable(d)]
+        if others:
+            layer.without.append(self._direct(others, index, call, shown, output))
+        if not stated:
+            return
+        if not layer.started:
+            self._start(layer, index, stated, call, shown)
+        if layer.states is None or not self._consistent(layer, shown, n):
+            self._flush_layers([layer], [index])
+            layer.states = None
+            layer.with_state.append(self._direct(stated, index, call, shown, output))
+            return
+        self._follow(layer, index, call, shown, output)
+
+    def end_forward(self) -> None:
+        """Count the forward's positions as seen, and reduce what waits if a block is full."""
+        if self._new_valid is not None or self._valid is not None:
+            old = self._valid
+            new = self._new_valid
+            rows = len(new) if new is not None else len(old) if old is not None else 1
+            device = (new if new is not None else old).device  # type: ignore[union-attr]
+            ones = torch.ones(rows, max(self.length, self._new), dtype=torch.bool, device=device)
+            old = ones[:, : self.length] if old is None else old
+            new = ones[:, : self._new] if new is None else new
+            self._valid = torch.cat([old, new], dim=1)
+        self.length += self._new
+        self._waiting += self._new
+        self._new, self._new_valid = 0, None
+        self._verdicts.clear()
+        if self._waiting >= self._block:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reduce everything that waits, layers of one shape together."""
+        self._waiting = 0
+        groups: dict[object, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.held:
+                first = layer.held[0]
+                # States under a window are as long as the window: stacking them would copy more than it saves.
+                alone = index if layer.window is not None else None
+                shape = (tuple(first.q.shape), tuple(first.k.shape), first.v.shape[-1], layer.scale, alone)
+                groups.setdefault((shape, len(layer.held)), []).append(index)
+        for indices in groups.values():
+            self._flush_layers([self.layers[index] for index in indices], indices)
+
+    def measured(self) -> Measured:
+        """All results so far, in the order of the mechanisms."""
+        self.flush()
+        order = self._order()
+        quantities = []
+        for layer in self.layers:
+            parts = [torch.cat(part, dim=-1) for part in (layer.with_state, layer.without) if part]
+            quantities.append(torch.cat(parts, dim=1)[:, order])
+        return Measured(quantities, [torch.cat(layer.focus, dim=-1) for layer in self.layers if layer.focus])
+
+    def last_step(self) -> list[Float[Tensor, "quantity mechanism batch head"]]:
+        """The newest position of every layer."""
+        self.flush()
+        order = self._order()
+        return [
+            torch.cat([part[-1][..., -1] for part in (layer.with_state, layer.without) if part], dim=1)[:, order]
+            for layer in self.layers
+        ]
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch time"] | None:
+        """Which positions so far are no padding; None for all."""
+        return self._valid
+
+    def _order(self) -> list[int]:
+        d = self._dim
+        stated = [i for i, m in enumerate(self._mechanisms) if m.factorable(d)]
+        others = [i for i, m in enumerate(self._mechanisms) if not m.factorable(d)]
+        places = stated + others
+        return [places.index(i) for i in range(len(places))]
+
+    def _begin(self, shown: Visible, batch: int, n: int) -> None:
+        """Note which of the forward's new keys are padding; the first layer speaks for all."""
+        self._new = n
+        if shown.mask is not None:
+            # Position of a new key is not known under a free mask: a row that sees nothing is padding.
+            own = shown.mask.any(dim=-1).any(dim=1).expand(batch, n)
+            self._new_valid = None if bool(own.all()) else own
+        elif shown.key_valid is not None and shown.offset is not None:
+            self._new_valid = shown.key_valid[:, shown.offset : shown.offset + n]
+
+    def _start(self, layer: _Layer, index: int, stated: list[Mechanism], call: AttentionCall, shown: Visible) -> None:
+        layer.started = True
+        layer.scale, layer.kv_heads = call.scale, call.key.shape[1]
+        self._dim = call.query.shape[-1]
+        announced = call.options.get("sliding_window")
+        n = call.query.shape[2]
+        if shown.window is not None:
+            layer.window = shown.window
+        elif isinstance(announced, int) and announced >= n:
+            layer.window = announced
+        # Without its first tokens the softmax side is computed from the keys of each call anyway.
+        if self._known and self.length == 0 and shown.mask is None and not self._drop:
+            layer.states = [LinearState(m.for_layers([index]), window=layer.window, scale=call.scale) for m in stated]
+
+    def _consistent(self, layer: _Layer, shown: Visible, n: int) -> bool:
+        """Whether this call shows exactly the keys that the layer's states hold, and its own."""
+        key = (id(shown.key_valid), shown.offset, shown.window, layer.window)
+        if shown.mask is not None or shown.offset is None:
+            return False
+        handed, reach = shown.offset, self.length + 1 if layer.window is None else layer.window
+        if shown.key_valid is None and self._valid is None and shown.window is None and n == 1:
+            return handed + 1 == min(self.length + 1, reach)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._same_keys(layer.window, shown, n)
+        return self._verdicts[key]
+
+    def _same_keys(self, window: int | None, shown: Visible, n: int) -> bool:
+        handed = shown.offset or 0
+        lost = self.length - handed
+        if lost < 0 or (lost > 0 and (window is None or window - 1 > handed)):
+            return False
+        total = self.length + n
+        device = shown.key_valid.device if shown.key_valid is not None else torch.device("cpu")
+        valid = self._valid_up_to(total, device)
+        expected = Visible(self.length, window, valid).rows(0, n, (lost, total), device)
+        actual = shown.rows(0, n, (0, handed + n), device)
+        return torch.equal(*torch.broadcast_tensors(expected, actual))
+
+    def _valid_up_to(self, total: int, device: torch.device) -> Bool[Tensor, "batch time"] | None:
+        if self._valid is None and self._new_valid is None:
+            return None
+        rows = len(self._valid if self._valid is not None else self._new_valid)  # type: ignore[arg-type]
+        valid = torch.ones(rows, total, dtype=torch.bool, device=device)
+        if self._valid is not None:
+            valid[:, : self.length] = self._valid
+        if self._new_valid is not None:
+            valid[:, self.length :] = self._new_valid
+        return valid
+
+    def _follow(self, layer: _Layer, index: int, call: AttentionCall, shown: Visible, output: Tensor) -> None:
+        """Append the call's new keys to the layer's states, now or with its block."""
+        n, offset = call.query.shape[2], shown.offset or 0
+        new = slice(offset, offset + n)
+        valid = None if shown.key_valid is None else shown.key_valid[:, new]
+        q, k, v = call.query.detach(), call.key.detach()[:, :, new], call.value.detach()[:, :, new]
+        if n <= LONGEST_HELD and self._block > 1:
+            # A view of the cache would keep the whole of it alive, and static caches are written over.
+            layer.held.append(_Held(q, k.clone(), v.clone(), output, valid))
+            return
+        self._flush_layers([layer], [index])
+        layer.held.append(_Held(q, k, v, output, valid))
+        self._flush_layers([layer], [index])
+
+    def _flush_layers(self, layers: list[_Layer], indices: list[int]) -> None:
+        """Reduce what these layers hold, stacked along the batch (layer-major)."""
+        if not layers[0].held or layers[0].states is None:
+            return
+        count, batch = len(layers), layers[0].held[0].q.shape[0]
+
+        def stack(name: str) -> Tensor:
+            return torch.cat([torch.cat([getattr(held, name) for held in layer.held], dim=2) for layer in layers])
+
+        q, k, v, o = (stack(name) for name in ("q", "k", "v", "o"))
+        valid = self._held_valid(layers, q.shape[2])
+        stated = [m for m in self._mechanisms if m.factorable(q.shape[-1])]
+        found = []
+        for i, mechanism in enumerate(stated):
+            states = [layer.states[i] for layer in layers if layer.states is not None]
+            if count == 1:
+                state = states[0]
+            else:
+                state = LinearState.stacked(states, mechanism.for_layers(indices, repeat=batch))
+            found.append(compare_outputs(o, state.attend(q, k, v, valid).output))
+            if count > 1:
+                state.split_into(states)
+        for layer, part in zip(layers, _stacked(found).chunk(count, dim=2), strict=True):
+            layer.with_state.append(part.cpu())
+            layer.held.clear()
+
+    def _held_valid(self, layers: list[_Layer], n: int) -> Bool[Tensor, "batch time"] | None:
+        parts = [held.valid for held in layers[0].held]
+        if all(part is None for part in parts):
+            return None
+        example = next(part for part in parts if part is not None)
+        rows = [
+            torch.ones(len(example), held.q.shape[2], dtype=torch.bool, device=example.device)
+            if held.valid is None
+            else held.valid
+            for held in layers[0].held
+        ]
+        return torch.cat(rows, dim=1).repeat(len(layers), 1)
+
+    def _direct(
+        self, mechanisms: list[Mechanism], index: int, call: AttentionCall, shown: Visible, output: Tensor
+    ) -> Float[Tensor, "quantity mechanism batch head time"]:
+        """Compare with mechanisms computed from all the keys this call hands over."""
+        found = []
+        for mechanism in mechanisms:
+            linear = attend(
+                mechanism.for_layers([index]),
+                call.query.detach(),
+                call.key.detach(),
+                call.value.detach(),
+                visible=shown,
+                scale=call.scale,
+                check=False,
+            )
+            found.append(compare_outputs(output, linear.output))
+        return _stacked(found).cpu()
+
+    def _without_sinks(self, shown: Visible, batch: int, call: AttentionCall) -> Visible:
+        """The same visible set less the first keys of each sequence."""
+        n_keys, handed = call.key.shape[2], shown.offset or 0
+        device = call.key.device
+        valid = self._valid_up_to(self.length + call.query.shape[2], device)
+        first = torch.zeros(batch, dtype=torch.long, device=device) if valid is None else valid.int().argmax(dim=1)
+        position = torch.arange(n_keys, device=device) + (self.length - handed)
+        kept = position >= (first + self._drop)[:, None]
+        if shown.mask is not None:
+            return Visible(mask=shown.mask & kept[:, None, None])
+        return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
+
+
+def _stacked(comparisons: Sequence[Comparison]) -> Float[Tensor, "quantity mechanism batch head time"]:
+    return torch.stack(
+        [
+            torch.stack([getattr(found, name) for found in comparisons])
+            for name in ("divergence", "relative_l2", "norm_ratio")
+        ]
+    )

@@ -1,0 +1,84 @@
+"""From a model's mask to the visible set: derived here, and nowhere else.
+
+A boolean mask is taken as it is; a float mask shows what lies above half the lowest number of its dtype (finite biases
+belong to the model's own side only). Without a mask one query sees all keys, and several see causally over as many
+first keys (behind them lie the unfilled slots of a static cache). Where the set is exactly "keys j <= p within a
+window, padding aside" it becomes that, so that the chunked form can serve it; any other stays a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from softgap.attention import Visible
+from softgap.errors import ModelError
+from softgap.probe.tap import AttentionCall
+
+__all__ = ["VisibleSets", "interval_or_mask", "seen_by_mask"]
+
+
+class VisibleSets:
+    """The visible sets of one forward pass; layers that share a mask share the work."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, int], tuple[Tensor, Visible]] = {}
+
+    def of(self, call: AttentionCall) -> Visible:
+        """The visible set of one attention call."""
+        n_queries, n_keys = call.query.shape[2], call.key.shape[2]
+        if call.mask is None:
+            return _without_mask(n_queries, n_keys, call)
+        key = (id(call.mask), n_queries, n_keys)
+        if key not in self._found:
+            # The mask is kept with the result, so that its id cannot pass to another tensor meanwhile.
+            self._found[key] = (call.mask, interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys)))
+        return self._found[key][1]
+
+
+def seen_by_mask(
+    mask: Bool[Tensor, "batch head query key"] | Float[Tensor, "batch head query key"], n_queries: int, n_keys: int
+) -> Bool[Tensor, "batch head query key"]:
+    """What a model's mask lets each query see, over exactly the keys that were handed over."""
+    if mask.dim() != 4 or mask.shape[2] not in (1, n_queries) or 1 < mask.shape[3] < n_keys:
+        raise ModelError(
+            f"an attention mask must be [batch, head, {n_queries}, {n_keys}] to be read, got {list(mask.shape)}; "
+            "this model type cannot be recorded this way, try the other attention implementation"
+        )
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen[..., :n_keys].expand(-1, -1, n_queries, n_keys)
+
+
+def interval_or_mask(seen: Bool[Tensor, "batch head query key"]) -> Visible:
+    """The same visible set as an interval of keys per query where that is exact, else as a mask."""
+    if seen.shape[1] > 1:
+        return Visible(mask=seen)
+    rows = seen[:, 0]
+    n_queries, n_keys = rows.shape[1:]
+    shown = rows.any(dim=-1)
+    if not bool(shown.any()):
+        return Visible(mask=seen)
+    query = torch.arange(n_queries, device=rows.device)
+    as_bytes = rows.to(torch.uint8)
+    last = n_keys - 1 - as_bytes.flip(-1).argmax(dim=-1)
+    offset = int((last - query)[shown].max())
+    if offset < 0 or offset + n_queries > n_keys:
+        return Visible(mask=seen)
+    first = as_bytes.argmax(dim=-1)
+    window = int((offset + query - first)[shown].max()) + 1
+    valid = rows.any(dim=1)
+    # Keys behind the last query are seen by none and never needed; they do not make padding.
+    padding = None if bool(valid[:, : offset + n_queries].all()) else valid
+    for candidate in (Visible(offset, None, padding), Visible(offset, window, padding), Visible(offset, window, None)):
+        if torch.equal(candidate.rows(0, n_queries, (0, n_keys), rows.device)[:, 0].expand_as(rows), rows):
+            return candidate
+    return Visible(mask=seen)
+
+
+def _without_mask(n_queries: int, n_keys: int, call: AttentionCall) -> Visible:
+    if n_queries == 1:
+        return Visible(offset=n_keys - 1)
+    if call.is_causal:
+        return Visible(offset=0)
+    return Visible(mask=torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=call.query.device))
