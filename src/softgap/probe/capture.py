@@ -34,14 +34,14 @@ def generate(
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Sequence[str],
+    prompt: list[str],
     max_new_tokens: int = ...,
     **options: Any,
 ) -> list[Trajectories]: ...
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[str],
+    prompt: str | list[str],
     max_new_tokens: int = 128,
     *,
     mechanisms: Mechanisms = DEFAULT_MECHANISMS,
@@ -115,8 +115,8 @@ def read(
 def read(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: Sequence[str],
-    completion: Sequence[str] | None = ...,
+    text: list[str],
+    completion: list[str] | None = ...,
     *,
     mechanisms: Mechanisms = ...,
     chat: bool = ...,
@@ -126,8 +126,8 @@ def read(
 def read(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: str | Sequence[str],
-    completion: str | Sequence[str] | None = None,
+    text: str | list[str],
+    completion: str | list[str] | None = None,
     *,
     mechanisms: Mechanisms = DEFAULT_MECHANISMS,
     chat: bool = False,
