@@ -90,8 +90,15 @@ class Meter:
         self._valid: Bool[Tensor, "batch time"] | None = None
         self._new_valid: Bool[Tensor, "batch time"] | None = None
         self._new = 0
+        self._told = False
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
+
+    def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None) -> None:
+        """A forward over n new positions starts; ``valid`` is False at padding, None where nobody said."""
+        self._new = n
+        self._told = valid is not None
+        self._new_valid = None if valid is None or bool(valid.all()) else valid
 
     def observe(self, index: int, call: AttentionCall, visible: Visible) -> None:
         """Take in one attention call of the layer with this index."""
@@ -100,8 +107,8 @@ class Meter:
         layer = self.layers[index]
         batch, heads, n, d = call.query.shape
         shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
-        if index == 0:
-            self._begin(shown, batch, n)
+        if index == 0 and not self._told:
+            self._derive_valid(shown, batch, n)
         output = call.output.detach().transpose(1, 2)
         if self._drop:
             shown = self._without_sinks(shown, batch, call)
@@ -187,9 +194,8 @@ class Meter:
         places = stated + others
         return [places.index(i) for i in range(len(places))]
 
-    def _begin(self, shown: Visible, batch: int, n: int) -> None:
-        """Note which of the forward's new keys are padding; the first layer speaks for all."""
-        self._new = n
+    def _derive_valid(self, shown: Visible, batch: int, n: int) -> None:
+        """Read off the visible set which of the forward's new keys are padding; the first layer speaks for all."""
         if shown.mask is not None:
             # Position of a new key is not known under a free mask: a row that sees nothing is padding.
             own = shown.mask.any(dim=-1).any(dim=1).expand(batch, n)

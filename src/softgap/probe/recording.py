@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -114,7 +114,7 @@ class Recording:
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        stream.begin(tokens)
+        stream.begin(tokens, _valid(kwargs.get("attention_mask"), tokens.shape[1]))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
         if self._generating is not None:
@@ -300,6 +300,13 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Int[Tensor, "batch
         raise ModelError("a recorded forward needs input_ids or inputs_embeds, got neither")
     # Embeddings have no token ids: -1 stands for a token that is not known.
     return torch.full(embeddings.shape[:2], -1, dtype=torch.long, device=embeddings.device)
+
+
+def _valid(attention_mask: object, n: int) -> Bool[Tensor, "batch time"] | None:
+    """Which of the n newest tokens are no padding, where the caller's mask says so."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return None
+    return attention_mask[:, -n:].bool()
 
 
 def _length(cache: object) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from softgap.errors import ModelError
@@ -58,9 +58,10 @@ class Stream:
             return fed
         return self.sequences[:, self.base :].to(fed.device)
 
-    def begin(self, tokens: Int[Tensor, "batch time"]) -> None:
-        """A forward over these tokens starts."""
+    def begin(self, tokens: Int[Tensor, "batch time"], valid: Bool[Tensor, "batch time"] | None) -> None:
+        """A forward over these tokens starts; ``valid`` is False at padding, None where the caller does not say."""
         self.fed.append(tokens)
+        self.meter.begin_forward(tokens.shape[1], valid)
         self._calls = 0
         self._sets = VisibleSets()
 
