@@ -1,7 +1,8 @@
 """The chunked causal form: weighted sums over all visible keys in time O(T r d_v), for one block of positions.
 
 Positions are cut into chunks of C. A query's sum has up to three parts: keys of its own chunk (a small masked
-quadratic product), whole chunks before it (each reduced to a state S = sum_j phi(k_j) [v_j, 1]^T, the states summed),
+quadratic product), whole chunks before it (each reduced to a state S = sum_j phi(k_j) v_j^T with its total
+z = sum_j phi(k_j), the states summed),
 and under a window the one or two chunks that the window's edge runs through (masked products again). States are only
 ever added: subtracting prefix states loses 5e-3 in float32 when one key is large (THEORY section 7).
 
@@ -10,8 +11,9 @@ state, per key and per query row for a masked product, so a sum is exact as long
 feature that decays at rate a contributes exp(L_q + L_k - a (t - j)); the exponent is split at a reference position
 between j and t (the chunk's border or middle), which keeps both halves small.
 
-Axes: n = batch x key head, g = query heads per key head, chunk, c = position in the chunk, r feature, e column of
-[v, 1].
+A key that is not there (padding) has features of zero, or logarithms of LOG_ZERO.
+
+Axes: n = batch x key head, g = query heads per key head, chunk, c = position in the chunk, r feature, e value_dim.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from softgap.errors import ValueInputError
 __all__ = ["Carry", "block_sums", "chunk_length", "empty_carry"]
 
 CHUNK = 64
+# Log-features above this belong to a key that is there.
+PRESENT = LOG_ZERO / 2
 # exp(-RATE_SPREAD * 16 / 2) is the smallest factor a chunk of 16 must hold: e^-40, far inside float32.
 RATE_SPREAD = 5.0
 
@@ -44,6 +48,7 @@ class Carry:
     """
 
     sums: Float[Tensor, "n r e"]
+    totals: Float[Tensor, "n r"]
     scale: Float[Tensor, "n r"] | None
     age: Float[Tensor, "n r"] | None
     tail_key: Float[Tensor, "n tail r"]
@@ -51,9 +56,10 @@ class Carry:
 
 
 class Part(NamedTuple):
-    """A weighted sum per query row, to be multiplied by exp(scale) (scale None: by 1)."""
+    """A weighted sum of values and of ones per query row, to be multiplied by exp(scale) (scale None: by 1)."""
 
     sums: Float[Tensor, "n chunk gc e"]
+    totals: Float[Tensor, "n chunk gc 1"]
     scale: Float[Tensor, "n chunk gc 1"] | None
 
 
@@ -78,7 +84,9 @@ def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool) -> Carry:
     """The carry before the first key."""
     scale = like.new_full((n, r), LOG_ZERO) if log else None
     age = like.new_zeros(n, r) if log else None
-    return Carry(like.new_zeros(n, r, e), scale, age, like.new_zeros(n, 0, r), like.new_zeros(n, 0, e))
+    return Carry(
+        like.new_zeros(n, r, e), like.new_zeros(n, r), scale, age, like.new_zeros(n, 0, r), like.new_zeros(n, 0, e)
+    )
 
 
 def block_sums(
@@ -90,8 +98,8 @@ def block_sums(
     rate: Float[Tensor, "n r"] | None,
     log: bool,
     window: int | None,
-) -> tuple[Float[Tensor, "n g t e"], Carry]:
-    """sum_j w_tj [v_j, 1] for the queries of one block, up to a positive factor per row if ``log``.
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
+    """sum_j w_tj v_j and sum_j w_tj for the queries of one block, up to a positive factor per row if ``log``.
 
     The block's keys stand at the same positions as its queries; the carry holds what came before.
     """
@@ -105,9 +113,10 @@ def block_sums(
         key = _front_padded(torch.cat([carry.tail_key, key], dim=1), before * c + t, absent)
         value = _front_padded(torch.cat([carry.tail_value, value], dim=1), before * c + t, 0.0)
     missing = chunks * c - t
-    keys = functional.pad(key, (0, 0, 0, missing), value=absent).unflatten(1, (-1, c))
-    values = functional.pad(value, (0, 0, 0, missing)).unflatten(1, (-1, c))
-    queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (chunks, c)).transpose(1, 2)
+    keys = _behind_padded(key, missing, absent).unflatten(1, (-1, c))
+    values = _behind_padded(value, missing, 0.0).unflatten(1, (-1, c))
+    # Every product below reads the queries chunk by chunk: one copy here saves one in each.
+    queries = _behind_padded(query, missing, 0.0).unflatten(2, (chunks, c)).transpose(1, 2).contiguous()
 
     geometry = _Geometry(c=c, chunks=chunks, t=t, before=before, full=full, window=window)
     parts = [_own_chunk(queries, keys[:, before:], values[:, before:], rate, log, geometry)]
@@ -122,7 +131,8 @@ def block_sums(
     if window is not None:
         tail = slice(key.shape[1] - (window - 1), None)
         carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
-    return _total(parts).unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t], carry
+    sums, totals = (x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts))
+    return sums, totals, carry
 
 
 class _Geometry(NamedTuple):
@@ -163,6 +173,10 @@ def _window_chunks(window: int | None, c: int) -> tuple[int, int]:
 
 def _front_padded(x: Float[Tensor, "n k f"], length: int, fill: float) -> Float[Tensor, "n length f"]:
     return functional.pad(x, (0, 0, length - x.shape[1], 0), value=fill)
+
+
+def _behind_padded(x: Float[Tensor, "*rows t f"], missing: int, fill: float) -> Float[Tensor, "*rows length f"]:
+    return functional.pad(x, (0, 0, 0, missing), value=fill) if missing else x
 
 
 def _decayed(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
@@ -213,15 +227,18 @@ def _masked_product(
 ) -> Part:
     g, c = queries.shape[2:4]
     if not log:
-        weights = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (g, c))
-        return Part(weights.mul_(seen).flatten(2, 3) @ values, None)
+        weights = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (g, c)).mul_(seen).flatten(2, 3)
+        return Part(weights @ values, weights.sum(-1, keepdim=True), None)
     query_top, key_top = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
     weights = (queries - query_top).exp_().flatten(2, 3) @ (keys - key_top).exp_().transpose(-1, -2)
-    key_scale = key_top.transpose(-1, -2).masked_fill(~seen, LOG_ZERO)
+    key_scale = key_top.transpose(-1, -2)
+    shown = seen & (key_scale > PRESENT)
+    key_scale = key_scale.masked_fill(~shown, LOG_ZERO)
     row_top = key_scale.amax(-1, keepdim=True)
-    factor = (key_scale - row_top).exp_().mul_(seen)
-    weights = weights.unflatten(2, (g, c)).mul_(factor[:, :, None])
-    return Part(weights.flatten(2, 3) @ values, (query_top + row_top[:, :, None]).flatten(2, 3))
+    factor = (key_scale - row_top).exp_().mul_(shown)
+    weights = weights.unflatten(2, (g, c)).mul_(factor[:, :, None]).flatten(2, 3)
+    scale = (query_top + row_top[:, :, None]).flatten(2, 3)
+    return Part(weights @ values, weights.sum(-1, keepdim=True), scale)
 
 
 def _whole_chunks(
@@ -236,7 +253,11 @@ def _whole_chunks(
     """The sum over the chunks before each query's own, and the carry behind the block (without a window)."""
     device, dtype = keys.device, keys.dtype
     scales = keys.amax(dim=2) if log else None
-    states = (keys if scales is None else (keys - scales[:, :, None]).exp_()).transpose(-1, -2) @ values
+    features = keys
+    if scales is not None:
+        present = keys.amax(-1, keepdim=True) > PRESENT
+        features = (keys - scales[:, :, None]).exp_().mul_(present)
+    states, totals = features.transpose(-1, -2) @ values, features.sum(dim=2)
     starts = torch.arange(geometry.chunks + 1, device=device, dtype=dtype).mul_(geometry.c).clamp_(max=geometry.t)
     row = torch.arange(geometry.chunks + 1, device=device)[:, None]
     column = torch.arange(-geometry.before, geometry.chunks, device=device)
@@ -244,6 +265,7 @@ def _whole_chunks(
     if geometry.window is None:
         # The carry stands for a chunk that ends where the block begins.
         states = torch.cat([carry.sums[:, None], states], dim=1)
+        totals = torch.cat([carry.totals[:, None], totals], dim=1)
         column = functional.pad(column, (1, 0), value=-1)
         if scales is not None and carry.scale is not None and carry.age is not None:
             scales = torch.cat([carry.scale[:, None], scales], dim=1)
@@ -254,41 +276,59 @@ def _whole_chunks(
         allowed = (column < row) & (column >= row - geometry.full)
     if scales is None:
         combined = (allowed.to(dtype) @ states.flatten(2)).unflatten(2, states.shape[2:])
-        return Part(queries.flatten(2, 3) @ combined[:, :-1], None), replace(carry, sums=combined[:, -1])
-    combined, scale, after = _combined(states, scales, age, allowed, rate)
+        totals = allowed.to(dtype) @ totals
+        part = _asked(queries, combined, totals, None)
+        return part, replace(carry, sums=combined[:, -1], totals=totals[:, -1])
+    combined, totals, scale, after = _combined(states, totals, scales, age, allowed, rate)
     shifted = _decayed(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
     top = shifted.amax(-1, keepdim=True)
-    part = Part((shifted - top).exp_().flatten(2, 3) @ combined[:, :-1], top.flatten(2, 3))
-    return part, replace(carry, sums=combined[:, -1], scale=after[0], age=after[1])
+    part = _asked((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
+    return part, replace(carry, sums=combined[:, -1], totals=totals[:, -1], scale=after[0], age=after[1])
+
+
+def _asked(
+    queries: Float[Tensor, "n chunk g c r"],
+    states: Float[Tensor, "n rows r e"],
+    totals: Float[Tensor, "n rows r"],
+    scale: Float[Tensor, "n chunk gc 1"] | None,
+) -> Part:
+    """What the queries of each chunk get from the state before it (the last row is the carry)."""
+    sums = queries.flatten(2, 3) @ states[:, :-1]
+    return Part(sums, (queries * totals[:, :-1, None, None]).sum(-1).flatten(2, 3)[..., None], scale)
 
 
 def _combined(
     states: Float[Tensor, "n chunks r e"],
+    totals: Float[Tensor, "n chunks r"],
     scales: Float[Tensor, "n chunks r"],
     age: Float[Tensor, "#n rows chunks #r"],
     allowed: Bool[Tensor, "rows chunks"],
     rate: Float[Tensor, "n r"] | None,
-) -> tuple[Float[Tensor, "n rows r e"], Float[Tensor, "n rows r"], tuple[Tensor, Tensor]]:
-    """Per row the sum of the allowed chunk states, each decayed by its age; the scale; scale and age for the carry."""
+) -> tuple[Float[Tensor, "n rows r e"], Float[Tensor, "n rows r"], Float[Tensor, "n rows r"], tuple[Tensor, Tensor]]:
+    """Per row the sum of the allowed chunk states, each decayed by its age; its scale; scale and age of the last."""
     exponent = scales[:, None] if rate is None else scales[:, None] - rate[:, None, None] * age
     exponent = exponent.masked_fill(~allowed[..., None], LOG_ZERO)
     top, largest = exponent.max(dim=2)
     weights = (exponent - top[:, :, None]).exp_().mul_(allowed[..., None])
     summed = (weights.permute(0, 3, 1, 2) @ states.transpose(1, 2)).transpose(1, 2)
+    total = (weights * totals[:, None]).sum(dim=2)
     last = largest[:, -1:]
     ages = age[:, -1].expand(len(scales), -1, scales.shape[-1])
-    return summed, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
+    return summed, total, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
 
 
-def _total(parts: list[Part]) -> Float[Tensor, "n chunk gc e"]:
-    total = parts[0].sums
-    if parts[0].scale is None:
+def _total(parts: list[Part]) -> tuple[Float[Tensor, "n chunk gc e"], Float[Tensor, "n chunk gc 1"]]:
+    sums, totals, scale = parts[0]
+    if scale is None:
         for part in parts[1:]:
-            total.add_(part.sums)
-        return total
+            sums.add_(part.sums)
+            totals.add_(part.totals)
+        return sums, totals
     scales = torch.stack([part.scale for part in parts if part.scale is not None])
     factors = (scales - scales.amax(0)).exp_()
-    total.mul_(factors[0])
+    sums.mul_(factors[0])
+    totals.mul_(factors[0])
     for part, factor in zip(parts[1:], factors[1:], strict=True):
-        total.addcmul_(part.sums, factor)
-    return total
+        sums.addcmul_(part.sums, factor)
+        totals.addcmul_(part.totals, factor)
+    return sums, totals

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.mechanism import Mechanism
 from softgap.errors import ValueInputError
 
-__all__ = ["LOG_ZERO", "Features", "featurise", "with_ones"]
+__all__ = ["LOG_ZERO", "Features", "featurise"]
 
 # Logarithm of a feature that is not there. Finite, so that differences of two of them are 0 and not NaN.
 LOG_ZERO = -1e30
@@ -68,11 +67,3 @@ def featurise(
             raise ValueInputError(f"decay rates must not be negative, got {rate.min().item():g}; clamp them at 0")
         rate = rate.to(key.dtype).expand(key.shape[0], key.shape[1], key.shape[-1])
     return Features(query, key, rate, mechanism.log)
-
-
-def with_ones(
-    v: Float[Tensor, "batch kv_head key value_dim"], key_valid: Bool[Tensor, "batch key"] | None
-) -> Float[Tensor, "batch kv_head key column"]:
-    """[v, 1], zero at hidden keys: the last column of any weighted sum is then the sum of its weights."""
-    augmented = torch.cat([v, v.new_ones((*v.shape[:-1], 1))], dim=-1)
-    return augmented if key_valid is None else augmented.masked_fill_(~key_valid[:, None, :, None], 0)

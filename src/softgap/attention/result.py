@@ -42,7 +42,7 @@ def divided(
     """numerator / denominator and the flag; ``terms`` is the sum of absolute terms of a signed denominator."""
     # Below the smallest normal number a sum of positive terms has lost its digits.
     flagged = denominator.abs() <= torch.finfo(denominator.dtype).tiny
-    output = (numerator / denominator.masked_fill(flagged, 1)).masked_fill_(flagged, 0)
+    output = numerator / denominator.masked_fill(flagged, torch.inf)
     if terms is not None:
         flagged = flagged | (denominator.abs() < CANCELLED * terms)
     return output, flagged[..., 0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
-from softgap.attention.features import Features, featurise, with_ones
+from softgap.attention.features import Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.registry import resolve
 from softgap.attention.result import Attention, divided
@@ -22,14 +22,21 @@ __all__ = ["LinearState"]
 
 # Features of this many numbers per head are held at once; longer blocks are cut, so memory does not grow with T r.
 BLOCK_NUMBERS = 2**17
-BLOCK_POSITIONS = 1024
+BLOCK_POSITIONS = 512
+
+
+class Sums(NamedTuple):
+    """Weighted sums per query: of the values, and of ones."""
+
+    values: Float[Tensor, "batch query_head query value_dim"]
+    totals: Float[Tensor, "batch query_head query 1"]
 
 
 class LinearState:
     """A growing sequence of keys and values, held as a state whose size does not depend on its length.
 
-    Without a window the state is S = sum_j phi(k_j) [v_j, 1]^T (r x (d_v + 1) numbers per KV head); with a window of w
-    it is the features and values of the last w - 1 keys.
+    Without a window the state is S = sum_j phi(k_j) v_j^T and z = sum_j phi(k_j) (r x (d_v + 1) numbers per KV head);
+    with a window of w it is the features and values of the last w - 1 keys.
 
     Parameters
     ----------
@@ -131,9 +138,7 @@ class LinearState:
         if q.shape[2] > k.shape[2]:
             raise ShapeError(f"queries stand at the last appended keys: got {q.shape[2]} queries for {k.shape[2]} keys")
 
-    def _block(
-        self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
-    ) -> dict[str, Float[Tensor, "batch query_head query column"]]:
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> dict[str, Sums]:
         """The weighted sums that the output of one block needs, by name."""
         q, k, v = (x.to(self.dtype) for x in (q, k, v))
         positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
@@ -147,20 +152,20 @@ class LinearState:
             key_valid=key_valid,
             share_heads=True,
         )
-        values = with_ones(v, key_valid)
+        values = v if key_valid is None else v.masked_fill(~key_valid[:, None, :, None], 0)
         sums = {"weights": self._sums("weights", features, values)}
         if self.mechanism.normaliser == "centred":
             query, key = (x.new_ones(*x.shape[:-1], 1) for x in (features.query, features.key))
+            if key_valid is not None:
+                key = key.masked_fill(~key_valid[:, None, :, None], 0)
             sums["count"] = self._sums("count", Features(query, key, rate=None, log=False), values)
         elif self.mechanism.signed:
             absolute = Features(features.query.abs(), features.key.abs(), rate=None, log=False)
-            sums["terms"] = self._sums("terms", absolute, values[..., -1:])
+            sums["terms"] = self._sums("terms", absolute, values[..., :0])
         return sums
 
-    def _sums(
-        self, name: str, features: Features, values: Float[Tensor, "batch kv_head key column"]
-    ) -> Float[Tensor, "batch query_head query column"]:
-        """The block's weighted sums of ``values``, carrying the state of this name forward."""
+    def _sums(self, name: str, features: Features, values: Float[Tensor, "batch kv_head key value_dim"]) -> Sums:
+        """The block's weighted sums of values and of ones, carrying the state of this name forward."""
         batch, heads, t, r = features.key.shape
         if heads > values.shape[1]:  # one key map per query head: every head has its own state
             values = values.repeat_interleave(heads // values.shape[1], dim=1)
@@ -171,7 +176,7 @@ class LinearState:
         carry = self._carries.get(name)
         if carry is None:
             carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log)
-        sums, self._carries[name] = block_sums(
+        sums, totals, self._carries[name] = block_sums(
             query.reshape(batch * heads, group, t, r),
             key,
             value,
@@ -180,18 +185,19 @@ class LinearState:
             log=features.log,
             window=self.window,
         )
-        return sums.reshape(batch, heads * group, t, value.shape[-1])
+        shape = (batch, heads * group, t)
+        return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1))
 
     def _output(
-        self, sums: dict[str, Float[Tensor, "batch query_head query column"]], heads: int
+        self, sums: dict[str, Sums], heads: int
     ) -> tuple[Float[Tensor, "batch head query value_dim"], Bool[Tensor, "batch head query"]]:
-        weighted, total = sums["weights"][..., :-1], sums["weights"][..., -1:]
+        weighted, total = sums["weights"]
         if "count" in sums:
-            count = sums["count"][..., -1:].clamp(min=1)
-            mean = sums["count"][..., :-1] / count
+            count = sums["count"].totals.clamp(min=1)
+            mean = sums["count"].values / count
             output = mean + (weighted - total * mean) / count
             return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
-        output, flagged = divided(weighted, total, sums.get("terms"))
+        output, flagged = divided(weighted, total, sums["terms"].totals if "terms" in sums else None)
         group = heads // output.shape[1]
         if group == 1:
             return output, flagged

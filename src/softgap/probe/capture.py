@@ -58,7 +58,7 @@ def generate(
     Parameters
     ----------
     prompt
-        One text gives one Trajectories, a list of texts a list.
+        One text gives one Trajectories, a list of texts a list; ``num_return_sequences`` makes it a list too.
     chat
         Whether to wrap the prompt in the tokenizer's chat template; None does so where there is one.
     seed
@@ -85,6 +85,7 @@ def generate(
         write: Any = model.generate
         write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
     runs = recording.trajectories()
+    answers = len(runs) // len(prompts)
     kept = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
     options = {"mode": "live", "max_new_tokens": max_new_tokens, "chat": _uses_chat(tokenizer, chat), **kept}
     manifest = manifest_of(
@@ -94,9 +95,9 @@ def generate(
         dataclasses.replace(
             run, manifest=manifest, prompt_text=text, completion_text=_decoded(tokenizer, run.token_ids.tolist())
         )
-        for run, text in zip(runs, prompts, strict=True)
+        for run, text in zip(runs, [text for text in prompts for _ in range(answers)], strict=True)
     ]
-    return finished[0] if isinstance(prompt, str) else finished
+    return finished[0] if isinstance(prompt, str) and answers == 1 else finished
 
 
 @overload
@@ -283,7 +284,11 @@ def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
         return
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed every other device too, and nobody would put those back.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            with torch.cuda.device(model.device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

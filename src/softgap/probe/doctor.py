@@ -84,7 +84,8 @@ def doctor(
 def _outcome(name: str, subject: Subject) -> Gate:
     """The gate's outcome; what the instrument itself refuses is a failure with its reason."""
     try:
-        return GATES[name](subject)
+        with torch.inference_mode():
+            return GATES[name](subject)
     except SoftgapError as error:
         return Gate(name, "fail", None, None, str(error))
 

@@ -4,8 +4,8 @@ Each gate measures one thing on the model itself and compares it with a threshol
 compared and the model's *own* outputs differ between them by more than rounding (mixture-of-experts routing, hybrid
 recurrences), the verdict is ``model``: the instrument cannot be judged there, and the gate says by how much.
 
-Thresholds (THRESHOLDS) are in units of divergence unless said, by dtype of the model; the instrument itself always
-computes in float32. `exact` gates allow no difference at all.
+Thresholds (THRESHOLDS) are in units of divergence unless said (the two ratios x enter as x / (1 + x)), by dtype of the
+model; the instrument itself always computes in float32.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def padding(subject: Subject) -> Gate:
             return Gate("batch = single", "fail", None, subject.limit("batch"), "a padded row has other steps")
         difference = max(difference, _apart(_values(row), _values(alone)))
         own = max(own, _own_difference(row, alone))
+    if difference > subject.limit("batch"):
+        own = max(own, _query_difference(subject, batch, attention_mask, short))
     return _compared("batch = single", difference, own, subject, "batch", "padded rows against each row read alone")
 
 
@@ -263,6 +265,21 @@ def _live(subject: Subject, name: str, detail: str, **settings: Any) -> Gate:
     return _compared(name, difference, _own_difference(live, replay), subject, "live", detail)
 
 
+def _query_difference(subject: Subject, batch: Tensor, attention_mask: Tensor, short: list[int]) -> float:
+    """How far the first layer's queries of a padded row are from those of the row alone.
+
+    A model that counts padding as positions rotates its queries and keys further. Softmax does not notice, a feature
+    map of rotated vectors does.
+    """
+    queries = []
+    for ids, shown in ((batch, attention_mask), (torch.tensor([short], device=batch.device), None)):
+        calls: list[AttentionCall] = []
+        with tapped(subject.model, calls.append):
+            subject.generate(ids, attention_mask=torch.ones_like(ids) if shown is None else shown, max_new_tokens=1)
+        queries.append(calls[0].query[-1, :, -len(short) :].float())
+    return float((queries[0] - queries[1]).abs().max())
+
+
 def _calls(subject: Subject) -> list[AttentionCall]:
     """Every attention call of one forward over the subject's tokens."""
     calls: list[AttentionCall] = []
@@ -334,8 +351,12 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _values(run: Trajectories) -> np.ndarray:
-    """Divergence of every mechanism, layer, head and step."""
-    return run.quantities["divergence"]
+    """All three quantities of every mechanism, layer, head and step, on the scale of a divergence.
+
+    Cosine alone would not notice a key too many whose value is zero, as in the empty slots of a static cache.
+    """
+    ratios = (run.quantities[name] for name in ("relative_l2", "norm_ratio"))
+    return np.stack([run.quantities["divergence"], *(x / (1 + x) for x in ratios)])
 
 
 def _own_difference(a: Trajectories, b: Trajectories) -> float:
@@ -352,7 +373,5 @@ def _compared(name: str, difference: float, own: float, subject: Subject, limit:
     if difference <= threshold:
         return Gate(name, "pass", difference, threshold, detail)
     if own > subject.limit("model"):
-        return Gate(
-            name, "model", difference, threshold, f"{detail}; the model's own log-probabilities differ by {own:.2g}"
-        )
+        return Gate(name, "model", difference, threshold, f"{detail}; the model's own outputs differ by {own:.2g}")
     return Gate(name, "fail", difference, threshold, detail)

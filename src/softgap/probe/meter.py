@@ -93,12 +93,20 @@ class Meter:
         self._told = False
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
+        self._dim = 0
 
     def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None) -> None:
-        """A forward over n new positions starts; ``valid`` is False at padding, None where nobody said."""
+        """A forward over n new positions starts.
+
+        ``valid`` is False at padding, over the new positions or all of them; None where nobody said.
+        """
         self._new = n
         self._told = valid is not None
-        self._new_valid = None if valid is None or bool(valid.all()) else valid
+        self._new_valid = None
+        if valid is not None and not bool(valid.all()):
+            self._new_valid = valid[:, -n:]
+            if self._valid is None and self.length and valid.shape[1] == self.length + n:
+                self._valid = valid[:, :-n]
 
     def observe(self, index: int, call: AttentionCall, visible: Visible) -> None:
         """Take in one attention call of the layer with this index."""
@@ -106,6 +114,7 @@ class Meter:
             self.layers.append(_Layer())
         layer = self.layers[index]
         batch, heads, n, d = call.query.shape
+        self._dim = d
         shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
         if index == 0 and not self._told:
             self._derive_valid(shown, batch, n)
@@ -170,7 +179,9 @@ class Meter:
         quantities = []
         for layer in self.layers:
             parts = [torch.cat(part, dim=-1) for part in (layer.with_state, layer.without) if part]
-            quantities.append(torch.cat(parts, dim=1)[:, order])
+            # They differ in length only where a forward was interrupted between the two.
+            length = min(part.shape[-1] for part in parts)
+            quantities.append(torch.cat([part[..., :length] for part in parts], dim=1)[:, order])
         return Measured(quantities, [torch.cat(layer.focus, dim=-1) for layer in self.layers if layer.focus])
 
     def last_step(self) -> list[Float[Tensor, "quantity mechanism batch head"]]:
@@ -206,7 +217,6 @@ class Meter:
     def _start(self, layer: _Layer, index: int, stated: list[Mechanism], call: AttentionCall, shown: Visible) -> None:
         layer.started = True
         layer.scale, layer.kv_heads = call.scale, call.key.shape[1]
-        self._dim = call.query.shape[-1]
         announced = call.options.get("sliding_window")
         n = call.query.shape[2]
         if shown.window is not None:
@@ -277,6 +287,9 @@ class Meter:
 
         q, k, v, o = (stack(name) for name in ("q", "k", "v", "o"))
         valid = self._held_valid(layers, q.shape[2])
+        # Before the states move on: an interrupted block is lost, never counted twice.
+        for layer in layers:
+            layer.held.clear()
         stated = [m for m in self._mechanisms if m.factorable(q.shape[-1])]
         found = []
         for i, mechanism in enumerate(stated):
@@ -290,7 +303,6 @@ class Meter:
                 state.split_into(states)
         for layer, part in zip(layers, _stacked(found).chunk(count, dim=2), strict=True):
             layer.with_state.append(part.cpu())
-            layer.held.clear()
 
     def _held_valid(self, layers: list[_Layer], n: int) -> Bool[Tensor, "batch time"] | None:
         parts = [held.valid for held in layers[0].held]

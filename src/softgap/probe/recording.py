@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,11 @@ class Recording:
         names = [mechanism.name for mechanism in self.mechanisms]
         runs: list[Trajectories] = []
         for stream in self.streams:
-            if not stream.fed or not stream.heads:
+            if stream.length == 0:
                 continue
             rows = range(len(runs), len(runs) + stream.fed[0].shape[0])
-            runs += stream.trajectories(names, self._decode, manifest, self._drop, [str(row) for row in rows])
+            with _arithmetic(self.model.device):
+                runs += stream.trajectories(names, self._decode, manifest, self._drop, [str(row) for row in rows])
         return runs
 
     @contextmanager
@@ -106,28 +107,35 @@ class Recording:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
-        tokens = _tokens(args, kwargs)
-        cache = kwargs.get("past_key_values")
+        given = _by_name(module.forward, args, kwargs)
+        tokens = _tokens(given)
+        cache = given.get("past_key_values")
         stream = self._active
         if stream is None or not self._continues(stream, tokens, cache):
             stream = self._new_stream(cache)
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        stream.begin(tokens, _valid(kwargs.get("attention_mask"), tokens.shape[1]))
+        stream.begin(tokens, _valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
         if self._generating is not None:
             if not self._generating.started:
                 return False
-            if tokens.shape[1] >= stream.meter.length:
+            if tokens.shape[1] > stream.meter.length:
                 raise UnsupportedError(
                     "recording a generation needs the KV cache, got a forward over the whole text again; call generate "
                     "with use_cache=True, or generate first and then softgap.read the text"
                 )
+            if cache is not None and cache is not stream.cache:
+                raise UnsupportedError(
+                    "recording a generation follows one cache, got a forward with another one in the same generation; "
+                    "generate without recording, then replay the text with softgap.read"
+                )
             return True
         return (
-            cache is not None
+            not stream.open
+            and cache is not None
             and cache is stream.cache
             and tokens.shape[0] == stream.fed[0].shape[0]
             and _length(cache) == stream.meter.length
@@ -144,8 +152,9 @@ class Recording:
         return stream
 
     def _on_call(self, call: AttentionCall) -> None:
-        if not self._paused and self._active is not None:
-            with torch.inference_mode():
+        # Part of a model may be called on its own, between two forwards of the whole: that is no step.
+        if not self._paused and self._active is not None and self._active.open:
+            with _arithmetic(call.query.device):
                 self._active.observe(call)
 
     def _after_forward(
@@ -156,7 +165,7 @@ class Recording:
             return
         cache = getattr(output, "past_key_values", None)
         stream.cache = cache if cache is not None else stream.cache
-        with torch.inference_mode():
+        with _arithmetic(self.model.device):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
             stream.prompts = [self._generating.n_prompt] * stream.fed[0].shape[0]
@@ -167,35 +176,40 @@ class Recording:
         index = stream.meter.length - n_prompt
         if self._listener is None or index < 0:
             return
-        values = torch.stack(stream.meter.last_step(), dim=2)
-        self._listener(Step(index, tokens.cpu().numpy(), values.numpy()))
+        with _arithmetic(self.model.device):
+            layers = stream.meter.last_step()
+        widest = max(layer.shape[-1] for layer in layers)
+        # Layers with fewer heads are padded, as in the trajectories.
+        padded = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in layers]
+        self._listener(Step(index, tokens.cpu().numpy(), torch.stack(padded, dim=2).numpy()))
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
-            config = _generation_config(self.model, kwargs)
-            self._generating = _Generation(_prompt_length(args, kwargs))
+            kind: Any = type(self.model)
+            given = _by_name(kind.generate, (self.model, *args), kwargs)
+            config = _generation_config(self.model, given)
+            generation = self._generating = _Generation(_prompt_length(given))
+            sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
-                self._finish(getattr(result, "sequences", result), config)
+                sequences = getattr(result, "sequences", result)
                 return result
             finally:
                 self._generating, self._active = None, None
+                if generation.stream is not None and generation.stream.prompts is not None:
+                    self._finish(generation.stream, generation.n_prompt, sequences, config, given)
 
         return generate
 
-    def _finish(self, sequences: Int[Tensor, "batch time"], config: Any) -> None:
-        stream = None if self._generating is None else self._generating.stream
-        if stream is None:
-            return
-        fed = torch.cat(stream.fed, dim=1)
-        total = stream.base + fed.shape[1] + 1
-        new = total - (total if stream.prompts is None else stream.prompts[0])
-        if sequences.shape[1] == total:
-            stream.sequences = sequences
-        else:  # embeddings went in: only the new tokens come out
-            stream.sequences = torch.cat([fed[:, : fed.shape[1] + 1 - new], sequences[:, -new:]], dim=1)
-        stream.row_lengths = _row_lengths(sequences[:, sequences.shape[1] - new :], config)
-        if self._listener is not None:
+    def _finish(
+        self, stream: Stream, n_prompt: int, sequences: Tensor | None, config: Any, given: dict[str, Any]
+    ) -> None:
+        """Note the token that was never fed back, and where each row stopped; no sequences: it was interrupted."""
+        known = torch.cat(stream.fed, dim=1)
+        if sequences is not None:
+            known = stream.sequences = torch.cat([known, sequences[:, -1:]], dim=1)
+        stream.row_lengths = _row_lengths(known[:, n_prompt - stream.base :], config, given, known.shape[1])
+        if self._listener is not None and sequences is not None:
             self._tell(stream, sequences[:, -1])
 
 
@@ -291,22 +305,40 @@ def _ready(mechanism: Mechanism, model: PreTrainedModel) -> Mechanism:
     return mechanism
 
 
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Int[Tensor, "batch time"]:
-    ids = kwargs.get("input_ids", args[0] if args else None)
+def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
+    """The instrument computes without gradients, and in float32 also where the caller casts automatically."""
+    if not torch.is_autocast_enabled(device.type):
+        return torch.inference_mode()
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    stack.enter_context(torch.inference_mode())
+    return stack
+
+
+def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names that the function gives them."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+
+
+def _tokens(given: dict[str, Any]) -> Int[Tensor, "batch time"]:
+    ids = given.get("input_ids")
     if ids is not None:
-        return ids.detach()  # type: ignore[no-any-return]
-    embeddings = kwargs.get("inputs_embeds")
+        # A copy: the caller's may be a view that keeps all earlier tokens alive.
+        return ids.detach().clone()  # type: ignore[no-any-return]
+    embeddings = given.get("inputs_embeds")
     if embeddings is None:
         raise ModelError("a recorded forward needs input_ids or inputs_embeds, got neither")
     # Embeddings have no token ids: -1 stands for a token that is not known.
     return torch.full(embeddings.shape[:2], -1, dtype=torch.long, device=embeddings.device)
 
 
-def _valid(attention_mask: object, n: int) -> Bool[Tensor, "batch time"] | None:
-    """Which of the n newest tokens are no padding, where the caller's mask says so."""
+def _valid(attention_mask: object, n: int, cached: int) -> Bool[Tensor, "batch time"] | None:
+    """Which tokens are no padding, where the caller's mask says so: all of them, or at least the n newest."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return None
-    return attention_mask[:, -n:].bool()
+    return (attention_mask if attention_mask.shape[1] == cached + n else attention_mask[:, -n:]).bool()
 
 
 def _length(cache: object) -> int:
@@ -315,35 +347,51 @@ def _length(cache: object) -> int:
     return int(count()) if callable(count) else 0
 
 
-def _prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for given in (
-        args[0] if args else None,
-        kwargs.get("inputs"),
-        kwargs.get("input_ids"),
-        kwargs.get("inputs_embeds"),
-    ):
-        if isinstance(given, Tensor):
-            return int(given.shape[1])
-    return 1  # nothing given: the model begins with its own first token
+def _prompt_length(given: dict[str, Any]) -> int:
+    """Tokens of the prompt, those in a cache included: the mask counts them where only new tokens are given."""
+    lengths = [
+        int(value.shape[1])
+        for value in (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask"))
+        if isinstance(value, Tensor) and value.dim() >= 2
+    ]
+    return max(lengths, default=1)  # nothing given: the model begins with its own first token
 
 
-def _generation_config(model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
+def _generation_config(model: Any, given: dict[str, Any]) -> Any:
     """The settings this generation will use, refused where one step is not one token of one sequence."""
-    config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
-    config.update(**{key: value for key, value in kwargs.items() if hasattr(config, key)})
-    mode = config.get_generation_mode(kwargs.get("assistant_model"))
-    if str(mode.value) not in ("greedy_search", "sample") or kwargs.get("custom_generate") is not None:
+    named = inspect.signature(type(model).generate).parameters
+    settings = {key: value for key, value in given.items() if key not in named}
+    config, _ = model._prepare_generation_config(given.get("generation_config"), **settings)
+    mode = str(config.get_generation_mode(given.get("assistant_model")).value).replace("_", " ")
+    if given.get("custom_generate") is not None:
+        mode = "a custom generation"
+    elif config.guidance_scale not in (None, 1):
+        mode = "classifier-free guidance"
+    if mode not in ("greedy search", "sample"):
         raise UnsupportedError(
-            f"live recording follows greedy search and sampling, got {str(mode.value).replace('_', ' ')}; generate "
-            "without recording, then replay the text with softgap.read"
+            f"live recording follows greedy search and sampling, got {mode}; generate without recording, then replay "
+            "the text with softgap.read"
+        )
+    if config.use_cache is False:
+        raise UnsupportedError(
+            "recording a generation needs the KV cache, got use_cache=False; leave it on, or generate without "
+            "recording and then replay the text with softgap.read"
         )
     return config
 
 
-def _row_lengths(new: Int[Tensor, "batch time"], config: Any) -> list[int]:
-    """New tokens of each row up to its first end-of-sequence token."""
-    ends = config.eos_token_id
-    if ends is None:
-        return [new.shape[1]] * len(new)
-    stops = torch.isin(new, torch.as_tensor(ends, device=new.device).reshape(-1))
-    return [int(row.int().argmax()) + 1 if bool(row.any()) else new.shape[1] for row in stops]
+def _row_lengths(new: Int[Tensor, "batch time"], config: Any, given: dict[str, Any], otherwise: int) -> list[int]:
+    """New tokens of each row up to where it stopped; ``otherwise`` for a row that did not."""
+    lengths = [otherwise] * len(new)
+    if config.eos_token_id is None:
+        return lengths
+    ends = torch.as_tensor(config.eos_token_id, device=new.device).reshape(-1)
+    criteria = bool(config.stop_strings or given.get("stopping_criteria"))
+    for i, tokens in enumerate(new):
+        stops, rest = torch.isin(tokens, ends), tokens != config.pad_token_id
+        if bool(stops.any()):
+            lengths[i] = int(stops.int().argmax()) + 1
+        elif criteria and bool(rest.any()) and not bool(rest[-1]):
+            # A row that a criterion stopped has no mark of its own, only padding behind it.
+            lengths[i] = int(rest.nonzero()[-1]) + 1
+    return lengths

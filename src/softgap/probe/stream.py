@@ -31,9 +31,11 @@ class Stream:
     prompts
         Length of each row's prompt counted from position 0, padding included; None where all is text to read.
     sequences
-        All tokens of each row from position 0 on, where more is known than was fed; -1 behind a row's end.
+        All tokens of each row from the first one fed, where more is known than was fed; -1 behind a row's end.
     row_lengths
         New tokens of each row that stopped early.
+    open
+        Whether a forward has begun and not ended.
     """
 
     meter: Meter
@@ -43,6 +45,7 @@ class Stream:
     sequences: Int[Tensor, "batch time"] | None = None
     row_lengths: Sequence[int] | None = None
     cache: object = None
+    open: bool = False
     fed: list[Int[Tensor, "batch time"]] = field(default_factory=list)
     layer_ids: list[int | None] = field(default_factory=list)
     heads: list[tuple[int, int]] = field(default_factory=list)
@@ -54,13 +57,17 @@ class Stream:
     def tokens(self) -> Int[Tensor, "batch time"]:
         """All tokens known so far, from the first one fed."""
         fed = torch.cat(self.fed, dim=1)
-        if self.sequences is None:
-            return fed
-        return self.sequences[:, self.base :].to(fed.device)
+        return fed if self.sequences is None else self.sequences.to(fed.device)
+
+    @property
+    def length(self) -> int:
+        """Positions whose forward is over."""
+        return self.meter.length - self.base
 
     def begin(self, tokens: Int[Tensor, "batch time"], valid: Bool[Tensor, "batch time"] | None) -> None:
         """A forward over these tokens starts; ``valid`` is False at padding, None where the caller does not say."""
         self.fed.append(tokens)
+        self.open = True
         self.meter.begin_forward(tokens.shape[1], valid)
         self._calls = 0
         self._sets = VisibleSets()
@@ -90,11 +97,14 @@ class Stream:
                 "a forward pass made no attention call that the tap could see; do not change the attention "
                 "implementation while recording"
             )
+        if self._calls < len(self._modules):
+            raise ModelError("the model's attention layers changed between two forwards; record one path at a time")
         self.meter.end_forward()
         self._sets = VisibleSets()
         if logits is not None:
             tokens = torch.cat(self.fed, dim=1)
             self.scores.add(tokens.shape[1] - logits.shape[1], logits.detach(), tokens)
+        self.open = False
 
     def trajectories(
         self,
@@ -106,14 +116,18 @@ class Stream:
     ) -> list[Trajectories]:
         """One Trajectories per row, padding left out."""
         measured = self.meter.measured()
-        n = sum(part.shape[1] for part in self.fed)
+        # A forward that was interrupted left some layers ahead of others.
+        n = min(self.length, *(layer.shape[-1] for layer in measured.quantities))
         tokens = self.tokens.cpu()
         logprob, entropy = self.scores.result(tokens, n)
         layout = _Layout.of(self.layer_ids, self.heads)
         valid = self.meter.valid
         runs = []
         for row, sample_id in enumerate(sample_ids):
-            real = np.arange(n) if valid is None else valid[row].cpu().numpy().nonzero()[0]
+            padding, real = 0, np.arange(n)
+            if valid is not None:
+                known = valid[row].cpu().numpy()
+                padding, real = int(known.argmax()), known[self.base : self.base + n].nonzero()[0]
             queries = _Row(
                 measured=measured,
                 layout=layout,
@@ -121,12 +135,13 @@ class Stream:
                 tokens=tokens[row].numpy(),
                 logprob=logprob[row].numpy(),
                 entropy=entropy[row].numpy(),
-                padding=int(real[0]) if len(real) else 0,
+                padding=padding,
                 base=self.base,
                 mechanisms=tuple(mechanisms),
                 decode=decode,
             )
-            runs.append(self._run(queries, real[drop_sinks:] if not self.base else real, row, sample_id, manifest))
+            kept = real[real + self.base - padding >= drop_sinks]
+            runs.append(self._run(queries, kept, row, sample_id, manifest))
         return runs
 
     def _run(

@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 __all__ = ["TokenScores", "forward_then_logits", "score"]
 
 ROWS = 128
+CACHED = 2**18
+# exp of this is 0 in float32.
+LOWEST = -1e4
 
 LogitBlocks = Callable[[], Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]]
 
@@ -22,13 +25,26 @@ LogitBlocks = Callable[[], Iterator[tuple[int, Float[Tensor, "batch time vocabul
 def score(
     logits: Float[Tensor, "batch time vocabulary"], tokens: Int[Tensor, "batch time"]
 ) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """log p of the given tokens, and the entropy of p in nats; both in float32, token -1 giving NaN."""
-    logs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].masked_fill(tokens < 0, torch.nan)
-    probabilities = logs.exp()
-    # A token that a model rules out has log p = -inf: 0 * -inf counts as 0.
-    entropy = -(probabilities * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
-    return chosen, entropy
+    """log p of the given tokens, and the entropy of p in nats; both in float32, token -1 giving NaN.
+
+    With x the logits less their largest, Z = sum exp(x): log p = x - log Z and H = log Z - sum x exp(x) / Z.
+    """
+    rows, wanted = logits.flatten(0, 1), tokens.flatten()
+    chosen = torch.empty(len(rows), device=logits.device)
+    entropy = torch.empty_like(chosen)
+    # A few rows at a time stay in the cache from one pass to the next.
+    step = max(1, CACHED // rows.shape[-1])
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        x = rows[part].float()
+        # A token that a model rules out has the logit -inf, and 0 * -inf must count as 0.
+        x = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=LOWEST)
+        e = x.exp()
+        total = e.sum(dim=-1)
+        log_total = total.log()
+        entropy[part] = log_total - (e[:, None] @ x[..., None])[:, 0, 0] / total
+        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
+    return chosen.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
 class TokenScores:
@@ -48,8 +64,8 @@ class TokenScores:
         for start in range(0, known, ROWS):
             stop = min(known, start + ROWS)
             self._note(first + start, logits[:, start:stop], fed[:, first + start + 1 : first + stop + 1])
-        last = logits[:, -1:]
-        self._waiting.append((first + known, last.clone() if known else last))
+        # A copy: the caller may go on to change its logits in place.
+        self._waiting.append((first + known, logits[:, -1:].clone()))
         if len(self._waiting) > self._block:
             self.settle(fed)
 
@@ -71,11 +87,10 @@ class TokenScores:
         """Log-probability and entropy of positions 0..n-1, NaN where the model gave no logits."""
         self.settle(tokens)
         batch = len(tokens)
-        for position, logits in self._waiting:
-            self._note(position, logits, torch.full((batch, 1), -1, device=logits.device))
-        self._waiting = []
+        # What still waits is scored without its token, and goes on waiting.
+        waiting = [(at, *score(x, torch.full((batch, 1), -1, device=x.device))) for at, x in self._waiting]
         logprob, entropy = torch.full((2, batch, n), torch.nan)
-        for first, chosen, spread in self._done:
+        for first, chosen, spread in [*self._done, *waiting]:
             stop = min(n, first + chosen.shape[1])
             logprob[:, first:stop] = chosen[:, : stop - first]
             entropy[:, first:stop] = spread[:, : stop - first]
@@ -90,7 +105,7 @@ def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) 
     """One forward over all n positions now; its logits, a block at a time, when they are asked for.
 
     n x vocabulary numbers are never held. The head is the model's own: its forward is called again for each block,
-    with the part below the head replaced by what it returned the first time.
+    with the part below the head replaced by what it returned the first time (and past all hooks: it is no new pass).
     """
     base = model.base_model
     if n <= ROWS or base is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -107,7 +122,7 @@ def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) 
         with _answering(base, kept[-1]):
             for start in range(0, n, ROWS):
                 positions = torch.arange(start, min(n, start + ROWS), device=model.device)
-                yield start, model(**inputs, logits_to_keep=positions).logits
+                yield start, model.forward(**inputs, logits_to_keep=positions).logits
 
     return blocks
 
