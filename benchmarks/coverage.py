@@ -70,8 +70,9 @@ def page(rows: list[Row]) -> str:
         "",
         f"`python benchmarks/coverage.py`: a tiny random model of each of the {len(types)} causal-LM types of "
         f"transformers {transformers.__version__} that go through the attention registry, in float32, under every "
-        f"attention implementation it has, through every gate of `softgap doctor` (torch {torch.__version__.split('+')[0]}, "
-        f"stability with {REPEATS} generations). **{len(whole)} types pass every gate.** Rows: "
+        f"attention implementation it has, through every gate of `softgap doctor` "
+        f"(torch {torch.__version__.split('+')[0]}, stability with {REPEATS} generations). "
+        f"**{len(whole)} types pass every gate.** Rows: "
         + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         + ". `model` means that the model's own outputs differ between the two sides of a gate, so that the instrument "
         "cannot be judged by it; the reason gives its difference.",

@@ -88,9 +88,15 @@ def added_memory(call: Callable[[], object]) -> int | None:
         return None
     before = psutil.Process().memory_info().rss
     call()
-    status = Path("/proc/self/status").read_text()
-    peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
-    return max(0, peak - before)
+    return max(0, (peak_of_process() or 0) - before)
+
+
+def peak_of_process() -> int | None:
+    """Peak resident memory of this process in bytes; None where the system cannot tell."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
 
 
 def write_section(name: str, title: str, text: str) -> None:

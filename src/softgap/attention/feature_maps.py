@@ -124,7 +124,9 @@ def orthogonal_projection(m: int, d: int, seed: int) -> Float[Tensor, "feature d
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for start in range(0, m, d):
-        directions, _ = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+        directions, triangle = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+        # QR fixes signs by convention; undone, the directions are uniform on the sphere.
+        directions = directions * triangle.diagonal().sign()
         norms = torch.randn(d, d, generator=generator, dtype=torch.float64).norm(dim=1)
         blocks.append((directions.T * norms[:, None])[: m - start])
     return torch.cat(blocks)

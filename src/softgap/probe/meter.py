@@ -22,8 +22,10 @@ from softgap.probe.tap import AttentionCall
 
 __all__ = ["Measured", "Meter"]
 
-# A longer block than this many positions is reduced at once: holding it would cost more than it saves.
+# A call of more positions than this is held by reference, and not beyond its forward.
 LONGEST_HELD = 8
+# Long calls of several layers are reduced together up to this many numbers (float32: 16 MiB).
+HELD_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,7 @@ class Meter:
         self._told = False
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
+        self._numbers = 0
         self._dim = 0
 
     def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None) -> None:
@@ -138,7 +141,7 @@ class Meter:
             layer.states = None
             layer.with_state.append(self._direct(stated, index, call, shown, output))
             return
-        self._follow(layer, index, call, shown, output)
+        self._follow(layer, call, shown, output)
 
     def end_forward(self) -> None:
         """Count the forward's positions as seen, and reduce what waits if a block is full."""
@@ -153,14 +156,15 @@ class Meter:
             self._valid = torch.cat([old, new], dim=1)
         self.length += self._new
         self._waiting += self._new
+        long = self._new > LONGEST_HELD
         self._new, self._new_valid = 0, None
         self._verdicts.clear()
-        if self._waiting >= self._block:
+        if self._waiting >= self._block or long:
             self.flush()
 
     def flush(self) -> None:
         """Reduce everything that waits, layers of one shape together."""
-        self._waiting = 0
+        self._waiting, self._numbers = 0, 0
         groups: dict[object, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.held:
@@ -171,6 +175,12 @@ class Meter:
                 groups.setdefault((shape, len(layer.held)), []).append(index)
         for indices in groups.values():
             self._flush_layers([self.layers[index] for index in indices], indices)
+
+    def close(self) -> None:
+        """Reduce what waits and let the states go: no more calls will come."""
+        self.flush()
+        for layer in self.layers:
+            layer.states = None
 
     def measured(self) -> Measured:
         """All results so far, in the order of the mechanisms."""
@@ -262,19 +272,19 @@ class Meter:
             valid[:, self.length :] = self._new_valid
         return valid
 
-    def _follow(self, layer: _Layer, index: int, call: AttentionCall, shown: Visible, output: Tensor) -> None:
+    def _follow(self, layer: _Layer, call: AttentionCall, shown: Visible, output: Tensor) -> None:
         """Append the call's new keys to the layer's states, now or with its block."""
         n, offset = call.query.shape[2], shown.offset or 0
         new = slice(offset, offset + n)
         valid = None if shown.key_valid is None else shown.key_valid[:, new]
         q, k, v = call.query.detach(), call.key.detach()[:, :, new], call.value.detach()[:, :, new]
-        if n <= LONGEST_HELD and self._block > 1:
+        if n <= LONGEST_HELD:
             # A view of the cache would keep the whole of it alive, and static caches are written over.
-            layer.held.append(_Held(q, k.clone(), v.clone(), output, valid))
-            return
-        self._flush_layers([layer], [index])
+            k, v = k.clone(), v.clone()
         layer.held.append(_Held(q, k, v, output, valid))
-        self._flush_layers([layer], [index])
+        self._numbers += q.numel() + k.numel() + v.numel() + output.numel()
+        if n > LONGEST_HELD and self._numbers >= HELD_NUMBERS:
+            self.flush()
 
     def _flush_layers(self, layers: list[_Layer], indices: list[int]) -> None:
         """Reduce what these layers hold, stacked along the batch (layer-major)."""

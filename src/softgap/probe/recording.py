@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class Recording:
                     "recording a generation needs the KV cache, got a forward over the whole text again; call generate "
                     "with use_cache=True, or generate first and then softgap.read the text"
                 )
-            if cache is not None and cache is not stream.cache:
+            if cache is not None and cache is not stream.cache():
                 raise UnsupportedError(
                     "recording a generation follows one cache, got a forward with another one in the same generation; "
                     "generate without recording, then replay the text with softgap.read"
@@ -136,15 +137,16 @@ class Recording:
         return (
             not stream.open
             and cache is not None
-            and cache is stream.cache
+            and cache is stream.cache()
             and tokens.shape[0] == stream.fed[0].shape[0]
             and _length(cache) == stream.meter.length
         )
 
     def _new_stream(self, cache: object) -> Stream:
+        self._close()
         base = _length(cache)
         meter = Meter(self.mechanisms, block=self._block, focus=self._focus, drop_sinks=self._drop, base=base)
-        stream = Stream(meter, TokenScores(self._block), base=base, cache=cache)
+        stream = Stream(meter, TokenScores(self._block), base=base, cache=_weakly(cache))
         if self._generating is not None:
             self._generating.started = True
             self._generating.stream = stream
@@ -164,7 +166,7 @@ class Recording:
         if self._paused or stream is None:
             return
         cache = getattr(output, "past_key_values", None)
-        stream.cache = cache if cache is not None else stream.cache
+        stream.cache = _weakly(cache) if cache is not None else stream.cache
         with _arithmetic(self.model.device):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
@@ -183,6 +185,13 @@ class Recording:
         padded = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in layers]
         self._listener(Step(index, tokens.cpu().numpy(), torch.stack(padded, dim=2).numpy()))
 
+    def _close(self) -> None:
+        """End the stream that was fed last."""
+        stream, self._active = self._active, None
+        if stream is not None:
+            with _arithmetic(self.model.device):
+                stream.close()
+
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             kind: Any = type(self.model)
@@ -195,9 +204,10 @@ class Recording:
                 sequences = getattr(result, "sequences", result)
                 return result
             finally:
-                self._generating, self._active = None, None
+                self._generating = None
                 if generation.stream is not None and generation.stream.prompts is not None:
                     self._finish(generation.stream, generation.n_prompt, sequences, config, given)
+                self._close()
 
         return generate
 
@@ -257,6 +267,7 @@ def record(
         logits=logits,
     )
     with ExitStack() as stack:
+        stack.callback(recording._close)
         stack.enter_context(tapped(model, recording._on_call))
         before = model.register_forward_pre_hook(recording._before_forward, with_kwargs=True)
         stack.callback(before.remove)
@@ -313,6 +324,14 @@ def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
     stack.enter_context(torch.autocast(device.type, enabled=False))
     stack.enter_context(torch.inference_mode())
     return stack
+
+
+def _weakly(cache: object) -> Callable[[], object]:
+    """A reference that does not keep a cache alive."""
+    try:
+        return weakref.ref(cache)
+    except TypeError:  # tuples and None
+        return lambda: cache
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

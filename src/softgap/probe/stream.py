@@ -36,6 +36,8 @@ class Stream:
         New tokens of each row that stopped early.
     open
         Whether a forward has begun and not ended.
+    cache
+        The cache its forwards fill, which is the caller's to keep.
     """
 
     meter: Meter
@@ -44,7 +46,7 @@ class Stream:
     prompts: Sequence[int] | None = None
     sequences: Int[Tensor, "batch time"] | None = None
     row_lengths: Sequence[int] | None = None
-    cache: object = None
+    cache: Callable[[], object] = lambda: None
     open: bool = False
     fed: list[Int[Tensor, "batch time"]] = field(default_factory=list)
     layer_ids: list[int | None] = field(default_factory=list)
@@ -105,6 +107,12 @@ class Stream:
             tokens = torch.cat(self.fed, dim=1)
             self.scores.add(tokens.shape[1] - logits.shape[1], logits.detach(), tokens)
         self.open = False
+
+    def close(self) -> None:
+        """Nothing more will come: keep the numbers, and no tensor of the model."""
+        self.meter.close()
+        if self.fed:
+            self.scores.close(self.tokens)
 
     def trajectories(
         self,

@@ -37,13 +37,14 @@ def score(
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         x = rows[part].float()
+        x = x - x.amax(dim=-1, keepdim=True)
+        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0]
         # A token that a model rules out has the logit -inf, and 0 * -inf must count as 0.
-        x = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=LOWEST)
-        e = x.exp()
+        e = x.clamp_(min=LOWEST).exp()
         total = e.sum(dim=-1)
         log_total = total.log()
-        entropy[part] = log_total - (e[:, None] @ x[..., None])[:, 0, 0] / total
-        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
+        chosen[part] -= log_total
+        entropy[part] = log_total - x.mul_(e).sum(dim=-1) / total
     return chosen.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
@@ -82,6 +83,13 @@ class TokenScores:
             logits = torch.cat([logits for _, logits in ready[:run]], dim=1)
             self._note(first, logits, tokens[:, first + 1 : first + 1 + run])
             ready = ready[run:]
+
+    def close(self, tokens: Int[Tensor, "batch total"]) -> None:
+        """Score all that waits, with or without its token: no more will come."""
+        self.settle(tokens)
+        for position, logits in self._waiting:
+            self._note(position, logits, torch.full((len(tokens), 1), -1))
+        self._waiting = []
 
     def result(self, tokens: Int[Tensor, "batch total"], n: int) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of positions 0..n-1, NaN where the model gave no logits."""

@@ -2,11 +2,14 @@
 
 A boolean mask is taken as it is; a float mask shows what lies above half the lowest number of its dtype (finite biases
 belong to the model's own side only). Without a mask one query sees all keys, and several see causally over as many
-first keys (behind them lie the unfilled slots of a static cache). Where the set is exactly "keys j <= p within a
-window, padding aside" it becomes that, so that the chunked form can serve it; any other stays a mask.
+first keys (behind them lie the unfilled slots of a static cache; eager attention sees them all). Where the set is
+exactly "keys j <= p within a window, padding aside" it becomes that, so that the chunked form can serve it; any other
+stays a mask.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,8 +35,12 @@ class VisibleSets:
             return _without_mask(n_queries, n_keys, call)
         key = (id(call.mask), n_queries, n_keys)
         if key not in self._found:
+            found = interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys))
+            if found.key_valid is not None and len(found.key_valid) == 1:
+                # One mask for all sequences.
+                found = replace(found, key_valid=found.key_valid.expand(len(call.query), -1))
             # The mask is kept with the result, so that its id cannot pass to another tensor meanwhile.
-            self._found[key] = (call.mask, interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys)))
+            self._found[key] = (call.mask, found)
         return self._found[key][1]
 
 
@@ -79,6 +86,8 @@ def interval_or_mask(seen: Bool[Tensor, "batch head query key"]) -> Visible:
 def _without_mask(n_queries: int, n_keys: int, call: AttentionCall) -> Visible:
     if n_queries == 1:
         return Visible(offset=n_keys - 1)
-    if call.is_causal:
+    # No eager attention knows of causality: what it should not see is in its mask.
+    eager = getattr(getattr(call.module, "config", None), "_attn_implementation", None) == "eager"
+    if call.is_causal and not eager:
         return Visible(offset=0)
     return Visible(mask=torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=call.query.device))

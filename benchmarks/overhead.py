@@ -1,0 +1,131 @@
+"""What recording costs: wall time and peak memory against the same model without it.
+
+Run: python benchmarks/overhead.py [--pairs 5] [--only live|replay]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from harness import (
+    interleaved,
+    machine,
+    peak_memory,
+    peak_of_process,
+    ratio,
+    require_quiet_machine,
+    write_section,
+)
+from softgap.probe import load_model, read_ids, record
+from softgap.probe.token_scores import forward_then_logits
+
+LIVE = (200, 1000)
+REPLAY = (512, 2048, 8192)
+PROMPT = "The keeper of the lighthouse wrote down every storm that crossed the bay, and in the margin he noted"
+
+Side = Callable[[], object]
+
+
+def live_sides(model: Any, tokenizer: Any, new_tokens: int) -> tuple[Side, Side]:
+    """Greedy generation that returns its logits: plain, and recorded up to finished trajectories."""
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+
+    def plain() -> object:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    def recorded() -> object:
+        with record(model, tokenizer=tokenizer) as recording:
+            plain()
+        return recording.trajectories()
+
+    return plain, recorded
+
+
+def replay_sides(model: Any, tokenizer: Any, length: int) -> tuple[Side, Side]:
+    """One forward over seeded tokens with all logits, a block at a time: plain, and recorded."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(10, len(tokenizer), (1, length), generator=generator)
+    inputs = {"input_ids": ids, "use_cache": False, "position_ids": torch.arange(length)[None]}
+
+    def plain() -> object:
+        with torch.inference_mode():
+            return [float(logits[0, 0, 0]) for _, logits in forward_then_logits(model, inputs, length)()]
+
+    return plain, lambda: read_ids(model, [ids[0].tolist()], tokenizer=tokenizer)
+
+
+def sides_of(mode: str, size: int) -> tuple[Side, Side]:
+    """The two sides of one measurement on the embedded model."""
+    model, tokenizer = load_model(progress=False)
+    return (live_sides if mode == "live" else replay_sides)(model, tokenizer, size)
+
+
+def report_peak(mode: str, size: int, side: str) -> None:
+    """Print the peak resident memory of this process, weights included, after one call."""
+    sides_of(mode, size)[("plain", "recorded").index(side)]()
+    print(peak_of_process())
+
+
+def measure(mode: str, size: int, pairs: int) -> str:
+    """One line of the table."""
+    plain, recorded = interleaved(sides_of(mode, size), pairs)
+    peaks = [peak_memory(__file__, "--peak", mode, str(size), side) or 0 for side in ("plain", "recorded")]
+    milliseconds = [statistics.median(times) / size * 1e3 for times in (plain, recorded)]
+    return (
+        f"| {mode} | {size} | {milliseconds[0]:.2f} | {milliseconds[1]:.2f} | {ratio(recorded, plain)} | "
+        f"{peaks[0] / 1e6:.0f} | {peaks[1] / 1e6:.0f} | {peaks[1] / max(1, peaks[0]):.3f} |"
+    )
+
+
+def main() -> None:
+    """Measure, print, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", choices=("live", "replay"))
+    parser.add_argument("--peak", nargs=3, metavar=("MODE", "SIZE", "SIDE"), help="only report one process's peak")
+    arguments = parser.parse_args()
+    if arguments.peak:
+        report_peak(arguments.peak[0], int(arguments.peak[1]), arguments.peak[2])
+        return
+    require_quiet_machine()
+    lines = [
+        "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | "
+        "recorded, MB | memory, recorded / plain |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for mode, sizes in (("live", LIVE), ("replay", REPLAY)):
+        for size in sizes if arguments.only in (None, mode) else ():
+            lines.append(measure(mode, size, arguments.pairs))
+            print(lines[-1], flush=True)
+    if arguments.only is None:
+        write_section(
+            "overhead",
+            "What recording costs",
+            f"`python benchmarks/overhead.py --pairs {arguments.pairs}` on the embedded model (float32, sdpa); "
+            f"{machine()}. Both sides run the same generation or forward and get the same logits (replay: the head in "
+            "blocks); the recorded side adds elu1 and uniform with all three quantities, log-probability and entropy "
+            "of every token, up to the finished trajectories. Times are medians of "
+            f"{arguments.pairs} interleaved pairs, ratios those of the pairwise ratios with their range. Memory is the "
+            "peak resident memory of a process of its own, weights included.\n\n" + "\n".join(lines),
+        )
+
+
+if __name__ == "__main__":
+    main()
