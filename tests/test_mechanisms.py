@@ -114,7 +114,8 @@ def test_favor_approaches_softmax_as_features_grow() -> None:
         (attend(f"favor:features={m}", q, k, v, dtype=torch.float64).output - target).norm() / target.norm()
         for m in (16, 4096)
     ]
-    assert errors[1] < 0.02 < errors[0]
+    # 256 times the features shrink the error of an unbiased estimate 16 times, give or take.
+    assert errors[1] < errors[0] / 6
 
 
 def test_favor_directions_are_uniform() -> None:

@@ -10,30 +10,47 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from softgap import attention, errors, signal, stats
+    from softgap import attention, errors, probe, signal, stats, trajectories
     from softgap.attention import Mechanism, attend, compare_outputs, mechanisms, register_mechanism
     from softgap.errors import SoftgapError
+    from softgap.probe import Diagnosis, Recording, generate, load_model, read, record
+    from softgap.probe.doctor import doctor
+    from softgap.trajectories import Trajectories, load, open_study
 
 __version__ = version("softgap")
 
 __all__ = [
+    "Diagnosis",
     "Mechanism",
+    "Recording",
     "SoftgapError",
+    "Trajectories",
     "__version__",
     "attend",
     "attention",
     "compare_outputs",
+    "doctor",
     "errors",
+    "generate",
+    "load",
+    "load_model",
     "mechanisms",
+    "open_study",
+    "probe",
+    "read",
+    "record",
     "register_mechanism",
     "signal",
     "stats",
+    "trajectories",
 ]
 
-_ROOMS = ("attention", "errors", "signal", "stats")
+_ROOMS = ("attention", "errors", "probe", "signal", "stats", "trajectories")
 _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "errors": ("SoftgapError",),
+    "probe": ("Diagnosis", "Recording", "doctor", "generate", "load_model", "read", "record"),
+    "trajectories": ("Trajectories", "load", "open_study"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 

@@ -7,7 +7,11 @@ from typing import Annotated
 import typer
 
 from softgap.cli import _output
+from softgap.cli.doctor import doctor_command
 from softgap.cli.mechanisms import mechanisms_command
+from softgap.cli.models import models_command
+from softgap.cli.read import read_command
+from softgap.cli.run import run_command
 
 __all__ = ["app"]
 
@@ -17,6 +21,10 @@ app = typer.Typer(
     suggest_commands=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("run", epilog='Example: softgap run "Tell me a story about a fox." --max-new-tokens 64')(run_command)
+app.command("read", epilog="Example: softgap read letter.txt --mechanism taylor2 --out runs/letter")(read_command)
+app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)
+app.command("models", epilog="Example: softgap models --json")(models_command)
 app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)
 
 
@@ -28,7 +36,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Example: softgap mechanisms --json")
+@app.callback(epilog='Example: softgap run "Tell me a story about a fox."')
 def _softgap(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")

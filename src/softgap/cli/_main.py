@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ import typer
 from softgap.errors import SoftgapError
 
 __all__ = ["main"]
+
+_LONGEST_GIVEN = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(leave.__context__, BrokenPipeError):
             return _leave_pipe()
         raise
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(130, "interrupted")
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        return _fail(130, str(stop) or "interrupted")
     except typer.TyperException as error:
         return _fail(2, _usage_sentence(error, given))
     except SoftgapError as error:
@@ -78,9 +81,11 @@ def _fail(code: int, message: str) -> int:
 
 def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:
     """What the parser said, as one sentence with what is allowed, what was given and where to read on."""
-    said = error.format_message().rstrip(".")
+    said = error.format_message().rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     commands = getattr(context.command, "commands", {}) if context else {}
     allowed = f"; the commands are: {', '.join(sorted(commands))}" if "command" in said else ""
     reading = f"{context.command_path if context else 'softgap'} --help"
-    return f"{said[:1].lower()}{said[1:]}{allowed}; given 'softgap {shlex.join(given)}', see '{reading}'"
+    # A prompt can be long.
+    line = textwrap.shorten(shlex.join(given), _LONGEST_GIVEN, placeholder=" …")
+    return f"{said[:1].lower()}{said[1:]}{allowed}; given 'softgap {line}', see '{reading}'"
