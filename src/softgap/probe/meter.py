@@ -186,7 +186,9 @@ class Meter:
         """All results so far, in the order of the mechanisms."""
         self.flush()
         order = self._order()
-        quantities = []
+        quantities: list[Tensor] = []
+        if not all(layer.with_state or layer.without for layer in self.layers):
+            return Measured([], [])  # interrupted before the first block was reduced
         for layer in self.layers:
             parts = [torch.cat(part, dim=-1) for part in (layer.with_state, layer.without) if part]
             # They differ in length only where a forward was interrupted between the two.

@@ -125,7 +125,9 @@ class Stream:
         """One Trajectories per row, padding left out."""
         measured = self.meter.measured()
         # A forward that was interrupted left some layers ahead of others.
-        n = min(self.length, *(layer.shape[-1] for layer in measured.quantities))
+        n = min([self.length, *(layer.shape[-1] for layer in measured.quantities)])
+        if n == 0 or not measured.quantities:
+            return []
         tokens = self.tokens.cpu()
         logprob, entropy = self.scores.result(tokens, n)
         layout = _Layout.of(self.layer_ids, self.heads)

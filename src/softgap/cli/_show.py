@@ -1,0 +1,183 @@
+"""A run or a study as a person reads it in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from softgap.cli._colour import colourful, harmless, on_shade, pieces, ramp
+from softgap.cli._heatmap import heat_map
+from softgap.cli._summary import HeadMean, Summary, mean, merged, summarise
+from softgap.cli._task import CONTROL
+from softgap.trajectories import Manifest, Trajectories
+
+__all__ = ["show_run", "show_study"]
+
+_WIDEST = 100
+_TOKENS_SHOWN = 400
+_ROWS_SHOWN = 40
+# Percentiles at the ends of the scale: one outlying token must not leave the others in the dark.
+_SCALE = (5, 95)
+# Below this mean distance the two divergences tell the same story.
+_ALIKE = 0.05
+
+
+def show_run(console: Console, run: Trajectories, out: str) -> None:
+    """The text coloured by divergence, the map of the heads, the extreme heads and the means; the path comes last."""
+    summary = summarise(run)
+    _headline(console, summary, run.manifest)
+    console.print()
+    console.print(_text(console, run), width=_width(console))
+    console.print()
+    _numbers(console, summary, out, "steps")
+
+
+def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
+    """One line per sample, then the same numbers as for a run, as means over the samples."""
+    overall = merged(summaries)
+    _headline(console, overall, manifest, samples=len(summaries))
+    console.print()
+    console.print(_samples(summaries))
+    console.print()
+    _numbers(console, overall, out, "steps, then samples")
+
+
+def _width(console: Console) -> int:
+    return min(console.width, _WIDEST)
+
+
+def _headline(console: Console, summary: Summary, manifest: Manifest, samples: int = 1) -> None:
+    sampling = manifest.options.get("do_sample")
+    facts = [
+        manifest.model,
+        manifest.dtype,
+        manifest.backend,
+        f"{samples} samples" if samples > 1 else "",
+        f"{summary.n_prompt} prompt tokens" if summary.n_prompt else "",
+        f"{summary.n_steps} steps",
+        "" if sampling is None else f"sampled, seed {manifest.seed}" if sampling else "greedy",
+        f"{manifest.dropped_sinks} sinks dropped" if manifest.dropped_sinks else "",
+    ]
+    console.print(Text(" · ".join(filter(None, facts)), "bold"))
+
+
+def _text(console: Console, run: Trajectories) -> Text:
+    """The completion, each token on the colour of its divergence, and the scale."""
+    values = mean(run.divergence, axis=(0, 1))
+    known = values[~np.isnan(values)]
+    low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
+    text = Text(overflow="fold")
+    for piece, indices in pieces(run.completion_text, run.tokens):
+        if indices and indices[0] >= _TOKENS_SHOWN:
+            text.append(f" … {run.n_steps - _TOKENS_SHOWN:,} more tokens", "dim")
+            break
+        value = float(mean(values[indices]))
+        style = None if math.isnan(value) else on_shade((value - low) / (high - low) if high > low else 0.5)
+        text.append(harmless(piece), style)
+    text.append("\n\ntoken divergence, mean over heads: ", "dim")
+    if colourful(console):
+        return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
+    return text.append(f"{_number(low)} to {_number(high)} for nine tokens in ten", "dim")
+
+
+def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
+    name = summary.mechanisms[0]
+    cells, meaning = heat_map(summary.heads[0], summary.layers, width=_width(console), colour=colourful(console))
+    title = f"divergence from {name} by head (down) and layer (across), mean over {over}"
+    console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"))
+    console.print(cells)
+    console.print()
+    console.print(_extremes(summary))
+    console.print()
+    console.print(_means(summary, over))
+    for line in _closing(summary):
+        console.print()
+        console.print(line, width=_width(console))
+    console.print()
+    console.print(Text("saved, and read again with softgap.open_study:", "dim"))
+    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    console.print(Text(out), soft_wrap=True)
+
+
+def _extremes(summary: Summary) -> RenderableType:
+    hungry, linear = summary.extremes()
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(_heads("most softmax-hungry", hungry, summary), _heads("most linear", linear, summary))
+    return grid
+
+
+def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    with_control = CONTROL in summary.mechanisms[1:]
+    for heading in ("layer", "head", summary.mechanisms[0], *([CONTROL] if with_control else [])):
+        table.add_column(heading, justify="right")
+    for row in heads:
+        control = [_number(row.uniform)] if with_control and row.uniform is not None else []
+        table.add_row(str(row.layer), str(row.head), _number(row.divergence), *control)
+    return table
+
+
+def _means(summary: Summary, over: str) -> Table:
+    table = Table(title=f"means over heads and {over}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("mechanism")
+    for heading in ("divergence", "relative L2", "norm ratio"):
+        table.add_column(heading, justify="right")
+    for name, values in summary.means.items():
+        table.add_row(name, *(_number(values[key]) for key in ("divergence", "relative_l2", "norm_ratio")))
+    return table
+
+
+def _closing(summary: Summary) -> list[Text]:
+    scores = f"log-probability {_number(summary.logprob)}, entropy {_number(summary.entropy)} nats per token"
+    if summary.focus:
+        named = {"sparsity": "S(a)", "attention_entropy": "attention entropy", "largest_weight": "largest weight"}
+        scores += "; " + ", ".join(f"{named[key]} {_number(value)}" for key, value in summary.focus.items())
+    return [Text(scores), Text(_reading(summary))]
+
+
+def _reading(summary: Summary) -> str:
+    """One honest line on what the divergence can tell here."""
+    name = summary.mechanisms[0]
+    line = f"How to read it: divergence is 1 − cos(softmax output, {name} output), a measurement and not a diagnosis."
+    if summary.distance is None:
+        return f"{line} {CONTROL} is the mean of the visible values: its divergence says how concentrated softmax is."
+    if math.isnan(summary.distance):
+        return line
+    apart = f"On average it is {summary.distance:.4f} away from that of {CONTROL}, the plain mean of values"
+    if summary.distance < _ALIKE:
+        return f"{line} {apart}: here it mostly says how concentrated softmax is."
+    return f"{line} {apart}: compare the two before concluding anything."
+
+
+def _samples(summaries: Sequence[Summary]) -> RenderableType:
+    first = summaries[0]
+    labelled = any(summary.label is not None for summary in summaries)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("sample", overflow="fold")
+    if labelled:
+        table.add_column("label", overflow="fold")
+    for heading in ("prompt", "steps", *first.mechanisms, "logprob", "entropy"):
+        table.add_column(heading, justify="right")
+    for summary in summaries[:_ROWS_SHOWN]:
+        divergences = (_number(values["divergence"]) for values in summary.means.values())
+        names = [harmless(summary.sample_id), *([harmless(summary.label or "")] if labelled else [])]
+        table.add_row(
+            *names,
+            str(summary.n_prompt),
+            str(summary.n_steps),
+            *divergences,
+            _number(summary.logprob),
+            _number(summary.entropy),
+        )
+    if len(summaries) > _ROWS_SHOWN:
+        table.caption = f"… and {len(summaries) - _ROWS_SHOWN:,} more samples"
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"

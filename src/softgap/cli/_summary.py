@@ -1,0 +1,155 @@
+"""The few numbers a command shows of a run, and their means over a study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from softgap.cli._task import CONTROL
+from softgap.trajectories import QUANTITIES, Trajectories
+
+__all__ = ["HeadMean", "Summary", "mean", "merged", "summarise"]
+
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class HeadMean:
+    """Mean divergence of one head from the first mechanism and from the control."""
+
+    layer: int
+    head: int
+    divergence: float
+    uniform: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """Means of a run, or of several: NaN steps are left out, and what has no number at all is NaN.
+
+    Attributes
+    ----------
+    means
+        Mean of each quantity over heads and steps, by mechanism; the first mechanism is the one shown.
+    heads
+        Mean divergence over the steps, for every mechanism.
+    distance
+        Mean of |divergence - divergence of uniform| over heads and steps, for the first mechanism; None without the
+        control, or for the control itself.
+    focus
+        Mean of each focus quantity that was measured.
+    """
+
+    sample_id: str
+    label: str | None
+    n_prompt: int
+    n_steps: int
+    layers: tuple[int, ...]
+    means: Mapping[str, Mapping[str, float]]
+    heads: Float[np.ndarray, "mechanism layer head"]
+    logprob: float
+    entropy: float
+    distance: float | None
+    focus: Mapping[str, float]
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """Names of the mechanisms, in order."""
+        return tuple(self.means)
+
+    def extremes(self, count: int = _LISTED) -> tuple[list[HeadMean], list[HeadMean]]:
+        """The heads that need softmax most, and those nearest to linear, the extreme one first."""
+        layer, head = np.nonzero(~np.isnan(self.heads[0]))
+        order = np.argsort(self.heads[0][layer, head], kind="stable")
+        count = min(count, max(1, len(order) // 2))
+        ranked = [self._head(int(layer[i]), int(head[i])) for i in order]
+        return ranked[::-1][:count], ranked[:count]
+
+    def row(self) -> dict[str, Any]:
+        """The numbers of one sample, for JSON."""
+        return {
+            "id": self.sample_id,
+            "label": self.label,
+            "n_prompt": self.n_prompt,
+            "n_steps": self.n_steps,
+            "means": {name: dict(values) for name, values in self.means.items()},
+            "distance_from_uniform": self.distance,
+            "logprob": self.logprob,
+            "entropy": self.entropy,
+            "focus": dict(self.focus),
+        }
+
+    def head_rows(self) -> list[dict[str, Any]]:
+        """The mean divergence of every head from every mechanism, for JSON."""
+        rows = []
+        for layer, head in zip(*np.nonzero(~np.isnan(self.heads).all(axis=0)), strict=True):
+            divergence = {name: float(self.heads[i, layer, head]) for i, name in enumerate(self.mechanisms)}
+            rows.append({"layer": self.layers[layer], "head": int(head), "divergence": divergence})
+        return rows
+
+    def _head(self, layer: int, head: int) -> HeadMean:
+        control = self.mechanisms.index(CONTROL) if CONTROL in self.mechanisms else None
+        uniform = None if control is None else float(self.heads[control, layer, head])
+        return HeadMean(self.layers[layer], head, float(self.heads[0, layer, head]), uniform)
+
+
+def summarise(run: Trajectories) -> Summary:
+    """The summary of one run's completion."""
+    means = {
+        name: {quantity: float(mean(run.quantities[quantity][i])) for quantity in QUANTITIES}
+        for i, name in enumerate(run.mechanisms)
+    }
+    distance = None
+    if CONTROL in run.mechanisms[1:]:
+        divergence = run.quantities["divergence"].astype(np.float64)
+        distance = float(mean(np.abs(divergence[0] - divergence[run.mechanisms.index(CONTROL)])))
+    return Summary(
+        sample_id=run.sample_id,
+        label=run.label,
+        n_prompt=run.n_prompt,
+        n_steps=run.n_steps,
+        layers=run.layers,
+        means=means,
+        heads=mean(run.quantities["divergence"], axis=-1),
+        logprob=float(mean(run.logprob)),
+        entropy=float(mean(run.entropy)),
+        distance=distance,
+        focus={name: float(mean(values)) for name, values in run.focus.items()},
+    )
+
+
+def merged(summaries: Sequence[Summary]) -> Summary:
+    """The mean of several summaries of one study, every sample counted once; lengths are added up."""
+    first = summaries[0]
+
+    def over(values: Sequence[float]) -> float:
+        return float(mean(np.array(values)))
+
+    return Summary(
+        sample_id="all",
+        label=None,
+        n_prompt=sum(summary.n_prompt for summary in summaries),
+        n_steps=sum(summary.n_steps for summary in summaries),
+        layers=first.layers,
+        means={
+            name: {quantity: over([summary.means[name][quantity] for summary in summaries]) for quantity in QUANTITIES}
+            for name in first.mechanisms
+        },
+        heads=mean(np.stack([summary.heads for summary in summaries]), axis=0),
+        logprob=over([summary.logprob for summary in summaries]),
+        entropy=over([summary.entropy for summary in summaries]),
+        distance=None if first.distance is None else over([s.distance for s in summaries if s.distance is not None]),
+        focus={name: over([summary.focus[name] for summary in summaries]) for name in first.focus},
+    )
+
+
+def mean(values: Float[np.ndarray, ...], axis: int | tuple[int, ...] | None = None) -> Float[np.ndarray, ...]:
+    """Mean in float64 over the numbers that are there; NaN, without a warning, where there are none."""
+    wide = np.asarray(values, dtype=np.float64)
+    counted = np.count_nonzero(~np.isnan(wide), axis=axis)
+    total = np.nansum(wide, axis=axis)
+    return np.where(counted > 0, total / np.maximum(counted, 1), np.nan)

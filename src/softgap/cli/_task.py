@@ -1,0 +1,150 @@
+"""One study on its way from the command line to disk: everything that can be refused is refused before a model runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softgap.errors import ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.attention import Mechanism
+    from softgap.probe.models import Loaded
+    from softgap.trajectories import Manifest, StudyWriter, Trajectories
+
+__all__ = ["CONTROL", "Task", "default_out", "with_control"]
+
+CONTROL = "uniform"
+_TRIAL_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure, with which model, and where to write it.
+
+    Attributes
+    ----------
+    texts
+        Every text that goes into the study: prompts, then completions.
+    """
+
+    texts: tuple[str, ...]
+    out: str
+    overwrite: bool = False
+    model: str | None = None
+    mechanisms: tuple[str, ...] = ("elu1", CONTROL)
+    dtype: str = "auto"
+    device: str = "cpu"
+    attn: str | None = None
+    focus: bool = False
+    drop_sinks: int = 0
+    seed: int | None = None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What `softgap.generate` and `softgap.read` are told about the measurement."""
+        return {"mechanisms": self.mechanisms, "focus": self.focus, "drop_sinks": self.drop_sinks}
+
+    def check(self) -> None:
+        """Refuse, without loading a model, unknown mechanisms and a folder that cannot take the study.
+
+        The folder is tried by writing to it, and left as it was.
+        """
+        from softgap.attention import resolve
+        from softgap.trajectories import StudyWriter
+        from softgap.trajectories.folder import Folder
+
+        wanted = [resolve(name) for name in self.mechanisms]
+        folder = Folder.at(self.out)
+        with suppress(_Tried), StudyWriter(self.out, self._expected(wanted), overwrite=self.overwrite):
+            folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
+            raise _Tried
+
+    def load(self) -> Loaded:
+        """The model and its tokenizer."""
+        from softgap.probe import load_model
+
+        return load_model(self.model, dtype=self.dtype, device=self.device, attn=self.attn)
+
+    @contextmanager
+    def writer(self, loaded: Loaded, options: Mapping[str, Any]) -> Iterator[StudyWriter]:
+        """The study, open for its runs, with the manifest of a measurement with this model.
+
+        In the block transformers is quiet: what it warns of, such as a text that is too long, is refused in our words.
+        """
+        from softgap.probe import Recording
+        from softgap.probe.progress import quiet_transformers
+        from softgap.probe.provenance import manifest_of
+        from softgap.trajectories import StudyWriter
+
+        model, _ = loaded
+        manifest = manifest_of(
+            model,
+            Recording(model, self.mechanisms).mechanisms,
+            drop_sinks=self.drop_sinks,
+            seed=self.seed,
+            inputs=_fingerprint(self.texts),
+            options=dict(options),
+        )
+        with quiet_transformers(downloads=False), StudyWriter(self.out, manifest, overwrite=self.overwrite) as writer:
+            yield writer
+
+    def stored(self) -> Manifest:
+        """The manifest of the study as it was saved."""
+        from softgap.trajectories import open_study
+
+        return open_study(self.out).manifest
+
+    def measured(self, run: Trajectories) -> Trajectories:
+        """The run, if anything of it is left."""
+        if not run.n_steps:
+            raise ValueInputError(
+                f"--drop-sinks must leave some tokens of the text, got {self.drop_sinks}; drop fewer, or read more text"
+            )
+        return run
+
+    def _expected(self, wanted: Sequence[Mechanism]) -> Manifest:
+        """The manifest as far as it is known without a model; the rest is taken from the study that is there."""
+        from softgap.trajectories import Manifest, open_study
+        from softgap.trajectories.folder import Folder
+
+        folder = Folder.at(self.out)
+        there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
+        stored = open_study(self.out).manifest if there else Manifest()
+        # A model may set options of a mechanism, so before it is loaded only the names can be compared.
+        same = tuple(stored.mechanisms) == tuple(mechanism.name for mechanism in wanted)
+        return replace(
+            stored,
+            mechanisms=stored.mechanisms if same else {found.name: dict(found.options) for found in wanted},
+            seed=self.seed,
+            dropped_sinks=self.drop_sinks,
+            inputs=_fingerprint(self.texts),
+        )
+
+
+class _Tried(Exception):
+    """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
+
+
+def with_control(named: Sequence[str] | None) -> tuple[str, ...]:
+    """The mechanisms a user named, elu1 if none, and the control: a divergence says little without it."""
+    wanted = tuple(named or ("elu1",))
+    return wanted if CONTROL in wanted else (*wanted, CONTROL)
+
+
+def default_out(words: str) -> str:
+    """A new folder under runs/, named by some words and the time."""
+    name = f"{words}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, number = Path("runs") / name, 2
+    while path.exists():
+        path, number = Path("runs") / f"{name}-{number}", number + 1
+    return str(path)
+
+
+def _fingerprint(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]

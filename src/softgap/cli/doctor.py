@@ -1,0 +1,78 @@
+"""`softgap doctor`: whether the numbers from a model may be believed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from softgap.cli import _output
+from softgap.cli._options import Attn, Device, Dtype, Json
+
+if TYPE_CHECKING:
+    from softgap.probe import Diagnosis
+
+__all__ = ["doctor_command"]
+
+_STYLES = {"pass": "green", "fail": "bold red", "model": "yellow", "skip": "dim"}
+
+
+def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(help="The model to examine, as for --model of run.", show_default="smollm2-135m")
+    ] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option("--gate", help="Run this gate only; may be repeated.", show_default=False)
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    attn: Attn = None,
+    as_json: Json = False,
+) -> int:
+    """Run the gates on a model: each measures one thing that must hold, and exit code 1 says that one failed."""
+    diagnosis = _examined(model, gate, dtype=dtype, device=device, attn=attn)
+    if as_json:
+        _output.write_json(diagnosis.to_json())
+    else:
+        console = _output.console()
+        console.print(_table(diagnosis))
+        console.print(_verdict(diagnosis))
+    return 0 if diagnosis.passed else 1
+
+
+def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
+    from softgap.cli._waiting import waiting
+    from softgap.errors import unknown_name
+    from softgap.probe import doctor, load_model
+    from softgap.probe.gates import GATES
+
+    for name in gates or ():
+        if name not in GATES:
+            raise unknown_name("gate", name, GATES)
+    loaded = load_model(model, dtype=dtype, device=device, attn=attn)
+    names = list(gates or GATES)
+    with waiting("examining", len(names)) as show:
+        return doctor(*loaded, gates=names, progress=lambda name: show(f"gate {name}", names.index(name)))
+
+
+def _table(diagnosis: Diagnosis) -> Table:
+    title = f"{diagnosis.model} ({diagnosis.dtype}, {diagnosis.backend})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("gate", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for heading in ("measured", "threshold"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what was measured", overflow="fold")
+    for gate in diagnosis.gates:
+        numbers = ("" if number is None else f"{number:.3g}" for number in (gate.measured, gate.threshold))
+        table.add_row(gate.name, Text(gate.verdict, _STYLES[gate.verdict]), *numbers, gate.detail)
+    return table
+
+
+def _verdict(diagnosis: Diagnosis) -> Text:
+    counts = {verdict: sum(gate.verdict == verdict for gate in diagnosis.gates) for verdict in _STYLES}
+    said = {"pass": "passed", "fail": "failed", "model": "left to the model itself", "skip": "skipped"}
+    parts = [f"{count} {said[verdict]}" for verdict, count in counts.items() if count]
+    return Text(f"{', '.join(parts)} of {len(diagnosis.gates)} gates", "green" if diagnosis.passed else "bold red")

@@ -1,0 +1,60 @@
+"""`softgap models`: the models that can be used here without a download."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from softgap.cli import _output
+from softgap.cli._options import Json
+
+if TYPE_CHECKING:
+    from softgap.probe import ModelInfo
+
+__all__ = ["models_command"]
+
+
+def models_command(as_json: Json = False) -> None:
+    """List the models that are here: name, type, size, and where each comes from.
+
+    Any other causal model of the hub is downloaded when it is first named.
+    """
+    from softgap.probe import available_models
+
+    found = available_models()
+    if as_json:
+        _output.write_json({"default": found[0].name, "models": [_described(info) for info in found]})
+        return
+    table = Table(title="Models", title_justify="left")
+    for heading in ("name", "type"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("parameters", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    table.add_column("place", overflow="fold")
+    for info in found:
+        parameters = "" if info.parameters is None else _counted(info.parameters)
+        size = "" if info.size_bytes is None else f"{_counted(info.size_bytes)}B"
+        place = "" if info.path is None else str(info.path)
+        table.add_row(info.name, info.model_type, parameters, size, info.origin, place)
+    _output.console().print(table)
+
+
+def _described(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "model_type": info.model_type,
+        "parameters": info.parameters,
+        "size_bytes": info.size_bytes,
+        "origin": info.origin,
+        "path": None if info.path is None else str(info.path),
+    }
+
+
+def _counted(number: int) -> str:
+    """A count with three digits and a decimal prefix: 134,515,008 is 135 M."""
+    value, prefixes = float(number), ["", "k", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value, prefixes = value / 1000, prefixes[1:]
+    return f"{value:.3g} {prefixes[0]}".rstrip() if prefixes[0] else f"{number} "

@@ -1,0 +1,96 @@
+"""`softgap run`: a model answers a prompt, and every head is measured on the way."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softgap.cli._options import (
+    Attn,
+    Device,
+    DropSinks,
+    Dtype,
+    Focus,
+    Json,
+    Mechanisms,
+    Model,
+    Out,
+    Overwrite,
+)
+from softgap.cli._present import present_run
+from softgap.cli._task import Task, default_out, with_control
+from softgap.cli._texts import given_prompt, slug
+from softgap.errors import ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.trajectories import Trajectories
+
+__all__ = ["run_command"]
+
+
+def run_command(
+    prompt: Annotated[str, typer.Argument(help="What to ask the model; - reads it from standard input.")],
+    model: Model = None,
+    mechanism: Mechanisms = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed, not greedily.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature (with seed 0 unless --seed is given).")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    attn: Attn = None,
+    focus: Focus = False,
+    drop_sinks: DropSinks = 0,
+    as_json: Json = False,
+) -> None:
+    """Let a model answer a prompt, measure every head at every token, save the run and summarise it."""
+    text = given_prompt(prompt)
+    seed, sampling = _sampling(seed, temperature)
+    task = Task(
+        texts=(text,),
+        out=out or default_out(slug(text)),
+        overwrite=overwrite,
+        model=model,
+        mechanisms=with_control(mechanism),
+        dtype=dtype,
+        device=device,
+        attn=attn,
+        focus=focus,
+        drop_sinks=drop_sinks,
+        seed=seed,
+    )
+    present_run(_generated(task, text, max_new_tokens, raw, sampling), task.out, as_json=as_json)
+
+
+def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, dict[str, Any]]:
+    """The seed, None for greedy search, and the settings of sampling."""
+    if temperature is None:
+        return seed, {"do_sample": seed is not None}
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueInputError(
+            f"--temperature must be a number above 0, got {temperature:g}; leave it and --seed out for greedy search"
+        )
+    return seed or 0, {"do_sample": True, "temperature": temperature}
+
+
+def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:
+    """Check, load, generate and save."""
+    task.check()
+    from softgap.cli._waiting import waiting
+    from softgap.probe import generate
+
+    loaded = task.load()
+    chat = not raw and bool(getattr(loaded[1], "chat_template", None))
+    options = {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, **sampling}
+    with task.writer(loaded, options) as writer, waiting("generating and measuring"):
+        model, tokenizer = loaded
+        settings: dict[str, Any] = {"chat": chat, "seed": task.seed, **task.recorded, **sampling}
+        run = generate(model, tokenizer, text, max_new_tokens, **settings)
+        writer.append([task.measured(run)])
+    return run
