@@ -99,7 +99,7 @@ def test_the_embedded_model_through_the_console_script(here: Path) -> None:
     study = open_study("a")
     assert study.state == "finished"
     assert study.manifest.command.endswith(
-        "softgap run Name a colour. --max-new-tokens 4 --mechanism elu1 --json --out a"
+        "softgap run 'Name a colour.' --max-new-tokens 4 --mechanism elu1 --json --out a"
     )
 
 
@@ -252,7 +252,7 @@ WITH_MODEL = {
     ),
     "no step left": (
         [PROMPT, "--drop-sinks", "999", "--max-new-tokens", "1"],
-        r"--drop-sinks must leave some .*, got 999; .*",
+        r"drop_sinks must leave some text, got 999 of .*; drop fewer",
     ),
 }
 

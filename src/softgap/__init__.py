@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from softgap import attention, errors, probe, signal, stats, trajectories
     from softgap.attention import Mechanism, attend, compare_outputs, mechanisms, register_mechanism
     from softgap.errors import SoftgapError
-    from softgap.probe import Diagnosis, Recording, generate, load_model, read, record
-    from softgap.probe.doctor import doctor
+    from softgap.probe import Diagnosis, Recording, doctor, generate, load_model, read, record
     from softgap.trajectories import Trajectories, load, open_study
 
 __version__ = version("softgap")

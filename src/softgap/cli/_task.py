@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -10,12 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softgap.errors import ValueInputError
-
 if TYPE_CHECKING:
     from softgap.attention import Mechanism
     from softgap.probe.models import Loaded
-    from softgap.trajectories import Manifest, StudyWriter, Trajectories
+    from softgap.trajectories import Manifest, StudyWriter
 
 __all__ = ["CONTROL", "Task", "default_out", "with_control"]
 
@@ -80,7 +77,7 @@ class Task:
         from softgap.probe import Recording
         from softgap.probe.progress import quiet_transformers
         from softgap.probe.provenance import manifest_of
-        from softgap.trajectories import StudyWriter
+        from softgap.trajectories import StudyWriter, inputs_digest
 
         model, _ = loaded
         manifest = manifest_of(
@@ -88,7 +85,7 @@ class Task:
             Recording(model, self.mechanisms).mechanisms,
             drop_sinks=self.drop_sinks,
             seed=self.seed,
-            inputs=_fingerprint(self.texts),
+            inputs=inputs_digest(self.texts),
             options=dict(options),
         )
         with quiet_transformers(downloads=False), StudyWriter(self.out, manifest, overwrite=self.overwrite) as writer:
@@ -100,17 +97,9 @@ class Task:
 
         return open_study(self.out).manifest
 
-    def measured(self, run: Trajectories) -> Trajectories:
-        """The run, if anything of it is left."""
-        if not run.n_steps:
-            raise ValueInputError(
-                f"--drop-sinks must leave some tokens of the text, got {self.drop_sinks}; drop fewer, or read more text"
-            )
-        return run
-
     def _expected(self, wanted: Sequence[Mechanism]) -> Manifest:
         """The manifest as far as it is known without a model; the rest is taken from the study that is there."""
-        from softgap.trajectories import Manifest, open_study
+        from softgap.trajectories import Manifest, inputs_digest, open_study
         from softgap.trajectories.folder import Folder
 
         folder = Folder.at(self.out)
@@ -123,7 +112,7 @@ class Task:
             mechanisms=stored.mechanisms if same else {found.name: dict(found.options) for found in wanted},
             seed=self.seed,
             dropped_sinks=self.drop_sinks,
-            inputs=_fingerprint(self.texts),
+            inputs=inputs_digest(self.texts),
         )
 
 
@@ -144,7 +133,3 @@ def default_out(words: str) -> str:
     while path.exists():
         path, number = Path("runs") / f"{name}-{number}", number + 1
     return str(path)
-
-
-def _fingerprint(texts: Sequence[str]) -> str:
-    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]

@@ -78,10 +78,12 @@ def _read_text(task: Task, text: str) -> Trajectories:
     """Load, read and save one text."""
     from softgap.cli._waiting import waiting
     from softgap.probe import read
+    from softgap.probe.provenance import replay_options
 
     loaded = task.load()
-    with task.writer(loaded, {"mode": "replay", "chat": False}) as writer, waiting("reading and measuring"):
-        run = task.measured(read(*loaded, text, **task.recorded))
+    options = replay_options(chat=False, focus=task.focus)
+    with task.writer(loaded, options) as writer, waiting("reading and measuring"):
+        run = read(*loaded, text, **task.recorded)
         writer.append([run])
     return run
 
@@ -90,11 +92,12 @@ def _read_samples(task: Task, samples: Sequence[Sample], name: str, chat: bool) 
     """Load, then read and save one sample after the other; what is finished stays, whatever comes after."""
     from softgap.cli._summary import summarise
     from softgap.cli._waiting import waiting
+    from softgap.probe.provenance import replay_options
 
     loaded = task.load()
     summaries: list[Summary] = []
     with (
-        task.writer(loaded, {"mode": "replay", "chat": chat}) as writer,
+        task.writer(loaded, replay_options(chat=chat, focus=task.focus)) as writer,
         waiting("reading and measuring", len(samples)) as show,
     ):
         _require_room(loaded, samples, name, chat)
@@ -112,19 +115,19 @@ def _read_samples(task: Task, samples: Sequence[Sample], name: str, chat: bool) 
 def _read_sample(task: Task, loaded: Loaded, sample: Sample, chat: bool) -> Trajectories:
     from softgap.probe import read
 
-    run = task.measured(read(*loaded, sample.prompt, sample.completion, chat=chat, **task.recorded))
+    run = read(*loaded, sample.prompt, sample.completion, chat=chat, **task.recorded)
     return replace(run, sample_id=sample.sample_id, label=sample.label)
 
 
 def _require_room(loaded: Loaded, samples: Sequence[Sample], name: str, chat: bool) -> None:
     """Refuse a sample that the model cannot read before the first one is read."""
-    from softgap.probe.capture import _check_lengths, _completion_ids, prompt_ids
+    from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
 
     model, tokenizer = loaded
     for sample in samples:
         try:
-            ids = [*prompt_ids(tokenizer, sample.prompt, chat), *_completion_ids(tokenizer, sample.completion)[:-1]]
-            _check_lengths(model, [ids], 0)
+            ids = [*prompt_ids(tokenizer, sample.prompt, chat), *completion_ids(tokenizer, sample.completion)[:-1]]
+            check_lengths(model, [ids], 0)
         except ValueInputError as error:
             raise ValueInputError(f"{name}, line {sample.line}: {error}") from error
 

@@ -84,13 +84,14 @@ def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: 
     task.check()
     from softgap.cli._waiting import waiting
     from softgap.probe import generate
+    from softgap.probe.provenance import live_options
 
     loaded = task.load()
     chat = not raw and bool(getattr(loaded[1], "chat_template", None))
-    options = {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, **sampling}
+    options = live_options(loaded[0], max_new_tokens=max_new_tokens, chat=chat, focus=task.focus, settings=sampling)
     with task.writer(loaded, options) as writer, waiting("generating and measuring"):
         model, tokenizer = loaded
         settings: dict[str, Any] = {"chat": chat, "seed": task.seed, **task.recorded, **sampling}
         run = generate(model, tokenizer, text, max_new_tokens, **settings)
-        writer.append([task.measured(run)])
+        writer.append([run])
     return run

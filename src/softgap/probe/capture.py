@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.probe.provenance import manifest_of
+from softgap.probe.provenance import live_options, manifest_of, replay_options
 from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
 from softgap.probe.token_scores import forward_then_logits
-from softgap.trajectories import Trajectories
+from softgap.trajectories import Trajectories, inputs_digest
 
-__all__ = ["generate", "prompt_ids", "read", "read_ids"]
+__all__ = ["check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids"]
 
 Mechanisms = Sequence[str | Mechanism]
 
@@ -71,7 +70,8 @@ def generate(
         raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     rows = [prompt_ids(tokenizer, text, chat) for text in prompts]
-    _check_lengths(model, rows, max_new_tokens)
+    check_lengths(model, rows, max_new_tokens)
+    _check_sinks(rows, drop_sinks)
     ids, mask = _padded(rows, tokenizer, "left", model.device)
     if seed is not None:
         settings.setdefault("do_sample", True)
@@ -86,10 +86,10 @@ def generate(
         write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
     runs = recording.trajectories()
     answers = len(runs) // len(prompts)
-    kept = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
-    options = {"mode": "live", "max_new_tokens": max_new_tokens, "chat": _uses_chat(tokenizer, chat), **kept}
+    chats = _uses_chat(tokenizer, chat)
+    options = live_options(model, max_new_tokens=max_new_tokens, chat=chats, focus=focus, settings=settings)
     manifest = manifest_of(
-        model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=_digest(prompts), options=options
+        model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
     )
     finished = [
         dataclasses.replace(
@@ -153,16 +153,17 @@ def read(
     runs = read_ids(
         model,
         [prompt_ids(tokenizer, t, chat) for t in texts],
-        None if completions is None else [_completion_ids(tokenizer, c) for c in completions],
+        None if completions is None else [completion_ids(tokenizer, c) for c in completions],
         tokenizer=tokenizer,
         mechanisms=mechanisms,
         focus=focus,
         drop_sinks=drop_sinks,
     )
-    inputs = _digest([*texts, *(completions or ())])
+    inputs = inputs_digest([*texts, *(completions or ())])
     named = []
     for i, run in enumerate(runs):
-        manifest = dataclasses.replace(run.manifest, inputs=inputs, options={"mode": "replay", "chat": chat})
+        options = replay_options(chat=chat, focus=focus)
+        manifest = dataclasses.replace(run.manifest, inputs=inputs, options=options)
         before, after = ("", texts[i]) if completions is None else (texts[i], completions[i])
         named.append(dataclasses.replace(run, manifest=manifest, prompt_text=before, completion_text=after))
     return named[0] if isinstance(text, str) else named
@@ -182,7 +183,8 @@ def read_ids(
     followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
     # The last token of a completion is predicted, never fed: as in a generation.
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
-    _check_lengths(model, fed, 0)
+    check_lengths(model, fed, 0)
+    _check_sinks(fed, drop_sinks)
     ids, mask = _padded(fed, tokenizer, "right", model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not bool(mask.all()):
@@ -224,15 +226,16 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None)
         messages = [{"role": "user", "content": text}]
         encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     else:
-        encoded = tokenizer(text)
+        encoded = tokenizer(text, verbose=False)  # a text too long is refused in our own words
     ids = encoded["input_ids"]
     if not len(ids):
         raise ValueInputError(f"a prompt must hold at least one token, got none from {text!r}")
     return [int(token) for token in ids]
 
 
-def _completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    encoded: Any = tokenizer(text, add_special_tokens=False)
+def completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a completion: no special tokens in front."""
+    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
     ids = encoded["input_ids"]
     if not len(ids):
         raise ValueInputError(f"a completion must hold at least one token, got none from {text!r}")
@@ -243,12 +246,19 @@ def _uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
     return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
 
 
-def _check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
+def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
+    """Refuse rows of tokens that the model's context does not hold, ``more`` new ones included."""
     longest = max((len(row) for row in rows), default=0)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest + more > context:
         asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
         raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
+
+
+def _check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:
+    shortest = min((len(row) for row in rows), default=0)
+    if drop_sinks and shortest <= drop_sinks:
+        raise ValueInputError(f"drop_sinks must leave some text, got {drop_sinks} of {shortest} tokens; drop fewer")
 
 
 def _padded(
@@ -294,7 +304,3 @@ def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from softgap.attention import Mechanism
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.trajectories import Manifest
 
-__all__ = ["manifest_of"]
+__all__ = ["live_options", "manifest_of", "replay_options"]
 
 
 def manifest_of(
@@ -45,5 +46,23 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
-        command=" ".join(sys.argv),
+        command=shlex.join(sys.argv),
     )
+
+
+def live_options(
+    model: PreTrainedModel, *, max_new_tokens: int, chat: bool, focus: bool, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a recorded generation depends on: the settings given, and the model's own where it samples."""
+    given = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    own: dict[str, Any] = {}
+    if settings.get("do_sample"):
+        names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+        values = {name: getattr(model.generation_config, name, None) for name in names}
+        own = {name: value for name, value in values.items() if value is not None}
+    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **own, **given}
+
+
+def replay_options(*, chat: bool, focus: bool) -> dict[str, Any]:
+    """What a reading depends on besides the text."""
+    return {"mode": "replay", "chat": chat, "focus": focus}

@@ -1,6 +1,6 @@
 """The data: one frozen type for the measurements of a sequence, and the Parquet store they are kept in."""
 
-from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.manifest import Manifest, inputs_digest
 from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study
 from softgap.trajectories.run import Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
@@ -14,6 +14,7 @@ __all__ = [
     "Study",
     "StudyWriter",
     "Trajectories",
+    "inputs_digest",
     "load",
     "open_study",
     "save",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from softgap.errors import ValueInputError
 
-__all__ = ["Manifest"]
+__all__ = ["Manifest", "inputs_digest"]
 
 _TIMES = ("started", "finished")
 _NOT_THE_QUESTION = (*_TIMES, "weights", "versions", "backend", "threads", "command", "extra")
@@ -121,6 +122,11 @@ class Manifest:
                 f"manifest field 'mechanisms' must be a list of name and options, got {entries!r}"
             ) from error
         return cls(**known)
+
+
+def inputs_digest(texts: Sequence[str]) -> str:
+    """The fingerprint of the texts of a study, for :attr:`Manifest.inputs`."""
+    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
