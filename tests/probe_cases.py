@@ -25,6 +25,7 @@ from softgap.trajectories import Trajectories
 
 PAIR = ("elu1", "uniform")
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
+Hides = Callable[[Tensor, Tensor], Tensor]
 
 # Instrument error in float32 against float64 loops on the very same tensors: the worst seen over all cases is 3e-6.
 SAME_TENSORS = 1e-5
@@ -173,14 +174,18 @@ def expected_of(
     *,
     drop: int = 0,
     of_row: int = 0,
+    hides: Hides | None = None,
 ) -> Expected:
-    """The numbers of one row of spied calls; caches that hold the newest keys last, no padding."""
+    """The numbers of one row of spied calls; caches that hold the newest keys last, no padding.
+
+    ``hides`` says which keys j are hidden from which queries p beside the rest.
+    """
     chosen = [resolve(mechanism) for mechanism in mechanisms]
     quantities: list[np.ndarray] = []
     focus: list[np.ndarray] = []
     for index, calls in enumerate(layers):
         window = window_of(config, index)
-        parts = [_of_call(call, window, chosen, drop, of_row) for call in calls]
+        parts = [_of_call(call, window, chosen, drop, of_row, hides) for call in calls]
         quantities.append(np.concatenate([part[0] for part in parts], axis=-1))
         focus.append(np.concatenate([part[1] for part in parts], axis=-1))
     by_quantity = np.stack(quantities, axis=2)
@@ -193,13 +198,13 @@ def expected_of(
 
 
 def _of_call(
-    call: Spied, window: int | None, mechanisms: Sequence[Mechanism], drop: int, of_row: int
+    call: Spied, window: int | None, mechanisms: Sequence[Mechanism], drop: int, of_row: int, hides: Hides | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """[quantity, mechanism, head, query] and focus [quantity, head, query] of one call."""
     one = slice(of_row, of_row + 1)
     q, k, v = (x[one].double() for x in (call.q, call.k, call.v))
     _, heads, n, _ = q.shape
-    seen, weights, recomputed = softmax_of(call, window, drop=drop, of_row=of_row)
+    seen, weights, recomputed = softmax_of(call, window, drop=drop, of_row=of_row, hides=hides)
     output = recomputed if drop else call.output[of_row].double().numpy()
     quantities = np.zeros((3, len(mechanisms), heads, n))
     for m, mechanism in enumerate(mechanisms):
@@ -219,7 +224,7 @@ def _of_call(
 
 
 def softmax_of(
-    call: Spied, window: int | None, *, drop: int = 0, of_row: int = 0
+    call: Spied, window: int | None, *, drop: int = 0, of_row: int = 0, hides: Hides | None = None
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """What a row's queries see, their softmax weights [head, query, key] and output, in float64."""
     q, k, v = (x[of_row].double() for x in (call.q, call.k, call.v))
@@ -229,6 +234,8 @@ def softmax_of(
     seen = (j <= p) & (j >= drop)
     if window is not None:
         seen = seen & (p - j < window)
+    if hides is not None:
+        seen = seen & ~hides(p, j)
     keys, values = (x.repeat_interleave(heads // x.shape[0], dim=0) for x in (k, v))
     scores = q @ keys.transpose(-1, -2) * call.scale
     if call.softcap is not None:

@@ -193,7 +193,7 @@ def test_a_broken_instrument_fails_its_gate(
     sabotage(monkeypatch)
     broken = doctor(model, gates=[name], repeats=4)
     monkeypatch.undo()
-    for key in list(tap._overrides):  # what a sabotaged release left behind
-        tap._release(key)
+    while tap._overrides:  # what a sabotaged release left behind, once per recording
+        tap._release(next(iter(tap._overrides)))
     assert broken.gates[0].verdict == "fail", broken.gates[0]
     assert not broken.passed

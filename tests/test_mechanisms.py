@@ -78,16 +78,16 @@ def test_the_registry_cannot_be_changed_from_outside() -> None:
 
 
 def test_a_users_feature_map_is_three_lines() -> None:
-    register_mechanism("square", lambda x: x.square(), formula="phi = x^2", replace=True)
+    register_mechanism("squares_of_entries", lambda x: x.square(), formula="phi = x^2", replace=True)
     q, k, v = head()
     expected = torch.tril((q**2) @ (k**2).transpose(-1, -2))
     expected = (expected / expected.sum(-1, keepdim=True)) @ v
     for form in ("quadratic", "chunked"):
-        found = softgap.attend("square", q, k, v, form=form, dtype=torch.float64)
+        found = softgap.attend("squares_of_entries", q, k, v, form=form, dtype=torch.float64)
         assert torch.allclose(found.output, expected, rtol=1e-12, atol=1e-12)
-    streamed = LinearState("square", dtype=torch.float64).attend(q, k, v)
+    streamed = LinearState("squares_of_entries", dtype=torch.float64).attend(q, k, v)
     assert torch.allclose(streamed.output, expected, rtol=1e-12, atol=1e-12)
-    assert softgap.mechanisms()["square"].feature_dim(64) == 64
+    assert softgap.mechanisms()["squares_of_entries"].feature_dim(64) == 64
 
 
 def test_a_users_map_is_held_to_its_promise() -> None:

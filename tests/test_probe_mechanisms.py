@@ -109,18 +109,24 @@ def test_parameters_by_layer_and_head_reach_the_right_head() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
 
-    fitted = mechanisms()["fitted"].with_parameters(
+    known = mechanisms()
+    fitted = known["fitted"].with_parameters(
         query_weight=random(layers, heads, features, d),
         query_bias=random(layers, heads, features),
         key_weight=random(layers, kv_heads, features, d),
         key_bias=random(layers, kv_heads, features),
         rate=random(layers, kv_heads, features).abs(),
     )
-    with record(model, [fitted, "uniform"], block=4) as recording:
+    profile = known["profile"].with_parameters(
+        first=random(layers, heads).abs(), by_distance=random(layers, heads, 6).abs()
+    )
+    mean = known["mean_ablation"].with_parameters(mean=random(layers, heads, d))
+    with record(model, [profile, fitted, mean], block=4) as recording:
         tokens = written(model, IDS, 12)[0].tolist()
     run = only(recording.trajectories())
     for layer in range(layers):
-        truth = expected(model, tokens[:-1], [fitted.for_layers([layer]), "uniform"])
+        of_layer = [mechanism.for_layers([layer]) for mechanism in (profile, fitted, mean)]
+        truth = expected(model, tokens[:-1], of_layer)
         for name, values in run.quantities.items():
             assert difference(values[:, layer], truth.quantities[name][:, layer, :, 20:]) < SAME_MODEL
 

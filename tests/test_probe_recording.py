@@ -12,17 +12,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from probe_cases import (
+    PAIR,
     SAME_MODEL,
     SAME_TENSORS,
     Expected,
     apart,
     difference,
     expected,
+    expected_of,
     gap,
     ids_of,
     only,
     prompt_of,
     row,
+    spied,
     tiny_with,
     written,
 )
@@ -64,13 +67,14 @@ def test_generations_one_after_the_other_are_runs_in_order() -> None:
 def test_a_recording_can_be_read_while_it_goes_on() -> None:
     model = tiny_with("llama")
     tokens = ids_of(9, seed=4)
+    truth = expected(model, tokens)
     with torch.no_grad(), record(model) as recording:
         cache = model(row(tokens[:5])).past_key_values
-        assert only(recording.trajectories()).token_ids.tolist() == [*tokens[1:5], -1]
+        check(only(recording.trajectories()), truth, 0, [*tokens[1:5], -1])
         for token in tokens[5:]:
             cache = model(row([token]), past_key_values=cache).past_key_values
             recording.trajectories()
-    check(only(recording.trajectories()), expected(model, tokens), 0, [*tokens[1:], -1])
+    check(only(recording.trajectories()), truth, 0, [*tokens[1:], -1])
     assert recording.trajectories()[0].equals(recording.trajectories()[0])
 
 
@@ -122,6 +126,25 @@ def test_several_tokens_at_a_time_continue_a_run() -> None:
     check(only(recording.trajectories()), expected(model, tokens), 0, [*tokens[1:], -1])
 
 
+@pytest.mark.parametrize("block", [1, 3, 32])
+@pytest.mark.parametrize("four_axes", [False, True])
+def test_tokens_that_are_hidden_later_count_no_more(block: int, four_axes: bool) -> None:
+    # An evicting loop: from position 14 on, the tokens at 3, 4 and 5 are seen by nobody.
+    model = tiny_with("llama")
+    tokens = ids_of(22, seed=4)
+    with torch.no_grad(), spied(model) as layers, record(model, [*PAIR, "top_k:k=4"], block=block) as recording:
+        cache = model(row(tokens[:11])).past_key_values
+        for at in range(11, 22):
+            mask = torch.ones(1, at + 1, dtype=torch.long)
+            mask[:, 3:6] = at < 14
+            given = mask[:, None, None].bool() if four_axes else mask
+            model(row([tokens[at]]), attention_mask=given, position_ids=row([at]), past_key_values=cache)
+    run = only(recording.trajectories())
+    truth = expected_of(layers, model.config, [*PAIR, "top_k:k=4"], hides=lambda p, j: (p >= 14) & (j >= 3) & (j < 6))
+    assert run.positions.tolist() == list(range(22))
+    assert gap(run, truth, slice(None)) < SAME_TENSORS
+
+
 def test_a_cropped_cache_begins_a_new_run() -> None:
     model = tiny_with("llama")
     with torch.no_grad(), record(model) as recording:
@@ -131,6 +154,23 @@ def test_a_cropped_cache_begins_a_new_run() -> None:
     first, second = recording.trajectories()
     check(first, expected(model, IDS), 0, [*IDS[1:], -1])
     check(second, expected(model, [*IDS[:7], 5, 6, 8]), 7, [6, 8, -1])
+
+
+def test_turns_of_two_conversations_do_not_mix() -> None:
+    model = tiny_with("llama")
+    one, other = ids_of(6, seed=1), ids_of(6, seed=2)
+    with torch.no_grad(), record(model) as recording:
+        caches = [model(row(tokens[:4])).past_key_values for tokens in (one, other)]
+        for at in (4, 5):
+            for tokens, cache in zip((one, other), caches, strict=True):
+                model(row([tokens[at]]), past_key_values=cache)
+    runs = recording.trajectories()
+    # The turn goes to and fro, and each turn is a run of its own at the right place of its conversation.
+    assert [run.positions.tolist() for run in runs] == [[0, 1, 2, 3]] * 2 + [[4]] * 2 + [[5]] * 2
+    for tokens, mine in ((one, runs[0::2]), (other, runs[1::2])):
+        truth = expected(model, tokens)
+        for run in mine:
+            assert gap(run, truth, slice(int(run.positions[0]), int(run.positions[-1]) + 1)) < SAME_MODEL
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])

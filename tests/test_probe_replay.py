@@ -167,6 +167,10 @@ def test_bad_texts_are_refused() -> None:
         read(model, tokenizer, ["a", "b"], ["c"])
     with pytest.raises(ValueInputError, match="the model's context is 64 tokens, got 65 tokens"):
         read(model, tokenizer, "x" * 65)
+    # The last token of a completion is never fed: 65 tokens fit, 66 do not.
+    assert only(read_ids(model, [ids_of(40)], [ids_of(25)])).n_steps == 25
+    with pytest.raises(ValueInputError, match="the model's context is 64 tokens, got 65 tokens"):
+        read_ids(model, [ids_of(40)], [ids_of(26)])
     with pytest.raises(ValueInputError, match="at least one text"):
         read(model, tokenizer, [])
 

@@ -149,9 +149,10 @@ def test_an_interrupt_inside_the_instrument_leaves_no_wrong_number(
         return result
 
     monkeypatch.setattr(LinearState, "attend", interrupted)
-    with record(model, block=block) as recording, pytest.raises(KeyboardInterrupt):
+    names = ["elu1", "top_k:k=3", "uniform"]
+    with record(model, names, block=block) as recording, pytest.raises(KeyboardInterrupt):
         written(model, IDS, 12)
-    truth = expected(model, tokens[:-1])
+    truth = expected(model, tokens[:-1], names)
     for run in recording.trajectories():
         assert run.token_ids.tolist() == tokens[11 : 11 + run.n_steps]
         assert gap(run, truth, slice(10, 10 + run.n_steps)) < SAME_MODEL

@@ -104,6 +104,8 @@ def block_sums(
     The block's keys stand at the same positions as its queries; the carry holds what came before.
     """
     g, t = query.shape[1:3]
+    if query.shape[-1] == 1 and not log and window is None:
+        return _prefix_sums(query, key, value, carry)
     c = chunk_length(rate, t, window)
     chunks = -(-t // c)
     full, edges = _window_chunks(window, c)
@@ -133,6 +135,16 @@ def block_sums(
         carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
     sums, totals = (x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts))
     return sums, totals, carry
+
+
+def _prefix_sums(
+    query: Float[Tensor, "n g t 1"], key: Float[Tensor, "n t 1"], value: Float[Tensor, "n t e"], carry: Carry
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
+    """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
+    sums = (value * key).cumsum(dim=1) + carry.sums
+    totals = key.cumsum(dim=1) + carry.totals[:, None]
+    after = replace(carry, sums=sums[:, -1:], totals=totals[:, -1])
+    return query * sums[:, None], query * totals[:, None], after
 
 
 class _Geometry(NamedTuple):

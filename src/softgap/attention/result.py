@@ -39,10 +39,10 @@ def divided(
     denominator: Float[Tensor, "*rows 1"],
     terms: Float[Tensor, "*rows 1"] | None,
 ) -> tuple[Float[Tensor, "*rows value_dim"], Bool[Tensor, "*rows"]]:
-    """numerator / denominator and the flag; ``terms`` is the sum of absolute terms of a signed denominator."""
+    """numerator / denominator, in its place, and the flag; ``terms`` are the absolute terms of a signed denominator."""
     # Below the smallest normal number a sum of positive terms has lost its digits.
     flagged = denominator.abs() <= torch.finfo(denominator.dtype).tiny
-    output = numerator / denominator.masked_fill(flagged, torch.inf)
+    output = numerator.div_(denominator.masked_fill(flagged, torch.inf))
     if terms is not None:
         flagged = flagged | (denominator.abs() < CANCELLED * terms)
     return output, flagged[..., 0]

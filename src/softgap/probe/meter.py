@@ -108,7 +108,8 @@ class Meter:
         self._new_valid = None
         if valid is not None and not bool(valid.all()):
             self._new_valid = valid[:, -n:]
-            if self._valid is None and self.length and valid.shape[1] == self.length + n:
+            # What the cache held before the first call; later on a mask may hide tokens that are no padding.
+            if not self.layers and self.length and valid.shape[1] == self.length + n:
                 self._valid = valid[:, :-n]
 
     def observe(self, index: int, call: AttentionCall, visible: Visible) -> None:
@@ -187,10 +188,10 @@ class Meter:
         self.flush()
         order = self._order()
         quantities: list[Tensor] = []
-        if not all(layer.with_state or layer.without for layer in self.layers):
-            return Measured([], [])  # interrupted before the first block was reduced
         for layer in self.layers:
             parts = [torch.cat(part, dim=-1) for part in (layer.with_state, layer.without) if part]
+            if sum(part.shape[1] for part in parts) < len(self._mechanisms):
+                return Measured([], [])  # interrupted before the first block was reduced
             # They differ in length only where a forward was interrupted between the two.
             length = min(part.shape[-1] for part in parts)
             quantities.append(torch.cat([part[..., :length] for part in parts], dim=1)[:, order])
@@ -295,7 +296,8 @@ class Meter:
         count, batch = len(layers), layers[0].held[0].q.shape[0]
 
         def stack(name: str) -> Tensor:
-            return torch.cat([torch.cat([getattr(held, name) for held in layer.held], dim=2) for layer in layers])
+            rows = [_joined([getattr(held, name) for held in layer.held], dim=2) for layer in layers]
+            return _joined(rows, dim=0)
 
         q, k, v, o = (stack(name) for name in ("q", "k", "v", "o"))
         valid = self._held_valid(layers, q.shape[2])
@@ -358,6 +360,10 @@ class Meter:
         if shown.mask is not None:
             return Visible(mask=shown.mask & kept[:, None, None])
         return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _stacked(comparisons: Sequence[Comparison]) -> Float[Tensor, "quantity mechanism batch head time"]:

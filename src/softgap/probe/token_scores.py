@@ -16,8 +16,6 @@ __all__ = ["TokenScores", "forward_then_logits", "score"]
 
 ROWS = 128
 CACHED = 2**18
-# exp of this is 0 in float32.
-LOWEST = -1e4
 
 LogitBlocks = Callable[[], Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]]
 
@@ -39,12 +37,15 @@ def score(
         x = rows[part].float()
         x = x - x.amax(dim=-1, keepdim=True)
         chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0]
-        # A token that a model rules out has the logit -inf, and 0 * -inf must count as 0.
-        e = x.clamp_(min=LOWEST).exp()
+        e = x.exp()
         total = e.sum(dim=-1)
         log_total = total.log()
         chosen[part] -= log_total
-        entropy[part] = log_total - x.mul_(e).sum(dim=-1) / total
+        mean = x.mul_(e).sum(dim=-1) / total
+        if bool(mean.isnan().any()):
+            # A token that a model rules out has the logit -inf, and 0 * -inf counts as 0.
+            mean = x.nan_to_num_(nan=0.0).sum(dim=-1) / total
+        entropy[part] = log_total - mean
     return chosen.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
