@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Visible
 from softgap.errors import UnknownNameError
-from softgap.probe import doctor, meter, recording, stream, tap, visibility
+from softgap.probe import arguments, doctor, meter, recording, stream, tap, visibility
 from softgap.probe.gates import GATES, Gate
 from softgap.probe.tiny import attention_names, tiny_model
 
@@ -105,8 +105,8 @@ def shuffled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation whose steps begin one query late."""
-    honest = recording._prompt_length
-    monkeypatch.setattr(recording, "_prompt_length", lambda *args: honest(*args) + 1)
+    honest = arguments.prompt_length
+    monkeypatch.setattr(recording, "prompt_length", lambda *args: honest(*args) + 1)
 
 
 def unmasked_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,12 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism, resolve
-from softgap.errors import ModelError, UnsupportedError, ValueInputError
+from softgap.errors import UnsupportedError, ValueInputError
+from softgap.probe.arguments import (
+    by_name,
+    cache_length,
+    fed_tokens,
+    generation_config,
+    new_valid,
+    prompt_length,
+    row_lengths,
+)
 from softgap.probe.meter import Meter
 from softgap.probe.provenance import manifest_of
 from softgap.probe.stream import Stream
@@ -108,8 +116,8 @@ class Recording:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
-        given = _by_name(module.forward, args, kwargs)
-        tokens = _tokens(given)
+        given = by_name(module.forward, args, kwargs)
+        tokens = fed_tokens(given)
         cache = given.get("past_key_values")
         stream = self._active
         if stream is None or not self._continues(stream, tokens, cache):
@@ -117,7 +125,7 @@ class Recording:
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        stream.begin(tokens, _valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length))
+        stream.begin(tokens, new_valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
         if self._generating is not None:
@@ -139,12 +147,12 @@ class Recording:
             and cache is not None
             and cache is stream.cache()
             and tokens.shape[0] == stream.fed[0].shape[0]
-            and _length(cache) == stream.meter.length
+            and cache_length(cache) == stream.meter.length
         )
 
     def _new_stream(self, cache: object) -> Stream:
         self._close()
-        base = _length(cache)
+        base = cache_length(cache)
         meter = Meter(self.mechanisms, block=self._block, focus=self._focus, drop_sinks=self._drop, base=base)
         stream = Stream(meter, TokenScores(self._block), base=base, cache=_weakly(cache))
         if self._generating is not None:
@@ -195,9 +203,9 @@ class Recording:
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             kind: Any = type(self.model)
-            given = _by_name(kind.generate, (self.model, *args), kwargs)
-            config = _generation_config(self.model, given)
-            generation = self._generating = _Generation(_prompt_length(given))
+            given = by_name(kind.generate, (self.model, *args), kwargs)
+            config = generation_config(self.model, given)
+            generation = self._generating = _Generation(prompt_length(given))
             sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
@@ -218,7 +226,7 @@ class Recording:
         known = torch.cat(stream.fed, dim=1)
         if sequences is not None:
             known = stream.sequences = torch.cat([known, sequences[:, -1:]], dim=1)
-        stream.row_lengths = _row_lengths(known[:, n_prompt - stream.base :], config, given, known.shape[1])
+        stream.row_lengths = row_lengths(known[:, n_prompt - stream.base :], config, given, known.shape[1])
         if self._listener is not None and sequences is not None:
             self._tell(stream, sequences[:, -1])
 
@@ -332,85 +340,3 @@ def _weakly(cache: object) -> Callable[[], object]:
         return weakref.ref(cache)
     except TypeError:  # tuples and None
         return lambda: cache
-
-
-def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names that the function gives them."""
-    if not args:
-        return kwargs
-    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
-
-
-def _tokens(given: dict[str, Any]) -> Int[Tensor, "batch time"]:
-    ids = given.get("input_ids")
-    if ids is not None:
-        # A copy: the caller's may be a view that keeps all earlier tokens alive.
-        return ids.detach().clone()  # type: ignore[no-any-return]
-    embeddings = given.get("inputs_embeds")
-    if embeddings is None:
-        raise ModelError("a recorded forward needs input_ids or inputs_embeds, got neither")
-    # Embeddings have no token ids: -1 stands for a token that is not known.
-    return torch.full(embeddings.shape[:2], -1, dtype=torch.long, device=embeddings.device)
-
-
-def _valid(attention_mask: object, n: int, cached: int) -> Bool[Tensor, "batch time"] | None:
-    """Which tokens are no padding, where the caller's mask says so: all of them, or at least the n newest."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        return None
-    return (attention_mask if attention_mask.shape[1] == cached + n else attention_mask[:, -n:]).bool()
-
-
-def _length(cache: object) -> int:
-    """Positions a cache holds; 0 for none, or where it cannot tell."""
-    count = getattr(cache, "get_seq_length", None)
-    return int(count()) if callable(count) else 0
-
-
-def _prompt_length(given: dict[str, Any]) -> int:
-    """Tokens of the prompt, those in a cache included: the mask counts them where only new tokens are given."""
-    lengths = [
-        int(value.shape[1])
-        for value in (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask"))
-        if isinstance(value, Tensor) and value.dim() >= 2
-    ]
-    return max(lengths, default=1)  # nothing given: the model begins with its own first token
-
-
-def _generation_config(model: Any, given: dict[str, Any]) -> Any:
-    """The settings this generation will use, refused where one step is not one token of one sequence."""
-    named = inspect.signature(type(model).generate).parameters
-    settings = {key: value for key, value in given.items() if key not in named}
-    config, _ = model._prepare_generation_config(given.get("generation_config"), **settings)
-    mode = str(config.get_generation_mode(given.get("assistant_model")).value).replace("_", " ")
-    if given.get("custom_generate") is not None:
-        mode = "a custom generation"
-    elif config.guidance_scale not in (None, 1):
-        mode = "classifier-free guidance"
-    if mode not in ("greedy search", "sample"):
-        raise UnsupportedError(
-            f"live recording follows greedy search and sampling, got {mode}; generate without recording, then replay "
-            "the text with softgap.read"
-        )
-    if config.use_cache is False:
-        raise UnsupportedError(
-            "recording a generation needs the KV cache, got use_cache=False; leave it on, or generate without "
-            "recording and then replay the text with softgap.read"
-        )
-    return config
-
-
-def _row_lengths(new: Int[Tensor, "batch time"], config: Any, given: dict[str, Any], otherwise: int) -> list[int]:
-    """New tokens of each row up to where it stopped; ``otherwise`` for a row that did not."""
-    lengths = [otherwise] * len(new)
-    if config.eos_token_id is None:
-        return lengths
-    ends = torch.as_tensor(config.eos_token_id, device=new.device).reshape(-1)
-    criteria = bool(config.stop_strings or given.get("stopping_criteria"))
-    for i, tokens in enumerate(new):
-        stops, rest = torch.isin(tokens, ends), tokens != config.pad_token_id
-        if bool(stops.any()):
-            lengths[i] = int(stops.int().argmax()) + 1
-        elif criteria and bool(rest.any()) and not bool(rest[-1]):
-            # A row that a criterion stopped has no mark of its own, only padding behind it.
-            lengths[i] = int(rest.nonzero()[-1]) + 1
-    return lengths
