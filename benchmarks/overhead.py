@@ -115,17 +115,19 @@ def main() -> None:
         for size in sizes if arguments.only in (None, mode) else ():
             lines.append(measure(mode, size, arguments.pairs))
             print(lines[-1], flush=True)
-    if arguments.only is None:
-        write_section(
-            "overhead",
-            "What recording costs",
-            f"`python benchmarks/overhead.py --pairs {arguments.pairs}` on the embedded model (float32, sdpa); "
-            f"{machine()}. Both sides run the same generation or forward and get the same logits (replay: the head in "
-            "blocks); the recorded side adds elu1 and uniform with all three quantities, log-probability and entropy "
-            "of every token, up to the finished trajectories. Times are medians of "
-            f"{arguments.pairs} interleaved pairs, ratios those of the pairwise ratios with their range. Memory is the "
-            "peak resident memory of a process of its own, weights included.\n\n" + "\n".join(lines),
-        )
+            if arguments.only is None:  # an interrupted run keeps what it has measured
+                write_section("overhead", "What recording costs", _text(lines, arguments.pairs))
+
+
+def _text(lines: list[str], pairs: int) -> str:
+    return (
+        f"`python benchmarks/overhead.py --pairs {pairs}` on the embedded model (float32, sdpa); {machine()}. Both "
+        "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
+        "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
+        f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "
+        "with their range. Memory is the peak resident memory of a process of its own, weights included.\n\n"
+        + "\n".join(lines)
+    )
 
 
 if __name__ == "__main__":

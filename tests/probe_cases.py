@@ -27,9 +27,10 @@ PAIR = ("elu1", "uniform")
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
 Hides = Callable[[Tensor, Tensor], Tensor]
 
-# Instrument error in float32 against float64 loops on the very same tensors: the worst seen over all cases is 3e-6.
+# Instrument error in float32 against float64 loops on the very same tensors: the worst seen is 4e-6 (gpt_oss).
 SAME_TENSORS = 1e-5
-# Two computations of one model in float32 (with and without cache, padded and not): its own rounding adds to that.
+# Two computations of one model in float32 (with and without cache, padded and not): its own rounding adds to that,
+# and the worst seen is 1.5e-5 (gpt_oss again, whose experts amplify it).
 SAME_MODEL = 1e-4
 
 

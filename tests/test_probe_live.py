@@ -79,7 +79,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 NAMES = [f"{model_type}-{attn}{'-changed' if changes else ''}" for model_type, attn, changes in CASES]
 
 
-@pytest.mark.parametrize("length", [1, 2, 11, 23])
+@pytest.mark.parametrize("length", [1, 11, 23])
 @pytest.mark.parametrize(("model_type", "attn", "changes"), CASES, ids=NAMES)
 def test_a_generation_equals_the_oracle_and_its_replay(
     model_type: str, attn: str, changes: dict[str, Any], length: int
@@ -150,8 +150,8 @@ def test_half_precision_is_measured_in_float32(model_type: str, dtype: torch.dty
 
 
 # With and without cache a model rounds differently; its outputs then differ by some units in the last place of its
-# dtype (2^-8 in bfloat16, 2^-11 in float16), and the divergence by as much. The worst seen is a third of these.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.2), (torch.float16, 0.03)])
+# dtype (2^-8 in bfloat16, 2^-11 in float16), and the divergence by as much. The worst seen are 0.006 and 0.0016.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.006)])
 def test_live_equals_replay_in_half_precision(dtype: torch.dtype, tolerance: float) -> None:
     model = tiny_with("llama", dtype=dtype)
     run, tokens = live(model, ids_of(11))

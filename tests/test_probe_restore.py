@@ -276,11 +276,12 @@ def test_a_generate_of_the_users_own_is_used_and_put_back() -> None:
 
     def mine(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
+        return "something of its own"
 
     model.generate = mine
     with record(model) as recording:
-        written(model, IDS, 3)
+        assert model.generate(row(IDS), max_new_tokens=3) == "something of its own"
     assert calls == [1]
     assert model.__dict__["generate"] is mine
     assert only(recording.trajectories()).n_steps == 3

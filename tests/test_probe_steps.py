@@ -199,6 +199,25 @@ def test_a_listener_hears_every_step_in_order_while_the_model_writes(batch: int,
     assert all(apart(a, b) < SAME_TENSORS for a, b in zip(runs, plain, strict=True))
 
 
+def test_a_listener_hears_layers_of_different_widths() -> None:
+    model = tiny_with("inkling_text", attn="eager", swa_num_attention_heads=2, swa_num_key_value_heads=1)
+    heard: list[Step] = []
+    with record(model, listener=heard.append) as recording:
+        written(model, ids_of(11), 4)
+    run = only(recording.trajectories())
+    assert run.heads_per_layer == (2, 4, 2, 4)
+    told = np.stack([step.quantities[0, :, :, 0] for step in heard], axis=-1)
+    assert difference(told, run.quantities["divergence"]) == 0
+
+
+def test_what_is_generated_may_be_no_row_of_tokens() -> None:
+    model = tiny_with("musicgen_melody", attn="eager")
+    with record(model) as recording:
+        codes = written(model, [5, 6, 7, 8], 3)
+    assert codes.dim() == 3
+    assert only(recording.trajectories()).token_ids.tolist()[-1] == -1
+
+
 def _recorded(model: Any, given: Tensor) -> list[Trajectories]:
     with record(model) as recording:
         written(model, given, 9)

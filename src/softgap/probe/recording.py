@@ -209,7 +209,10 @@ class Recording:
             sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
-                sequences = getattr(result, "sequences", result)
+                found = getattr(result, "sequences", result)
+                # Some models return something else than a row of tokens: those of several codebooks, or sound.
+                if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point():
+                    sequences = found
                 return result
             finally:
                 self._generating = None
