@@ -11,6 +11,7 @@ import torch
 from probe_cases import (
     SAME_MODEL,
     SAME_TENSORS,
+    apart,
     difference,
     expected,
     gap,
@@ -24,6 +25,7 @@ from probe_cases import (
     window_of,
     written,
 )
+from softgap.attention import mechanisms
 from softgap.probe import read_ids, record
 from softgap.trajectories import FOCUS, Trajectories
 
@@ -116,6 +118,24 @@ def test_dropped_sinks_are_gone_from_both_sides(model_type: str, attn: str, drop
     assert replay.positions.tolist() == list(range(drop, 34))
     # With a key and a learned sink alone an output may be 1e-3 of the linear one, which costs its cosine digits.
     assert gap(replay, truth, slice(drop, None)) < SAME_MODEL
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("drop", [0, 2])
+@pytest.mark.parametrize(
+    ("model_type", "attn"), [("glm_moe_dsa", "sdpa"), ("minimax_m3_vl_text", "eager"), ("llama4_text", "sdpa")]
+)
+def test_sparse_attention_keeps_its_positions(model_type: str, attn: str, drop: int, cache: str | None) -> None:
+    # A query of these models may not even see itself, so that its mask does not tell where it stands.
+    by_distance = torch.rand(1, 1, 30, generator=torch.Generator().manual_seed(0))
+    profile = mechanisms()["profile"].with_parameters(first=torch.ones(1, 1), by_distance=by_distance)
+    names = ["elu1", profile, "previous_token", "top_k:k=4"]
+    model = tiny_with(model_type, attn=attn)
+    run, tokens = live(model, mechanisms=names, drop_sinks=drop, cache_implementation=cache)
+    replay = only(read_ids(model, [tokens[:23]], [tokens[23:]], mechanisms=names, drop_sinks=drop))
+    assert run.positions.tolist() == replay.positions.tolist() == list(range(22, 34))
+    assert apart(run, replay) < SAME_MODEL
+    assert apart(prompt_of(run), prompt_of(replay)) < SAME_MODEL
 
 
 def test_dropping_more_than_the_prompt_leaves_the_steps_that_see_something() -> None:

@@ -21,8 +21,11 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @st.composite
-def intervals(draw: st.DrawFn) -> Tensor:
-    """What causal queries of a batch see: a window, padding left, right or anywhere, keys before and behind them."""
+def intervals(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """What causal queries of a batch see (a window, padding left, right or anywhere) and the place of the first.
+
+    There are keys before and behind them.
+    """
     batch, n_queries = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     offset, behind = draw(st.integers(0, 8)), draw(st.integers(0, 4))
     n_keys = offset + n_queries + behind
@@ -40,7 +43,7 @@ def intervals(draw: st.DrawFn) -> Tensor:
             row[:, n_keys - amount :] = False
         elif kind == "holes":
             row &= torch.tensor(draw(st.lists(st.booleans(), min_size=n_keys, max_size=n_keys)))
-    return seen[:, None]
+    return seen[:, None], offset
 
 
 @st.composite
@@ -58,17 +61,19 @@ def rows_of(found: Visible, like: Tensor) -> Tensor:
     return fitted.rows(0, n_queries, (0, n_keys), like.device).expand_as(like)
 
 
-@given(seen=intervals())
-def test_intervals_with_padding_come_back_as_intervals(seen: Tensor) -> None:
-    found = interval_or_mask(seen)
+@given(interval=intervals())
+def test_intervals_with_padding_come_back_as_intervals(interval: tuple[Tensor, int]) -> None:
+    seen, offset = interval
+    found = interval_or_mask(seen, offset)
     assert torch.equal(rows_of(found, seen), seen)
+    assert found.offset == offset
     if bool(seen.any()):
         assert found.mask is None
 
 
-@given(seen=masks())
-def test_any_mask_comes_back_as_the_same_set(seen: Tensor) -> None:
-    assert torch.equal(rows_of(interval_or_mask(seen), seen), seen)
+@given(seen=masks(), offset=st.integers(0, 8))
+def test_any_mask_comes_back_as_the_same_set(seen: Tensor, offset: int) -> None:
+    assert torch.equal(rows_of(interval_or_mask(seen, offset), seen), seen)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +86,16 @@ def test_any_mask_comes_back_as_the_same_set(seen: Tensor) -> None:
     ],
 )
 def test_what_is_no_interval_stays_a_mask(seen: Tensor) -> None:
-    found = interval_or_mask(seen.bool()[None, None])
+    found = interval_or_mask(seen.bool()[None, None], max(0, seen.shape[1] - seen.shape[0]))
     assert found.mask is not None
     assert torch.equal(found.mask[0, 0], seen.bool())
 
 
-@given(seen=intervals(), dtype=st.sampled_from(FLOATS), lowest=st.booleans())
-def test_float_masks_show_what_is_above_the_lowest_numbers(seen: Tensor, dtype: torch.dtype, lowest: bool) -> None:
+@given(interval=intervals(), dtype=st.sampled_from(FLOATS), lowest=st.booleans())
+def test_float_masks_show_what_is_above_the_lowest_numbers(
+    interval: tuple[Tensor, int], dtype: torch.dtype, lowest: bool
+) -> None:
+    seen, _ = interval
     # Finite biases, however negative, hide nothing.
     bias = torch.randn(seen.shape, generator=torch.Generator().manual_seed(0)) * 50 - 200
     hidden = torch.finfo(dtype).min if lowest else -torch.inf
@@ -148,7 +156,7 @@ def test_one_mask_for_all_sequences_serves_a_batch() -> None:
     mask = torch.ones(1, 1, 3, 6).tril(3).bool()
     mask[..., :2] = False
     call = attention_call(Module("sdpa", True), 3, 6, mask, batch=4)
-    found = VisibleSets().of(call)
+    found = VisibleSets(cached=3).of(call)
     assert found.mask is None
     assert torch.equal(rows_of(found, mask.expand(4, -1, -1, -1)), mask.expand(4, -1, -1, -1))
 

@@ -121,7 +121,7 @@ class Meter:
         self._dim = d
         shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
         if index == 0 and not self._told:
-            self._derive_valid(shown, batch, n)
+            self._derive_valid(shown, batch, n, call.query.device)
         output = call.output.detach().transpose(1, 2)
         if self._drop:
             shown = self._without_sinks(shown, batch, call)
@@ -218,11 +218,11 @@ class Meter:
         places = stated + others
         return [places.index(i) for i in range(len(places))]
 
-    def _derive_valid(self, shown: Visible, batch: int, n: int) -> None:
+    def _derive_valid(self, shown: Visible, batch: int, n: int, device: torch.device) -> None:
         """Read off the visible set which of the forward's new keys are padding; the first layer speaks for all."""
-        if shown.mask is not None:
-            # Position of a new key is not known under a free mask: a row that sees nothing is padding.
-            own = shown.mask.any(dim=-1).any(dim=1).expand(batch, n)
+        if shown.mask is not None or (n == 1 and shown.key_valid is not None):
+            # A query may be hidden from itself there; one that sees nothing at all is padding.
+            own = shown.row_valid(batch, n, device)
             self._new_valid = None if bool(own.all()) else own
         elif shown.key_valid is not None and shown.offset is not None:
             self._new_valid = shown.key_valid[:, shown.offset : shown.offset + n]
@@ -358,7 +358,7 @@ class Meter:
         position = torch.arange(n_keys, device=device) + (self.length - handed)
         kept = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            return Visible(mask=shown.mask & kept[:, None, None])
+            return Visible(shown.offset, mask=shown.mask & kept[:, None, None])
         return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
 
 

@@ -72,7 +72,7 @@ class Stream:
         self.open = True
         self.meter.begin_forward(tokens.shape[1], valid)
         self._calls = 0
-        self._sets = VisibleSets()
+        self._sets = VisibleSets(self.meter.length)
 
     def observe(self, call: AttentionCall) -> None:
         """One attention call of the present forward; calls are told apart by their order in it."""

@@ -23,9 +23,16 @@ __all__ = ["VisibleSets", "interval_or_mask", "seen_by_mask"]
 
 
 class VisibleSets:
-    """The visible sets of one forward pass; layers that share a mask share the work."""
+    """The visible sets of one forward pass; layers that share a mask share the work.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    cached
+        Positions that were seen before this pass.
+    """
+
+    def __init__(self, cached: int = 0) -> None:
+        self._cached = cached
         self._found: dict[tuple[int, int, int], tuple[Tensor, Visible]] = {}
 
     def of(self, call: AttentionCall) -> Visible:
@@ -35,7 +42,9 @@ class VisibleSets:
             return _without_mask(n_queries, n_keys, call)
         key = (id(call.mask), n_queries, n_keys)
         if key not in self._found:
-            found = interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys))
+            # Behind the queries lie a static cache's empty slots; before them a sliding cache may have dropped some.
+            offset = max(0, min(self._cached, n_keys - n_queries))
+            found = interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys), offset)
             if found.key_valid is not None and len(found.key_valid) == 1:
                 # One mask for all sequences.
                 found = replace(found, key_valid=found.key_valid.expand(len(call.query), -1))
@@ -57,30 +66,27 @@ def seen_by_mask(
     return seen[..., :n_keys].expand(-1, -1, n_queries, n_keys)
 
 
-def interval_or_mask(seen: Bool[Tensor, "batch head query key"]) -> Visible:
-    """The same visible set as an interval of keys per query where that is exact, else as a mask."""
-    if seen.shape[1] > 1:
-        return Visible(mask=seen)
+def interval_or_mask(seen: Bool[Tensor, "batch head query key"], offset: int) -> Visible:
+    """The same visible set as an interval of keys per query where that is exact, else as a mask.
+
+    ``offset`` is the place of the first query's own key. A mask cannot tell: queries may be hidden from themselves.
+    """
+    whole = Visible(offset, mask=seen)
     rows = seen[:, 0]
     n_queries, n_keys = rows.shape[1:]
     shown = rows.any(dim=-1)
-    if not bool(shown.any()):
-        return Visible(mask=seen)
+    if seen.shape[1] > 1 or offset + n_queries > n_keys or not bool(shown.any()):
+        return whole
     query = torch.arange(n_queries, device=rows.device)
-    as_bytes = rows.to(torch.uint8)
-    last = n_keys - 1 - as_bytes.flip(-1).argmax(dim=-1)
-    offset = int((last - query)[shown].max())
-    if offset < 0 or offset + n_queries > n_keys:
-        return Visible(mask=seen)
-    first = as_bytes.argmax(dim=-1)
-    window = int((offset + query - first)[shown].max()) + 1
+    first = rows.to(torch.uint8).argmax(dim=-1)
+    window = max(1, int((offset + query - first)[shown].max()) + 1)
     valid = rows.any(dim=1)
     # Keys behind the last query are seen by none and never needed; they do not make padding.
     padding = None if bool(valid[:, : offset + n_queries].all()) else valid
     for candidate in (Visible(offset, None, padding), Visible(offset, window, padding), Visible(offset, window, None)):
         if torch.equal(candidate.rows(0, n_queries, (0, n_keys), rows.device)[:, 0].expand_as(rows), rows):
             return candidate
-    return Visible(mask=seen)
+    return whole
 
 
 def _without_mask(n_queries: int, n_keys: int, call: AttentionCall) -> Visible:
