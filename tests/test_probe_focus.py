@@ -25,7 +25,7 @@ from probe_cases import (
     window_of,
     written,
 )
-from softgap.attention import mechanisms
+from softgap.attention import Mechanism, mechanisms
 from softgap.probe import read_ids, record
 from softgap.trajectories import FOCUS, Trajectories
 
@@ -129,7 +129,7 @@ def test_sparse_attention_keeps_its_positions(model_type: str, attn: str, drop: 
     # A query of these models may not even see itself, so that its mask does not tell where it stands.
     by_distance = torch.rand(1, 1, 30, generator=torch.Generator().manual_seed(0))
     profile = mechanisms()["profile"].with_parameters(first=torch.ones(1, 1), by_distance=by_distance)
-    names = ["elu1", profile, "previous_token", "top_k:k=4"]
+    names: list[str | Mechanism] = ["elu1", profile, "previous_token", "top_k:k=4"]
     model = tiny_with(model_type, attn=attn)
     run, tokens = live(model, mechanisms=names, drop_sinks=drop, cache_implementation=cache)
     replay = only(read_ids(model, [tokens[:23]], [tokens[23:]], mechanisms=names, drop_sinks=drop))
