@@ -65,8 +65,12 @@ def replay_sides(model: Any, tokenizer: Any, length: int) -> tuple[Side, Side]:
     inputs = {"input_ids": ids, "use_cache": False, "position_ids": torch.arange(length)[None]}
 
     def plain() -> object:
+        firsts = []
         with torch.inference_mode():
-            return [float(logits[0, 0, 0]) for _, logits in forward_then_logits(model, inputs, length)()]
+            for _, logits in forward_then_logits(model, inputs, length)():
+                firsts.append(float(logits[0, 0, 0]))
+                del logits  # as the recorded side does: one block at a time
+        return firsts
 
     return plain, lambda: read_ids(model, [ids[0].tolist()], tokenizer=tokenizer)
 

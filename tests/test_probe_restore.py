@@ -269,6 +269,21 @@ def test_an_override_of_the_user_is_used_and_put_back() -> None:
     assert overridden_names() == ()
 
 
+def test_an_override_made_during_a_recording_stays() -> None:
+    shared = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        return shared(*args, **kwargs)
+
+    try:
+        with record(tiny_with("llama")):
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = mine
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping["sdpa"] is mine
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert overridden_names() == ()
+
+
 def test_a_generate_of_the_users_own_is_used_and_put_back() -> None:
     model = tiny_with("llama")
     calls = []

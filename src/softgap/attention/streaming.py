@@ -102,8 +102,13 @@ class LinearState:
         k: Float[Tensor, "batch kv_head key dim"],
         v: Float[Tensor, "batch kv_head key value_dim"],
         key_valid: Bool[Tensor, "batch key"] | None = None,
+        *,
+        shared: bool = False,
     ) -> Attention:
-        """Append keys, then answer the queries, which stand at the last of these keys."""
+        """Append keys, then answer the queries, which stand at the last of these keys.
+
+        ``shared`` answers once per KV head where the mechanism ignores the query, and leaves the repeating to you.
+        """
         self._check(q, k)
         ahead = k.shape[2] - q.shape[2]
         r = self.mechanism.feature_dim(k.shape[-1]) or 1
@@ -117,7 +122,7 @@ class LinearState:
             sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
             seen = self._advance(k.shape[0], stop - start, valid, k.device)
             if start >= ahead:
-                output, flagged = self._output(sums, q.shape[1])
+                output, flagged = self._output(sums, None if shared else q.shape[1])
                 outputs.append(output)
                 flags.append(flagged)
                 valids.append(seen)
@@ -189,7 +194,7 @@ class LinearState:
         return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1))
 
     def _output(
-        self, sums: dict[str, Sums], heads: int
+        self, sums: dict[str, Sums], heads: int | None
     ) -> tuple[Float[Tensor, "batch head query value_dim"], Bool[Tensor, "batch head query"]]:
         weighted, total = sums["weights"]
         if "count" in sums:
@@ -198,7 +203,7 @@ class LinearState:
             output = mean + (weighted - total * mean) / count
             return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
         output, flagged = divided(weighted, total, sums["terms"].totals if "terms" in sums else None)
-        group = heads // output.shape[1]
+        group = 1 if heads is None else heads // output.shape[1]
         if group == 1:
             return output, flagged
         return output.repeat_interleave(group, dim=1), flagged.repeat_interleave(group, dim=1)
