@@ -139,16 +139,16 @@ def test_an_interrupt_inside_the_instrument_leaves_no_wrong_number(
 ) -> None:
     model = tiny_with("llama")
     tokens = written(model, IDS, 12)[0].tolist()
-    attend, calls = LinearState.attend, []
+    compare, calls = LinearState.compare, []
 
     def interrupted(self: LinearState, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        result = attend(self, *args, **kwargs)
+        result = compare(self, *args, **kwargs)
         if len(calls) == at:
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(LinearState, "attend", interrupted)
+    monkeypatch.setattr(LinearState, "compare", interrupted)
     names = ["elu1", "top_k:k=3", "uniform"]
     with record(model, names, block=block) as recording, pytest.raises(KeyboardInterrupt):
         written(model, IDS, 12)

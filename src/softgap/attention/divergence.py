@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softgap.errors import ShapeError
 
-__all__ = ["Comparison", "compare_outputs", "divergence", "norm_ratio", "relative_l2"]
+__all__ = ["Comparison", "compare_heads", "compare_outputs", "divergence", "norm_ratio", "relative_l2"]
 
 Vectors = Float[Tensor, "*rows value_dim"]
 Numbers = Float[Tensor, "*rows"]
@@ -68,6 +68,16 @@ def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> Comparis
         norm_ratio=ratio.masked_fill_(no_o, torch.nan),
         flagged=no_o,
     )
+
+
+def compare_heads(
+    softmax_output: Float[Tensor, "batch head time value_dim"],
+    linear_output: Float[Tensor, "batch linear_head time value_dim"],
+) -> Float[Tensor, "quantity batch head time"]:
+    """The three quantities of every head, stacked; a mechanism that ignores the query may answer once per KV head."""
+    grouped = softmax_output.unflatten(1, (linear_output.shape[1], -1))
+    found = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
+    return torch.stack([found.divergence, found.relative_l2, found.norm_ratio]).flatten(2, 3)
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.divergence import compare_heads
 from softgap.attention.features import Features, featurise
+from softgap.attention.fused import compare_positions, served
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.registry import resolve
 from softgap.attention.result import Attention, divided
@@ -134,6 +136,46 @@ class LinearState:
         # A row that sees nothing is padding: not valid, and no anomaly of the mechanism.
         return Attention(torch.cat(outputs, dim=2), valid_rows, torch.cat(flags, dim=2) & valid_rows[:, None])
 
+    def compare(
+        self,
+        q: Float[Tensor, "batch head time dim"],
+        k: Float[Tensor, "batch kv_head time dim"],
+        v: Float[Tensor, "batch kv_head time value_dim"],
+        output: Float[Tensor, "batch head time value_dim"],
+        key_valid: Bool[Tensor, "batch time"] | None = None,
+    ) -> Float[Tensor, "quantity batch head time"]:
+        """Append keys and compare the answers to their queries with ``output``: divergence, relative L2, norm ratio.
+
+        The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
+        """
+        self._check(q, k)
+        plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
+        if not plain or not served(self.mechanism, k.shape[-1]):
+            return compare_heads(output, self.attend(q, k, v, key_valid, shared=True).output)
+        return self._compared(q, k, v, output, key_valid)
+
+    def _compared(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
+    ) -> Float[Tensor, "quantity batch head time"]:
+        features = self._features(q, k, key_valid)
+        batch, heads, t, r = features.key.shape
+        if heads > v.shape[1]:  # one key map per query head
+            v = v.repeat_interleave(heads // v.shape[1], dim=1)
+        carry = self._carries.get("weights")
+        if carry is None:
+            carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
+        # The pass writes into the carry, which must be this state's own: a chunk's carry is a view of its block.
+        carry = replace(carry, sums=carry.sums.contiguous(), totals=carry.totals.contiguous())
+        self._carries["weights"] = carry
+        valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
+        found = torch.empty(batch, output.shape[1], t, 3)
+        by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
+        queries, keys, values, outputs = by_time
+        state = (carry.sums.numpy(), carry.totals.numpy())
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
+        self._advance(batch, t, key_valid, k.device)
+        return found.movedim(-1, 0)
+
     def _check(self, q: Tensor, k: Tensor) -> None:
         if not self.mechanism.factorable(k.shape[-1]):
             raise UnsupportedError(
@@ -145,18 +187,8 @@ class LinearState:
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> dict[str, Sums]:
         """The weighted sums that the output of one block needs, by name."""
-        q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
-        features = featurise(
-            self.mechanism,
-            q,
-            k,
-            scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
-            query_positions=positions[k.shape[2] - q.shape[2] :],
-            key_positions=positions,
-            key_valid=key_valid,
-            share_heads=True,
-        )
+        features = self._features(q, k, key_valid)
+        v = v.to(self.dtype)
         values = v if key_valid is None else v.masked_fill(~key_valid[:, None, :, None], 0)
         sums = {"weights": self._sums("weights", features, values)}
         if self.mechanism.normaliser == "centred":
@@ -168,6 +200,19 @@ class LinearState:
             absolute = Features(features.query.abs(), features.key.abs(), rate=None, log=False)
             sums["terms"] = self._sums("terms", absolute, values[..., :0])
         return sums
+
+    def _features(self, q: Tensor, k: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> Features:
+        positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
+        return featurise(
+            self.mechanism,
+            q.to(self.dtype),
+            k.to(self.dtype),
+            scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            query_positions=positions[k.shape[2] - q.shape[2] :],
+            key_positions=positions,
+            key_valid=key_valid,
+            share_heads=True,
+        )
 
     def _sums(self, name: str, features: Features, values: Float[Tensor, "batch kv_head key value_dim"]) -> Sums:
         """The block's weighted sums of values and of ones, carrying the state of this name forward."""

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from softgap.attention import LinearState, Mechanism, Visible, attend, compare_outputs
+from softgap.attention import LinearState, Mechanism, Visible, attend, compare_heads
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
 from softgap.probe.waiting import Run, stacked_runs
@@ -330,8 +330,8 @@ class Meter:
         for start in range(0, q.shape[2], step):
             part = slice(start, start + step)
             shown = None if valid is None else valid[:, part]
-            now = [state.attend(q[:, :, part], k[:, :, part], v[:, :, part], shown, shared=True) for state in states]
-            found.append(_compared(o[:, :, part], [linear.output for linear in now]))
+            asked = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
+            found.append(torch.stack([state.compare(*asked) for state in states], dim=1))
         if count > 1:
             for state, column in zip(states, columns, strict=True):
                 state.split_into(column)
@@ -347,7 +347,7 @@ class Meter:
             attend(mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False).output
             for mechanism in mechanisms
         ]
-        return _compared(output, found).cpu()
+        return torch.stack([compare_heads(output, linear) for linear in found], dim=1).cpu()
 
     def _without_sinks(self, shown: Visible, batch: int, call: AttentionCall) -> Visible:
         """The same visible set less the first keys of each sequence."""
@@ -360,15 +360,3 @@ class Meter:
         if shown.mask is not None:
             return Visible(shown.offset, mask=shown.mask & kept[:, None, None])
         return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
-
-
-def _compared(
-    output: Float[Tensor, "batch head time value_dim"], linear: Sequence[Tensor]
-) -> Float[Tensor, "quantity mechanism batch head time"]:
-    """The quantities for each mechanism's output; one that ignores the query may have one per KV head."""
-    found = []
-    for l in linear:  # noqa: E741
-        grouped = output.unflatten(1, (l.shape[1], -1))
-        compared = compare_outputs(grouped, l[:, :, None].expand_as(grouped))
-        found.append(torch.stack([compared.divergence, compared.relative_l2, compared.norm_ratio]).flatten(2, 3))
-    return torch.stack(found, dim=1)
