@@ -159,22 +159,23 @@ def _mackey_glass(
     substeps: int,
     transient: int,
 ) -> None:
-    values, slopes = np.empty(delay + 1), np.empty(delay + 1)
+    # Rings over [t - tau, t]: values at grid points, and in the middle of the step that begins there.
+    values, middles = np.empty(delay + 1), np.empty(delay + 1)
     for i in range(out.shape[0]):
-        # Ring buffers over [t - tau, t]; ``now`` is the place of x(t), the one after it that of x(t - tau).
-        values[:], slopes[:] = start[i, 0], 0.0
+        values[:], middles[:] = start[i, 0], start[i, 0]
         now, growth = 0, _growth(start[i, 0], beta, exponent)
         for t in range(-transient, out.shape[1]):
             if t >= 0:
                 out[i, t] = values[now]
             for _ in range(substeps):
                 old, following = (now + 1) % (delay + 1), (now + 2) % (delay + 1)
-                x, past_end = values[now], values[following]
-                k1 = slopes[now] = growth - gamma * x
-                past_mid = (values[old] + past_end) / 2 + step / 8 * (slopes[old] - slopes[following])
-                mid, growth = _growth(past_mid, beta, exponent), _growth(past_end, beta, exponent)
-                k2 = mid - gamma * (x + step / 2 * k1)
-                k3 = mid - gamma * (x + step / 2 * k2)
+                x = values[now]
+                k1 = growth - gamma * x
+                middle, growth = _growth(middles[old], beta, exponent), _growth(values[following], beta, exponent)
+                k2 = middle - gamma * (x + step / 2 * k1)
+                k3 = middle - gamma * (x + step / 2 * k2)
                 k4 = growth - gamma * (x + step * k3)
+                end = x + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+                middles[now] = (x + end) / 2 + step / 8 * (k1 - (growth - gamma * end))
                 now = old
-                values[now] = x + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+                values[now] = end

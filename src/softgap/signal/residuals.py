@@ -87,7 +87,7 @@ def residuals(
         Of the polynomial, 1 to 5.
     """
     checked_count("degree", degree, least=1, most=5)
-    if not shrinkage >= 0:
+    if not shrinkage >= 0:  # NaN too
         raise ValueInputError(f"shrinkage must be a number from 0, got {shrinkage!r}")
     series = _checked_samples(samples, least=_STEPS_PER_COEFFICIENT * (degree + 1))
     where = _checked_positions(positions, series)
