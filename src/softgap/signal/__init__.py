@@ -5,6 +5,7 @@ Works on numpy arrays whose last axis is time and imports without torch.
 
 from softgap.signal.batch import TIES, Options
 from softgap.signal.bootstrap import Interval, entropy_interval
+from softgap.signal.change_points import ChangePoints, change_points
 from softgap.signal.complexity import (
     ComplexityBounds,
     complexity_bounds,
@@ -26,6 +27,7 @@ from softgap.signal.entropy import (
 )
 from softgap.signal.nulls import MEASURES, NoiseNull, ZScores, noise_null, z_scores
 from softgap.signal.patterns import ordinal_patterns, pattern_counts, pattern_ranks
+from softgap.signal.residuals import Residuals, Trend, residuals
 from softgap.signal.results import (
     ComplexityEntropy,
     Entropy,
@@ -35,6 +37,9 @@ from softgap.signal.results import (
     Patterns,
     RenyiComplexity,
 )
+from softgap.signal.surrogates import SURROGATES, Convergence, Surrogates, spectrum_error, surrogates
+from softgap.signal.systems import System, simulate, systems
+from softgap.signal.transforms import SEGMENTS, TRANSFORMS, apply_transform, segment, segment_slice, steps_lost
 from softgap.signal.transitions import (
     Network,
     TransitionEntropy,
@@ -42,14 +47,20 @@ from softgap.signal.transitions import (
     ordinal_network,
     transition_entropy,
 )
+from softgap.signal.windowed import WindowedEntropy, windowed_entropy
 
 __all__ = [
     "ELIGIBILITY",
     "LEAST_WINDOWS",
     "MEASURES",
+    "SEGMENTS",
+    "SURROGATES",
     "TIES",
+    "TRANSFORMS",
+    "ChangePoints",
     "ComplexityBounds",
     "ComplexityEntropy",
+    "Convergence",
     "Entropy",
     "FisherShannon",
     "Interval",
@@ -61,10 +72,17 @@ __all__ = [
     "Patterns",
     "Rarefied",
     "RenyiComplexity",
+    "Residuals",
     "Spread",
+    "Surrogates",
+    "System",
     "TransitionEntropy",
+    "Trend",
+    "WindowedEntropy",
     "ZScores",
+    "apply_transform",
     "bias_factor",
+    "change_points",
     "complexity_bounds",
     "complexity_entropy",
     "corrected_entropy",
@@ -84,9 +102,18 @@ __all__ = [
     "rarefied_entropy",
     "renyi_complexity",
     "renyi_entropy",
+    "residuals",
+    "segment",
+    "segment_slice",
+    "simulate",
+    "spectrum_error",
     "statistical_complexity",
+    "steps_lost",
+    "surrogates",
+    "systems",
     "transition_entropy",
     "tsallis_entropy",
     "weighted_permutation_entropy",
+    "windowed_entropy",
     "z_scores",
 ]

@@ -1,12 +1,13 @@
-"""Change points in the mean of a series, by binary segmentation with a permutation null."""
+"""Change points in the mean of a series, by circular binary segmentation with a permutation null."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
 from softgap.signal.checked import checked_count, checked_rng, checked_series
@@ -48,13 +49,16 @@ def change_points(
 ) -> ChangePoints:
     """Split each series where its mean changes, as long as chance does not explain the split.
 
-    In a segment of n values the split k maximises the CUSUM ``|S_k - (k / n) S_n| / sqrt(k (n - k) / n)``, S_k the sum
-    of the first k values (Vostrikova 1981 for the repeated splitting). It is kept if
-    p = (1 + #{null >= statistic}) / (1 + permutations) <= level, the null being the same maximum over random orders of
-    that segment; then both parts are split again. Chosen over PELT with a penalty because the values, entropies of
-    windows, are neither normal nor of known variance, and no penalty holds its error rate for all of them, while the
-    permutation test does for any exchangeable values: a series without change is split with probability at most
-    ``level``. Each part is tested at the same level.
+    In a segment of n values the arc of m values from i to j maximises
+    ``|mean inside - mean outside| sqrt(m (n - m) / n)``; an arc that touches an end of the segment is a single change,
+    any other a level that comes and goes, which a search for single changes overlooks (circular binary segmentation:
+    Olshen et al. 2004, Biostatistics 5, 557). It is kept if p = (1 + #{null >= statistic}) / (1 + permutations) <=
+    level, the null being the same maximum over random orders of the segment. Of an arc with two ends, an end whose
+    two sides do not differ by a permutation test at the same level is dropped. Then the parts are searched again.
+
+    Chosen over PELT with a penalty because entropies of windows are neither normal nor of known variance: no penalty
+    holds its error rate for all of them, while the permutation test does for any exchangeable values. A series
+    without change is split with probability at most ``level``.
 
     Values that depend on each other are not exchangeable: entropies of overlapping windows are cut up at any level.
     Use windows that do not overlap. Over many heads, correct ``whole_p_value`` for their number.
@@ -80,13 +84,15 @@ def change_points(
         segments = [(0, len(row))]
         while segments:
             begin, end = segments.pop()
-            p, best, at, orders = _tested(row[begin:end], permutations, shortest, rng)
+            p, best, arc, null_here = _tested(row[begin:end], permutations, shortest, rng)
             if end - begin == len(row):
-                whole_p[i], statistic[i], null[i] = p, best, orders
+                whole_p[i], statistic[i], null[i] = p, best, null_here
             if p <= level:
-                cut = begin + at
-                starts[i, cut], p_value[i, cut] = True, p
-                segments += [(a, b) for a, b in ((cut, end), (begin, cut)) if b - a >= 2 * shortest]
+                cuts = begin + _kept_ends(row[begin:end], arc, level, permutations, rng)
+                starts[i, cuts], p_value[i, cuts] = True, p
+                edges = [begin, *cuts, end]
+                # From the left: the stack gives the last one first.
+                segments += [(a, b) for a, b in reversed(list(pairwise(edges))) if b - a >= 2 * shortest]
         for part in np.split(np.arange(len(row)), np.flatnonzero(starts[i])):
             mean[i, part] = row[part].mean()
     lead = series.shape[:-1]
@@ -113,28 +119,69 @@ def _check_options(level: float, permutations: int, shortest: int) -> None:
 
 def _tested(
     segment: Float64[np.ndarray, " time"], permutations: int, shortest: int, rng: np.random.Generator
-) -> tuple[float, float, int, Float64[np.ndarray, " permutation"]]:
-    """p-value, statistic and place of the best split of a segment, and the statistic of each random order."""
-    orders = np.empty((permutations + 1, len(segment)))
-    orders[0] = segment - segment.mean()
-    orders[1:] = rng.permuted(np.broadcast_to(orders[0], orders[1:].shape), axis=-1)
-    statistics, places = np.empty(len(orders)), np.empty(len(orders), dtype=np.int64)
-    _largest_cusum(orders, shortest, statistics, places)
-    best, null = float(statistics[0]), statistics[1:]
-    # Equal sums in another order differ in the last digits, and count as equal.
-    p = (1 + np.count_nonzero(null >= best * (1 - 1e-9))) / (1 + permutations)
-    return p, best, int(places[0]), null
+) -> tuple[float, float, tuple[int, int], Float64[np.ndarray, " permutation"]]:
+    """p-value, statistic and ends of the best arc of a segment, and the statistic of each random order."""
+    orders = _with_random_orders(segment - segment.mean(), permutations, rng)
+    statistics, arcs = np.empty(len(orders)), np.empty((len(orders), 2), dtype=np.int64)
+    _best_arcs(orders, shortest, statistics, arcs)
+    p = _p_value(statistics)
+    return p, float(statistics[0]), (int(arcs[0, 0]), int(arcs[0, 1])), statistics[1:]
+
+
+def _kept_ends(
+    segment: Float64[np.ndarray, " time"],
+    arc: tuple[int, int],
+    level: float,
+    permutations: int,
+    rng: np.random.Generator,
+) -> Int64[np.ndarray, " cut"]:
+    """The ends of an arc that are changes: the one inside the segment, or those of two whose sides differ."""
+    begin, end = arc
+    if begin == 0:
+        return np.array([end])
+    if end == len(segment):
+        return np.array([begin])
+    p = []
+    for sides, size in ((segment[:end], begin), (segment[begin:], end - begin)):
+        orders = _with_random_orders(sides, permutations, rng)
+        p.append(_p_value(np.abs(orders[:, :size].mean(-1) - orders[:, size:].mean(-1))))
+    kept = np.array(arc)[np.array(p) <= level]
+    return kept if len(kept) else np.array([arc[int(np.argmin(p))]])
+
+
+def _with_random_orders(
+    x: Float64[np.ndarray, " time"], permutations: int, rng: np.random.Generator
+) -> Float64[np.ndarray, "order time"]:
+    orders = np.broadcast_to(x, (permutations + 1, len(x))).copy()
+    orders[1:] = rng.permuted(orders[1:], axis=-1)
+    return orders
+
+
+def _p_value(statistics: Float64[np.ndarray, " order"]) -> float:
+    """Of the first statistic among all; equal sums in another order differ in the last digits, and count as equal."""
+    return int(np.count_nonzero(statistics >= statistics[0] * (1 - 1e-9))) / len(statistics)
 
 
 @compiled
-def _largest_cusum(orders: np.ndarray, shortest: int, statistics: np.ndarray, places: np.ndarray) -> None:
+def _best_arcs(orders: np.ndarray, shortest: int, statistics: np.ndarray, arcs: np.ndarray) -> None:
+    """Search every arc of every centred row; parts inside and beside it are empty or have ``shortest`` values."""
     n = orders.shape[1]
-    for i in range(orders.shape[0]):
-        total, best, place = 0.0, -1.0, shortest
-        for k in range(1, n - shortest + 1):
-            total += orders[i, k - 1]
-            if k >= shortest:
-                value = abs(total) / np.sqrt(k * (n - k) / n)
+    weight = np.empty(n)
+    for m in range(1, n):
+        weight[m] = 1 / np.sqrt(m * (n - m) / n)
+    total = np.zeros(n + 1)
+    for row in range(orders.shape[0]):
+        for t in range(n):
+            total[t + 1] = total[t] + orders[row, t]
+        best = -1.0
+        for i in range(0, n - shortest + 1):
+            if 0 < i < shortest:
+                continue
+            for j in range(i + shortest, n + 1):
+                if n - shortest < j < n or j - i == n:
+                    continue
+                value = abs(total[j] - total[i]) * weight[j - i]
                 if value > best:
-                    best, place = value, k
-        statistics[i], places[i] = best, place
+                    best = value
+                    arcs[row, 0], arcs[row, 1] = i, j
+        statistics[row] = best
