@@ -165,7 +165,7 @@ def test_the_batch_equals_the_loop(n: int) -> None:
     found = surrogates(x, "iaaft", 4, rng=generator(9), max_iterations=300)
     start = surrogates(x, "shuffle", 4, rng=generator(9)).series
     assert found.convergence is not None
-    for i in range(2):
+    for i in range(3):
         for j in range(4):
             series, iterations = iaaft_loop(x[i], start[i, j], 300)
             np.testing.assert_array_equal(found.series[i, j], series)
