@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
+
+# As in harness.py, and here before antropy brings in numba.
+sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
 
 import antropy
 import numpy as np

@@ -15,7 +15,7 @@ from softgap.signal.checked import checked_count
 from softgap.signal.kernels import resample_row, shannon_rows
 from softgap.signal.results import Measured
 
-__all__ = ["Interval", "entropy_interval"]
+__all__ = ["Interval", "centred_interval", "entropy_interval"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +88,16 @@ def entropy_interval(
             draws = rng.random((replicates, -(-index.size // int(sizes[at]))))
             resample_row(index, batch.patterns, int(sizes[at]), draws, samples[at])
             shannon_rows(np.bincount(index, minlength=batch.patterns)[None], value[at : at + 1])
-    low, high = _shifted(value, samples, level, math.log(batch.patterns))
+    low, high = centred_interval(value, samples, level, math.log(batch.patterns))
     unit = math.log(batch.patterns) if normalized else 1.0
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
     return Interval(*map(batch.shaped, results))
 
 
-def _shifted(value: np.ndarray, samples: np.ndarray, level: float, largest: float) -> tuple[np.ndarray, np.ndarray]:
+def centred_interval(
+    value: np.ndarray, samples: np.ndarray, level: float, largest: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantiles of resampled entropies, moved up by twice what resampling lost, within 0 and ``largest``."""
     tail = (1 - level) / 2
     low, high = np.quantile(samples, [tail, 1 - tail], axis=-1) + 2 * (value - samples.mean(axis=-1))
     return np.clip(low, 0, largest), np.clip(high, 0, largest)

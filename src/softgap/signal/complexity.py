@@ -24,6 +24,7 @@ __all__ = [
     "fisher_shannon",
     "missing_fraction",
     "missing_patterns",
+    "plane",
     "renyi_complexity",
     "statistical_complexity",
 ]
@@ -38,7 +39,7 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     batch = checked_batch(x, order, delay, options)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
-        return np.stack(_plane(probabilities(counts)), axis=-1)
+        return np.stack(plane(probabilities(counts)), axis=-1)
 
     values, *rest = measured(batch, batch.counts(), reduce, (2,))
     return ComplexityEntropy(values[..., 0], values[..., 1], *rest)
@@ -152,7 +153,7 @@ def complexity_bounds(order: int = 3, *, points: int = 200, per_piece: int = 8) 
     return ComplexityBounds(*least, *greatest)
 
 
-def _plane(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def plane(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Normalised entropy and complexity of rows of frequencies."""
     n = p.shape[-1]
     entropy = shannon(p)
