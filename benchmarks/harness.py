@@ -15,6 +15,9 @@ from pathlib import Path
 import psutil
 import torch
 
+# numba looks for a package of this name, and would find our coverage.py in the folder of the script.
+sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
+
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BUSY_PERCENT = 20.0
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from softgap import attention, errors, probe, signal, stats, trajectories
+    from softgap import analysis, attention, errors, probe, report, signal, stats, trajectories
     from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
     from softgap.attention.attend import attend  # by its file: the room has a module of that name too
     from softgap.errors import SoftgapError
@@ -26,6 +26,7 @@ __all__ = [
     "SoftgapError",
     "Trajectories",
     "__version__",
+    "analysis",
     "attend",
     "attention",
     "compare_outputs",
@@ -40,12 +41,13 @@ __all__ = [
     "read",
     "record",
     "register_mechanism",
+    "report",
     "signal",
     "stats",
     "trajectories",
 ]
 
-_ROOMS = ("attention", "errors", "probe", "signal", "stats", "trajectories")
+_ROOMS = ("analysis", "attention", "errors", "probe", "report", "signal", "stats", "trajectories")
 _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "errors": ("SoftgapError",),

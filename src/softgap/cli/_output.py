@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["console", "write_json"]
+__all__ = ["console", "finite", "write_json"]
 
 # Wide enough for a table of formulas when the output goes to a file or a pipe, where no terminal says how wide it is.
 _PIPE_WIDTH = 160
@@ -26,14 +26,15 @@ def console() -> Console:
 
 def write_json(document: dict[str, Any]) -> None:
     """Write one JSON document, and nothing else, to standard output; NaN and infinities become null."""
-    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same document with null for NaN and infinities, which JSON does not know."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -3,4 +3,117 @@
 Works on numpy arrays whose last axis is time and imports without torch.
 """
 
-__all__: list[str] = []
+from softgap.signal.batch import TIES, Options
+from softgap.signal.bootstrap import Interval, entropy_interval
+from softgap.signal.change_points import ChangePoints, change_points
+from softgap.signal.complexity import (
+    ComplexityBounds,
+    complexity_bounds,
+    complexity_entropy,
+    fisher_shannon,
+    missing_fraction,
+    missing_patterns,
+    renyi_complexity,
+    statistical_complexity,
+)
+from softgap.signal.correction import Rarefied, bias_factor, corrected_entropy, rarefied_entropy
+from softgap.signal.eligibility import ELIGIBILITY, LEAST_WINDOWS, Spread, noise_spread
+from softgap.signal.entropy import (
+    multiscale_entropy,
+    permutation_entropy,
+    renyi_entropy,
+    tsallis_entropy,
+    weighted_permutation_entropy,
+)
+from softgap.signal.nulls import MEASURES, NoiseNull, ZScores, noise_null, z_scores
+from softgap.signal.patterns import ordinal_patterns, pattern_counts, pattern_ranks
+from softgap.signal.residuals import Residuals, Trend, residuals
+from softgap.signal.results import (
+    ComplexityEntropy,
+    Entropy,
+    FisherShannon,
+    MissingPatterns,
+    PatternCounts,
+    Patterns,
+    RenyiComplexity,
+)
+from softgap.signal.surrogates import SURROGATES, Convergence, Surrogates, spectrum_error, surrogates
+from softgap.signal.systems import System, simulate, systems
+from softgap.signal.transforms import SEGMENTS, TRANSFORMS, apply_transform, segment, segment_slice, steps_lost
+from softgap.signal.transitions import (
+    Network,
+    TransitionEntropy,
+    irreversibility,
+    ordinal_network,
+    transition_entropy,
+)
+from softgap.signal.windowed import WindowedEntropy, windowed_entropy
+
+__all__ = [
+    "ELIGIBILITY",
+    "LEAST_WINDOWS",
+    "MEASURES",
+    "SEGMENTS",
+    "SURROGATES",
+    "TIES",
+    "TRANSFORMS",
+    "ChangePoints",
+    "ComplexityBounds",
+    "ComplexityEntropy",
+    "Convergence",
+    "Entropy",
+    "FisherShannon",
+    "Interval",
+    "MissingPatterns",
+    "Network",
+    "NoiseNull",
+    "Options",
+    "PatternCounts",
+    "Patterns",
+    "Rarefied",
+    "RenyiComplexity",
+    "Residuals",
+    "Spread",
+    "Surrogates",
+    "System",
+    "TransitionEntropy",
+    "Trend",
+    "WindowedEntropy",
+    "ZScores",
+    "apply_transform",
+    "bias_factor",
+    "change_points",
+    "complexity_bounds",
+    "complexity_entropy",
+    "corrected_entropy",
+    "entropy_interval",
+    "fisher_shannon",
+    "irreversibility",
+    "missing_fraction",
+    "missing_patterns",
+    "multiscale_entropy",
+    "noise_null",
+    "noise_spread",
+    "ordinal_network",
+    "ordinal_patterns",
+    "pattern_counts",
+    "pattern_ranks",
+    "permutation_entropy",
+    "rarefied_entropy",
+    "renyi_complexity",
+    "renyi_entropy",
+    "residuals",
+    "segment",
+    "segment_slice",
+    "simulate",
+    "spectrum_error",
+    "statistical_complexity",
+    "steps_lost",
+    "surrogates",
+    "systems",
+    "transition_entropy",
+    "tsallis_entropy",
+    "weighted_permutation_entropy",
+    "windowed_entropy",
+    "z_scores",
+]

@@ -1,0 +1,79 @@
+"""`softgap analyze`: the dynamics of the trajectories of a study."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softgap.cli import _output
+from softgap.cli._options import Json
+
+if TYPE_CHECKING:
+    from softgap.analysis import Findings
+
+__all__ = ["analyze_command"]
+
+
+def analyze_command(
+    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study that softgap has written.")],
+    mechanism: Annotated[
+        str | None, typer.Option(help="Which of the study's mechanisms; its first by default.", show_default=False)
+    ] = None,
+    quantity: Annotated[str, typer.Option(help="divergence, relative_l2 or norm_ratio.")] = "divergence",
+    transform: Annotated[str, typer.Option(help="raw, diff, diff2, diff3 or residual.")] = "diff",
+    order: Annotated[int, typer.Option(help="Values in a pattern, 2 to 8.")] = 3,
+    delay: Annotated[int, typer.Option(help="Steps between the values of a pattern.")] = 1,
+    segment: Annotated[str, typer.Option(help="full, early, mid or late.")] = "full",
+    ties: Annotated[str, typer.Option(help="Windows with equal values: exclude, stable, jitter or raise.")] = "exclude",
+    eligibility: Annotated[
+        str, typer.Option(help="Least number of windows of a head: spread, 2*order! or a number.")
+    ] = "spread",
+    alpha: Annotated[float, typer.Option(help="False discovery rate of the heads that stand out.")] = 0.05,
+    seed: Annotated[int, typer.Option(min=0, help="Of noise, intervals and known systems.")] = 0,
+    out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="File to write, may be repeated: .png or .svg (the complexity-entropy plane), .json, .csv or .parquet "
+            "(the findings). Default: analysis/plane.svg and analysis/findings.json in the study.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
+    from softgap.cli._findings import check_files, default_files, save_findings, show_findings
+
+    files = default_files(study) if out is None and not as_json else list(out or ())
+    check_files(files)
+    settings: dict[str, Any] = {
+        "mechanism": mechanism,
+        "quantity": quantity,
+        "transform": transform,
+        "order": order,
+        "delay": delay,
+        "segment": segment,
+        "ties": ties,
+        "eligibility": int(eligibility) if eligibility.isdigit() else eligibility,
+        "alpha": alpha,
+        "seed": seed,
+    }
+    findings = _analyzed(study, settings)
+    if as_json:
+        _output.write_json(findings.to_json())
+    else:
+        show_findings(_output.console(), findings)
+    for name in files:
+        save_findings(findings, name)
+        if not as_json:
+            _output.console().print(f"saved {name}", soft_wrap=True)
+
+
+def _analyzed(study: str, settings: dict[str, Any]) -> Findings:
+    from softgap.analysis import analyze
+    from softgap.cli._waiting import waiting
+    from softgap.trajectories import open_study
+
+    opened = open_study(study)
+    with waiting("analysing", 100) as show:
+        return analyze(opened, **settings, progress=lambda what, share: show(what, int(100 * share)))

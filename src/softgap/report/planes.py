@@ -1,0 +1,117 @@
+"""The complexity-entropy plane of a study: its heads among the known systems and the theoretical bounds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from softgap.analysis import Findings, HeadFinding
+from softgap.errors import ValueInputError
+from softgap.report.pictures import new_figure, save_figure
+from softgap.signal import complexity_bounds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_plane", "save_plane"]
+
+_MARKS = {"noise": "s", "periodic": "D", "map": "^", "flow": "v"}
+_INK = "#444444"
+
+
+def draw_plane(findings: Findings) -> Figure:
+    """The whole plane on the left, the part that the heads fill on the right; a head's colour is its layer."""
+    heads = findings.eligible
+    if not heads:
+        raise ValueInputError(
+            f"no head has windows enough for the complexity-entropy plane; {findings.heads[0].reason}"
+            if findings.heads
+            else "a picture needs heads, got findings without any"
+        )
+    figure = new_figure(11, 5.2)
+    whole, near = figure.subplots(1, 2)
+    order = int(findings.settings["order"])
+    for axes in (whole, near):
+        _draw_bounds(axes, order)
+        points = _draw_heads(axes, heads)
+        axes.set_xlabel("permutation entropy")
+    whole.set_ylabel("statistical complexity")
+    _draw_systems(whole, findings, labelled=False)
+    _zoom(near, findings)
+    _draw_systems(near, findings, labelled=True)
+    whole.legend(loc="upper left", fontsize="small", frameon=False)
+    figure.colorbar(points, ax=near, label="layer")
+    figure.suptitle(_title(findings))
+    return figure
+
+
+def save_plane(findings: Findings, path: str | os.PathLike[str]) -> Path:
+    """Draw the plane and write it as PNG or SVG, by the ending of ``path``."""
+    return save_figure(draw_plane(findings), path)
+
+
+def _draw_bounds(axes: Axes, order: int) -> None:
+    bounds = complexity_bounds(order)
+    axes.plot(bounds.least_entropy, bounds.least_complexity, color=_INK, linewidth=1)
+    axes.plot(bounds.greatest_entropy, bounds.greatest_complexity, color=_INK, linewidth=1, label="bounds")
+
+
+def _draw_heads(axes: Axes, heads: tuple[HeadFinding, ...]) -> Any:
+    return axes.scatter(
+        [head.entropy for head in heads],
+        [head.complexity for head in heads],
+        c=[head.layer for head in heads],
+        s=14,
+        cmap="viridis",
+        alpha=0.8,
+        linewidths=0,
+        label="heads",
+        zorder=3,
+    )
+
+
+def _draw_systems(axes: Axes, findings: Findings, *, labelled: bool) -> None:
+    for kind, mark in _MARKS.items():
+        some = [system for system in findings.systems if system.kind == kind]
+        if not some:
+            continue
+        entropy, complexity = [s.entropy for s in some], [s.complexity for s in some]
+        axes.scatter(
+            entropy,
+            complexity,
+            marker=mark,
+            facecolors="none",
+            edgecolors="#c2410c",
+            s=28,
+            label=f"known: {kind}",
+            zorder=2,
+        )
+        if labelled:
+            (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+            for system in some:
+                if left <= system.entropy <= right and bottom <= system.complexity <= top:
+                    place = (system.entropy, system.complexity)
+                    axes.annotate(system.name, place, (4, 3), textcoords="offset points", fontsize=7, color="#9a3412")
+
+
+def _zoom(axes: Axes, findings: Findings) -> None:
+    entropy = np.array([head.entropy for head in findings.eligible] + [findings.noise_entropy])
+    complexity = np.array([head.complexity for head in findings.eligible])
+    width, height = max(0.02, float(np.ptp(entropy))), max(0.02, float(np.ptp(complexity)))
+    axes.set_xlim(float(entropy.min()) - 0.15 * width, min(1.0, float(entropy.max()) + 0.15 * width))
+    axes.set_ylim(max(0.0, float(complexity.min()) - 0.15 * height), float(complexity.max()) + 0.15 * height)
+    axes.axvline(findings.noise_entropy, color=_INK, linewidth=0.8, linestyle=":")
+    axes.set_title("the heads; dotted: white noise of their length", fontsize="small")
+
+
+def _title(findings: Findings) -> str:
+    settings, source = findings.settings, findings.source
+    model = f"{source['model']}: " if source.get("model") else ""
+    return (
+        f"{model}{settings['quantity']} from {settings['mechanism']}, transform {settings['transform']}, "
+        f"order {settings['order']}, delay {settings['delay']}, {findings.samples} samples"
+    )

@@ -1,0 +1,238 @@
+"""Entropies of ordinal patterns: Shannon, Renyi, Tsallis, weighted, and over scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+from jaxtyping import Float
+
+from softgap.errors import ValueInputError
+from softgap.signal.batch import Batch, Block, Options, checked_batch
+from softgap.signal.checked import checked_count
+from softgap.signal.kernels import shannon_rows
+from softgap.signal.results import Entropy
+
+__all__ = [
+    "checked_q",
+    "measured",
+    "multiscale_entropy",
+    "permutation_entropy",
+    "probabilities",
+    "renyi",
+    "renyi_entropy",
+    "shannon",
+    "tsallis_entropy",
+    "weighted_permutation_entropy",
+]
+
+Probabilities = Float[np.ndarray, "series pattern"]
+Reducer = Callable[[np.ndarray], np.ndarray]
+
+# Beyond this 2^q overflows in the divergences; every entropy is at its limit long before.
+_LARGEST_Q = 500.0
+
+
+def measured(
+    batch: Batch, blocks: Iterable[Block], reduce: Reducer, trailing: tuple[int, ...] = ()
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Apply ``reduce`` [series, pattern] -> [series, *trailing] to the eligible series; NaN for the others.
+
+    Returns values, windows, tie rate and eligibility with the leading axes of the input.
+    """
+    series = len(batch.rows)
+    values = np.full((series, *trailing), np.nan)
+    windows, rate, eligible = np.empty(series, np.int64), np.empty(series), np.empty(series, bool)
+    for block in blocks:
+        some = block.eligible
+        if block.table.dtype.kind == "f":  # weights, unlike counts, may all be zero
+            some = some & (block.table.sum(axis=1) > 0)
+        values[block.where][some] = reduce(block.table if some.all() else block.table[some])
+        windows[block.where], rate[block.where], eligible[block.where] = block.windows, block.tie_rate, some
+    shaped = batch.shaped
+    return shaped(values), shaped(windows), shaped(rate), shaped(eligible)
+
+
+def permutation_entropy(
+    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, **options: Unpack[Options]
+) -> Entropy:
+    """Shannon entropy of the pattern frequencies of each series.
+
+    H = -sum_i p_i log p_i, divided by log(order!) if ``normalized``, else in nats (Bandt and Pompe 2002).
+
+    Parameters
+    ----------
+    x
+        Real numbers, time last, any leading axes: one value per series.
+    order
+        Values per window, 2 to 8.
+    delay
+        Steps between neighbouring values of a window.
+    **options
+        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see :class:`Options`.
+
+    Notes
+    -----
+    The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
+    compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
+    """
+    batch = checked_batch(x, order, delay, options)
+    return Entropy(*measured(batch, batch.counts(), _shannon(batch, normalized)))
+
+
+def weighted_permutation_entropy(
+    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, **options: Unpack[Options]
+) -> Entropy:
+    """Permutation entropy with each window counted by the variance of its values.
+
+    p_i is the summed variance of the windows with pattern i over that of all windows (Fadlallah et al., Phys. Rev. E
+    87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
+    """
+    batch = checked_batch(x, order, delay, options)
+    return Entropy(*measured(batch, batch.weights(), _shannon(batch, normalized)))
+
+
+def renyi_entropy(
+    x: Any,
+    q: float | Sequence[float],
+    order: int = 3,
+    delay: int = 1,
+    *,
+    normalized: bool = True,
+    **options: Unpack[Options],
+) -> Entropy:
+    """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
+
+    H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
+    log(order!) if ``normalized``. Keywords as in :func:`permutation_entropy`.
+    """
+    return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalized else 1.0)
+
+
+def tsallis_entropy(
+    x: Any,
+    q: float | Sequence[float],
+    order: int = 3,
+    delay: int = 1,
+    *,
+    normalized: bool = True,
+    **options: Unpack[Options],
+) -> Entropy:
+    """Tsallis entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
+
+    S_q = (1 - sum_i p_i^q) / (q - 1), Shannon at q = 1; divided by its value for equal frequencies,
+    (1 - (order!)^(1 - q)) / (q - 1), if ``normalized``. Keywords as in :func:`permutation_entropy`.
+    """
+    return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalized else 1.0)
+
+
+def multiscale_entropy(
+    x: Any,
+    scales: Sequence[int],
+    order: int = 3,
+    delay: int = 1,
+    *,
+    normalized: bool = True,
+    **options: Unpack[Options],
+) -> Entropy:
+    """Permutation entropy of coarse-grained series, with an axis for ``scales`` at the end.
+
+    At scale s the series is replaced by the means of its consecutive, disjoint stretches of s steps (Costa et al.,
+    Phys. Rev. Lett. 89, 068102 (2002)); an incomplete stretch at the end is dropped. A scale that leaves too
+    few windows is not eligible.
+    """
+    batch = checked_batch(x, order, delay, options)
+    results = []
+    for scale in scales:
+        step = checked_count("a scale", scale)
+        steps = batch.rows.shape[1] // step
+        coarse = batch.rows[:, : steps * step].reshape(-1, steps, step).mean(axis=-1) if step > 1 else batch.rows
+        kept: Options = {**options, "lengths": batch.lengths // step}
+        cut = checked_batch(coarse, order, delay, kept, short=True)
+        results.append(measured(cut, cut.counts(), _shannon(cut, normalized)))
+    if not results:
+        raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
+    return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
+
+
+def probabilities(counts: np.ndarray) -> Probabilities:
+    """Rows of counts as frequencies."""
+    return np.asarray(counts / counts.sum(axis=-1, keepdims=True))
+
+
+def log_where_positive(p: np.ndarray) -> np.ndarray:
+    """Log p, and 0 where p is 0."""
+    return np.asarray(np.log(p, out=np.zeros_like(p), where=p > 0))
+
+
+def shannon(p: Probabilities) -> Float[np.ndarray, " series"]:
+    """-sum p log p along the last axis, in nats."""
+    return np.asarray(-(p * log_where_positive(p)).sum(axis=-1))
+
+
+def renyi(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
+    """Renyi entropy in nats along the last axis."""
+    if q == 1:
+        return shannon(p)
+    log_p = log_where_positive(p)
+    if abs(q - 1) < 0.5:  # sum p^q - 1 = sum p (p^(q-1) - 1), which keeps its digits near q = 1
+        return np.asarray(np.log1p((p * np.expm1((q - 1) * log_p)).sum(axis=-1)) / (1 - q))
+    largest = p.max(axis=-1, keepdims=True)
+    powers = np.where(p > 0, np.exp(q * (log_p - np.log(largest))), 0.0)
+    return np.asarray((q * np.log(largest[..., 0]) + np.log(powers.sum(axis=-1))) / (1 - q))
+
+
+def tsallis(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
+    """Tsallis entropy along the last axis."""
+    if q == 1:
+        return shannon(p)
+    return np.asarray(-(p * np.expm1((q - 1) * log_where_positive(p))).sum(axis=-1) / (q - 1))
+
+
+def checked_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
+    """``q`` as one number or a list of numbers from 0 to 500."""
+    grid = np.asarray(q)
+    if grid.dtype.kind not in "fiu" or grid.ndim > 1 or grid.size == 0:
+        raise ValueInputError(f"q must be a number or a list of numbers, got {q!r}")
+    wrong = ~((grid >= 0) & (grid <= _LARGEST_Q))
+    if wrong.any():
+        raise ValueInputError(f"q must be between 0 and {_LARGEST_Q:g}, got {grid[wrong].flat[0]}")
+    return grid.astype(float)
+
+
+def _over_q(
+    x: Any,
+    q: float | Sequence[float],
+    order: int,
+    delay: int,
+    options: Options,
+    entropy: Callable[[np.ndarray, float], np.ndarray],
+    unit: Callable[[float, int], float],
+) -> Entropy:
+    grid = checked_q(q)
+    batch = checked_batch(x, order, delay, options)
+
+    def reduce(counts: np.ndarray) -> np.ndarray:
+        p = probabilities(counts)
+        columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
+        return np.stack(columns, axis=-1)
+
+    values, *rest = measured(batch, batch.counts(), reduce, (grid.size,))
+    return Entropy(values if grid.ndim else values[..., 0], *rest)
+
+
+def _tsallis_largest(q: float, patterns: int) -> float:
+    return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
+
+
+def _shannon(batch: Batch, normalized: bool) -> Reducer:
+    unit = math.log(batch.patterns) if normalized else 1.0
+
+    def reduce(counts: np.ndarray) -> np.ndarray:
+        entropy = np.empty(len(counts))
+        shannon_rows(counts, entropy)
+        return entropy / unit
+
+    return reduce

@@ -1,0 +1,131 @@
+"""What the ordinal measures return: a number per series, with what is needed to trust it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+__all__ = [
+    "ComplexityEntropy",
+    "Entropy",
+    "FisherShannon",
+    "Measured",
+    "MissingPatterns",
+    "PatternCounts",
+    "Patterns",
+    "RenyiComplexity",
+]
+
+Numbers = Float[np.ndarray, "..."]
+Counts = Int[np.ndarray, "..."]
+Flags = Bool[np.ndarray, "..."]
+
+
+class Measured:
+    """What every result says about each series; arrays have the leading axes of the input.
+
+    ``windows`` were counted, ``tie_rate`` is the share of all windows that hold equal values, and where ``eligible``
+    is False there were fewer windows than the eligibility rule asks for: every number there is NaN.
+    """
+
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+    @property
+    def reason(self) -> np.ndarray:
+        """One sentence per series that is not eligible, '' for the others."""
+        reasons = np.full(self.eligible.shape, "", dtype=object)
+        for where in np.argwhere(~self.eligible):
+            at = tuple(where)
+            windows, rate = int(self.windows[at]), float(self.tie_rate[at])
+            if windows == 0 and rate == 1:
+                reasons[at] = (
+                    "all windows hold equal values (tie rate 1), as in a constant series; use ties='stable' or 'jitter'"
+                )
+            else:
+                reasons[at] = (
+                    f"{windows} windows (tie rate {rate:.3g}) are fewer than the eligibility rule asks for, "
+                    "or all their weights are zero; use a longer series or a lower order"
+                )
+        return reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Entropy(Measured):
+    """An entropy, or another single number, per series (and per q or scale, as a last axis)."""
+
+    value: Numbers
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+
+@dataclass(frozen=True, eq=False)
+class Patterns:
+    """The pattern index of every window, -1 where it was excluded or lies past the end of its series."""
+
+    index: Int[np.ndarray, "*lead window"]
+    windows: Counts
+    tie_rate: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class PatternCounts(Measured):
+    """How often each pattern occurs; counted for series that are not eligible too."""
+
+    counts: Int[np.ndarray, "*lead pattern"]
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+
+@dataclass(frozen=True, eq=False)
+class ComplexityEntropy(Measured):
+    """A point of the complexity-entropy plane per series."""
+
+    entropy: Numbers
+    complexity: Numbers
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+
+@dataclass(frozen=True, eq=False)
+class RenyiComplexity(Measured):
+    """The curve (H_q, C_q) over ``q``, the last axis of both."""
+
+    q: Float[np.ndarray, " q"]
+    entropy: Numbers
+    complexity: Numbers
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+
+@dataclass(frozen=True, eq=False)
+class FisherShannon(Measured):
+    """A point of the Fisher-Shannon plane per series."""
+
+    entropy: Numbers
+    information: Numbers
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags
+
+
+@dataclass(frozen=True, eq=False)
+class MissingPatterns(Measured):
+    """Patterns that never occur, and those among them whose absence is not chance.
+
+    ``fraction`` is the number of missing patterns over order!.
+    """
+
+    missing: Bool[np.ndarray, "*lead pattern"]
+    forbidden: Bool[np.ndarray, "*lead pattern"]
+    fraction: Numbers
+    windows: Counts
+    tie_rate: Numbers
+    eligible: Flags

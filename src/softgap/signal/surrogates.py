@@ -1,0 +1,207 @@
+"""Surrogate series: what a series would look like if only some of its properties were real.
+
+=================  ===========================================  =====================================
+name               keeps                                        destroys
+=================  ===========================================  =====================================
+``shuffle``        every value                                  all order
+``block_shuffle``  every value, order within blocks             order beyond a block
+``phase``          the power spectrum (so the autocorrelation)  the values; everything that is not linear and Gaussian
+``aaft``           every value, the spectrum roughly            what no monotone function of Gaussian noise has
+``iaaft``          every value, the spectrum closely            the same
+=================  ===========================================  =====================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.fft
+from jaxtyping import Bool, Float64, Int64
+
+from softgap.errors import UnsupportedError, unknown_name
+from softgap.signal.checked import checked_count, checked_rng, checked_series
+from softgap.signal.iaaft import iterate, relative_distance
+
+__all__ = ["SURROGATES", "Convergence", "Surrogates", "spectrum_error", "surrogates"]
+
+SURROGATES = ("shuffle", "block_shuffle", "phase", "aaft", "iaaft")
+"""Methods by name."""
+
+_FEWEST_STEPS = 4
+# Values of one working array at a time; a few such arrays stay within a core's cache.
+_BLOCK_VALUES = 1 << 17
+
+Rows = Float64[np.ndarray, "row time"]
+
+
+@dataclass(frozen=True, eq=False)
+class Convergence:
+    """How far the iteration of ``iaaft`` came, one entry per surrogate.
+
+    Attributes
+    ----------
+    iterations : int64 [..., surrogate]
+        Iterations made, the last one (which changed nothing) included.
+    converged : bool [..., surrogate]
+        Whether the last iteration changed nothing.
+    spectrum_error : float64 [..., surrogate]
+        Of the result, see :func:`spectrum_error`.
+    """
+
+    iterations: Int64[np.ndarray, "*batch surrogate"]
+    converged: Bool[np.ndarray, "*batch surrogate"]
+    spectrum_error: Float64[np.ndarray, "*batch surrogate"]
+
+
+@dataclass(frozen=True, eq=False)
+class Surrogates:
+    """Surrogates of a batch of series.
+
+    Attributes
+    ----------
+    series : float64 [..., surrogate, time]
+        The leading axes are those of the data.
+    method : str
+        One of ``SURROGATES``.
+    convergence : Convergence or None
+        For ``iaaft`` only; no other method iterates.
+    """
+
+    series: Float64[np.ndarray, "*batch surrogate time"]
+    method: str
+    convergence: Convergence | None = None
+
+
+def surrogates(
+    x: Any,
+    method: str,
+    count: int = 100,
+    *,
+    rng: np.random.Generator,
+    block: int | None = None,
+    max_iterations: int | None = None,
+    workers: int = 1,
+) -> Surrogates:
+    """``count`` surrogates of each series, in one call.
+
+    Memory is the result plus a fixed block of working arrays. The result depends on ``rng`` alone, not on
+    ``workers``.
+
+    Parameters
+    ----------
+    x
+        Real finite numbers, time last, at least 4 steps, any leading axes.
+    method
+        "shuffle": values in random order.
+        "block_shuffle": blocks of ``block`` values in random order. The cut is placed at random for each surrogate, so
+        the first and the last block may be shorter (Kunsch 1989 has the idea for the bootstrap).
+        "phase": Fourier phases drawn uniformly, amplitudes kept; mean and, for even lengths, the Nyquist term stay
+        (Theiler et al. 1992, Physica D 58, section 2.4.1).
+        "aaft": amplitude-adjusted Fourier transform: Gaussian values in the rank order of x, phase-randomised, their
+        ranks given to the values of x (ibid., section 2.4.2). Its spectrum is flatter than the data's.
+        "iaaft": iterated until values and spectrum agree (Schreiber and Schmitz 1996, PRL 77, 635). Ends on the step
+        that restores the values, so values are exact and the spectrum is close; how close is reported.
+    rng
+        The only source of randomness.
+    block
+        For "block_shuffle", which needs it: from 1 to half the series.
+    max_iterations
+        For "iaaft": where to stop a surrogate that still changes; 1,000 unless told.
+    workers
+        Threads over blocks of surrogates ("iaaft") or over the transforms ("phase", "aaft").
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((30, 9, 400)).cumsum(-1)
+    >>> surrogates(x, "iaaft", 19, rng=rng).series.shape
+    (30, 9, 19, 400)
+    """
+    if method not in SURROGATES:
+        raise unknown_name("surrogate", method, SURROGATES)
+    series = checked_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
+    checked_count("count", count)
+    checked_count("workers", workers)
+    checked_rng(rng)
+    _check_options(method, block, max_iterations, series.shape[-1])
+    rows, time = series.reshape(-1, series.shape[-1]), series.shape[-1]
+    out = np.empty((len(rows) * count, time))
+    step = max(1, _BLOCK_VALUES // time)
+    for start in range(0, len(out), step):
+        stop = min(start + step, len(out))
+        source = rows[np.arange(start, stop) // count]
+        out[start:stop] = _drawn(source, method, block, rng, workers)
+    shape = (*series.shape[:-1], count)
+    convergence = None
+    if method == "iaaft":
+        limit = 1000 if max_iterations is None else max_iterations
+        found = iterate(out, rows, max_iterations=limit, workers=workers, block_rows=step)
+        convergence = Convergence(*(each.reshape(shape) for each in found))
+    return Surrogates(out.reshape(*shape, time), method, convergence)
+
+
+def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
+    """Relative distance of two amplitude spectra, ``| |X| - |Y| |_2 / | |X| |_2`` over all frequencies but 0.
+
+    Both have time last and leading axes that broadcast. 0 means the same autocorrelation. The mean is left out: its
+    amplitude would hide all the others.
+    """
+    return relative_distance(
+        np.abs(scipy.fft.rfft(checked_series(x), axis=-1)), np.abs(scipy.fft.rfft(checked_series(other), axis=-1))
+    )
+
+
+def _check_options(method: str, block: int | None, max_iterations: int | None, time: int) -> None:
+    if method == "block_shuffle":
+        checked_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
+    elif block is not None:
+        raise UnsupportedError(f"surrogate '{method}' has no blocks, got block={block!r}; use 'block_shuffle'")
+    if max_iterations is None:
+        return
+    if method != "iaaft":
+        raise UnsupportedError(
+            f"surrogate '{method}' does not iterate, got max_iterations={max_iterations!r}; use 'iaaft'"
+        )
+    checked_count("max_iterations", max_iterations)
+
+
+def _drawn(x: Rows, method: str, block: int | None, rng: np.random.Generator, workers: int) -> Rows:
+    """One surrogate of each row; for ``iaaft`` the shuffle that its iteration begins with."""
+    if method == "phase":
+        return _phase_randomised(x, rng, workers)
+    if method == "aaft":
+        return _amplitude_adjusted(x, rng, workers)
+    if method == "block_shuffle" and block is not None:
+        return _block_shuffled(x, block, rng)
+    return rng.permuted(x, axis=-1)
+
+
+def _block_shuffled(x: Rows, block: int, rng: np.random.Generator) -> Rows:
+    count, time = x.shape
+    member = (np.arange(time) + rng.integers(block, size=(count, 1))) // block
+    key = rng.random((count, time // block + 2))
+    # Equal keys within a block, and a stable sort: blocks move, their inside does not.
+    order = np.argsort(np.take_along_axis(key, member, axis=-1), axis=-1, kind="stable")
+    return np.take_along_axis(x, order, axis=-1)
+
+
+def _phase_randomised(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
+    count, time = x.shape
+    spectrum = scipy.fft.rfft(x, axis=-1, workers=workers)
+    # Neither the mean nor, for even lengths, the last frequency has a phase.
+    free = slice(1, (time + 1) // 2)
+    spectrum[:, free] *= np.exp(1j * rng.uniform(0, 2 * math.pi, (count, free.stop - 1)))
+    return np.asarray(scipy.fft.irfft(spectrum, n=time, axis=-1, overwrite_x=True, workers=workers))
+
+
+def _amplitude_adjusted(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
+    gaussian = np.empty(x.shape)
+    values = np.sort(rng.standard_normal(x.shape), axis=-1)
+    np.put_along_axis(gaussian, np.argsort(x, axis=-1, kind="stable"), values, axis=-1)
+    order = np.argsort(_phase_randomised(gaussian, rng, workers), axis=-1)
+    np.put_along_axis(gaussian, order, np.sort(x, axis=-1), axis=-1)
+    return gaussian

@@ -1,0 +1,277 @@
+"""The analysis of a study: against the plain measures, on systems that are known, and where it must refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softgap.analysis import Findings, analyze
+from softgap.errors import SoftgapError
+from softgap.signal import apply_transform, pattern_counts, permutation_entropy, residuals, simulate
+from softgap.signal.complexity import plane
+from softgap.trajectories import Manifest, StudyWriter, Trajectories, open_study
+
+RNG = np.random.default_rng
+
+
+def run_of(series: np.ndarray, sample_id: str = "0", heads: Sequence[int] = ()) -> Trajectories:
+    """A run whose divergence from elu1 is ``series`` [layer, head, step], and from uniform its mirror."""
+    layers, width, steps = series.shape
+    counts = tuple(heads) or (width,) * layers
+    padding = np.arange(width) >= np.array(counts)[:, None]
+    values = np.where(padding[..., None], np.nan, series).astype(np.float32)
+    both = np.stack([values, 1 - values])
+    return Trajectories(
+        mechanisms=("elu1", "uniform"),
+        layers=tuple(range(layers)),
+        kv_group=np.where(padding, -1, np.arange(width) // 2).astype(np.int32),
+        quantities={"divergence": both, "relative_l2": 2 * both, "norm_ratio": 3 * both},
+        positions=np.arange(10, 10 + steps, dtype=np.int32),
+        token_ids=np.arange(steps, dtype=np.int32),
+        tokens=("a",) * steps,
+        logprob=np.zeros(steps, np.float32),
+        entropy=np.zeros(steps, np.float32),
+        heads_per_layer=counts,
+        sample_id=sample_id,
+        manifest=Manifest(model="tiny", mechanisms={"elu1": {}, "uniform": {}}),
+    )
+
+
+def noise(seed: int, steps: int = 200, layers: int = 2, heads: int = 3) -> np.ndarray:
+    return RNG(seed).standard_normal((layers, heads, steps)).astype(np.float32)
+
+
+def column(findings: Findings, name: str) -> np.ndarray:
+    return np.array([getattr(head, name) for head in findings.heads])
+
+
+@pytest.mark.parametrize("transform", ["raw", "diff", "diff2", "diff3"])
+@pytest.mark.parametrize(("order", "delay"), [(3, 1), (4, 2)])
+def test_of_one_run_they_are_the_plain_measures(transform: str, order: int, delay: int) -> None:
+    series = noise(1, 400)
+    found = analyze(run_of(series), transform=transform, order=order, delay=delay)
+    changed = apply_transform(series.reshape(6, -1), transform)
+    assert column(found, "entropy") == pytest.approx(permutation_entropy(changed, order, delay).value, abs=1e-12)
+    assert [head.windows for head in found.heads] == [changed.shape[-1] - (order - 1) * delay] * 6
+    assert [(head.layer, head.head, head.kv_group) for head in found.heads] == [
+        (layer, head, head // 2) for layer in range(2) for head in range(3)
+    ]
+
+
+def test_windows_of_all_samples_count_together_and_none_across_two() -> None:
+    parts = [noise(seed, steps) for seed, steps in ((1, 90), (2, 150), (3, 61))]
+    found = analyze([run_of(x, str(i)) for i, x in enumerate(parts)], order=4)
+    counts = np.sum([pattern_counts(apply_transform(x.reshape(6, -1), "diff"), 4).counts for x in parts], axis=0)
+    entropy, complexity = plane(counts / counts.sum(axis=1, keepdims=True))
+    assert column(found, "entropy") == pytest.approx(entropy, abs=1e-12)
+    assert column(found, "complexity") == pytest.approx(complexity, abs=1e-12)
+    assert [head.windows for head in found.heads] == [90 + 150 + 61 - 3 * 4] * 6
+    assert (found.samples, found.skipped, found.steps) == (3, 0, 301)
+
+
+def test_mean_spread_and_slope_are_those_of_the_quantity_itself() -> None:
+    steps = np.arange(120)
+    ramps = np.stack([0.2 + 0.001 * steps, 0.5 - 0.002 * steps + 0.01 * np.sin(steps)])[None]
+    found = analyze([run_of(ramps, "a"), run_of(ramps + 0.1, "b")])
+    assert column(found, "mean") == pytest.approx(ramps[0].mean(axis=-1) + 0.05, abs=1e-6)
+    assert column(found, "spread") == pytest.approx(ramps[0].std(axis=-1), abs=1e-6)
+    assert column(found, "slope") == pytest.approx([100 * np.polyfit(steps, x, 1)[0] for x in ramps[0]], abs=1e-5)
+
+
+def test_another_mechanism_and_quantity() -> None:
+    found = analyze(run_of(noise(1)), mechanism="uniform", quantity="relative_l2")
+    assert column(found, "mean") == pytest.approx(2 * (1 - noise(1).reshape(6, -1).mean(axis=-1)), abs=1e-5)
+    assert found.settings["mechanism"] == "uniform"
+
+
+def test_segments_are_cut_from_what_the_transform_left() -> None:
+    series = noise(3, 400)
+    late = apply_transform(series.reshape(6, -1), "diff")[:, 266:]
+    assert column(analyze(run_of(series), segment="late"), "entropy") == pytest.approx(
+        permutation_entropy(late).value, abs=1e-12
+    )
+
+
+def test_the_residual_is_fitted_over_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [noise(seed, steps) + np.linspace(0, 5, steps) for seed, steps in ((1, 100), (2, 140), (3, 100))]
+    runs = [run_of(x, str(i)) for i, x in enumerate(parts)]
+    left = residuals(
+        [x.astype(np.float32).reshape(6, -1) for x in parts], [run.positions.astype(int) for run in runs]
+    ).series
+    counts = np.sum([pattern_counts(x, 3).counts for x in left], axis=0)
+    expected = plane(counts / counts.sum(axis=1, keepdims=True))[0]
+    assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
+    # The same where memory allows only two heads at a time.
+    monkeypatch.setattr("softgap.analysis.samples._HELD", 2 * 340)
+    assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("transform", "samples", "steps"), [("raw", 1, 120), ("diff", 1, 120), ("diff", 12, 20), ("residual", 3, 60)]
+)
+def test_noise_does_not_stand_out(transform: str, samples: int, steps: int) -> None:
+    """p-values of 600 heads of noise are those of the null, whatever the transform, one run or many short ones."""
+    runs = [run_of(noise(seed, steps, layers=20, heads=30), str(seed)) for seed in range(samples)]
+    found = analyze(runs, transform=transform)
+    p = column(found, "p")
+    assert np.mean(p <= 0.05) == pytest.approx(0.05, abs=0.03)
+    assert np.mean(p <= 0.5) == pytest.approx(0.5, abs=0.08)
+    assert abs(column(found, "z").mean()) < 0.25
+    assert len(found.standing_out()) <= 3
+
+
+def test_a_white_null_would_find_structure_in_differenced_noise() -> None:
+    """What the analysis would report if the null skipped the transform: the reason why it does not."""
+    differenced = np.diff(noise(0, 401, layers=5, heads=20), axis=-1)
+    assert column(analyze(run_of(differenced), transform="raw"), "z").mean() < -2
+    assert abs(column(analyze(run_of(noise(0, 401, layers=5, heads=20)), transform="diff"), "z").mean()) < 0.4
+
+
+def test_known_systems_are_recognised_and_stand_out() -> None:
+    series = np.stack([simulate(name, 1500, rng=RNG(5)) for name in ("white", "logistic", "henon", "brown")])
+    found = analyze(run_of(series[None]), transform="raw", order=4)
+    assert [head.nearest.split()[0] for head in found.heads][:3] == ["white", "logistic", "henon"]
+    assert found.heads[3].nearest.split()[0] in ("brown", "fbm")
+    out = {head.head for head in found.standing_out()}
+    assert out == {1, 2, 3}
+    assert all(found.heads[i].z < -5 for i in out)
+
+
+def test_heads_after_correction_are_those_of_benjamini_and_hochberg() -> None:
+    found = analyze(run_of(noise(2, 300, layers=4, heads=5)))
+    p = column(found, "p")
+    order = np.argsort(p)
+    expected = np.empty(20)
+    running = 1.0
+    for rank in range(20, 0, -1):
+        running = min(running, p[order[rank - 1]] * 20 / rank)
+        expected[order[rank - 1]] = running
+    assert column(found, "q") == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 40])
+def test_intervals_hold_what_they_estimate(samples: int) -> None:
+    """Of an AR(1) process, whose entropy at infinite length is approached by one very long series."""
+    truth = permutation_entropy(simulate("ar1", 400_000, rng=RNG(0), phi=0.9)).value
+    steps = 1200 // samples
+    runs = [run_of(simulate("ar1", steps, rng=RNG(seed), size=(4, 25), phi=0.9), str(seed)) for seed in range(samples)]
+    found = analyze(runs, transform="raw")
+    inside = (column(found, "low") <= truth) & (truth <= column(found, "high"))
+    assert inside.mean() > 0.85
+    assert (column(found, "high") - column(found, "low")).max() < 0.1
+
+
+def test_heads_without_windows_enough_are_marked() -> None:
+    series = noise(1, 200)
+    series[0, 1] = 0.25
+    series[1, 2, ::2] = np.round(series[1, 2, ::2])
+    found = analyze(run_of(series))
+    constant = found.heads[1]
+    assert not constant.eligible
+    assert constant.windows == 0
+    assert constant.tie_rate == 1
+    assert "all windows hold equal values" in constant.reason
+    assert all(math.isnan(getattr(constant, name)) for name in ("entropy", "low", "high", "z", "q", "complexity"))
+    assert [head.eligible for head in found.heads] == [True, False, True, True, True, True]
+    short = analyze(run_of(noise(1, 30)))
+    assert not short.eligible
+    assert "27 windows are fewer than the 64 asked for" in short.heads[0].reason
+    assert len(analyze(run_of(noise(1, 30)), eligibility="2*order!").eligible) == 6
+
+
+def test_ties_shorten_the_noise_they_are_compared_with() -> None:
+    series = noise(4, 150, layers=10, heads=20)
+    # Half of the steps repeat the one before: in differences these are ties with one another.
+    rounded = np.round(series * 4) / 4
+    found = analyze(run_of(rounded), transform="raw")
+    assert 0.1 < column(found, "tie_rate").mean() < 0.6
+    assert abs(column(found, "z").mean()) < 0.6
+
+
+def test_samples_too_short_are_counted_and_left_out() -> None:
+    found = analyze([run_of(noise(1, 200), "a"), run_of(noise(2, 3), "b")])
+    assert (found.samples, found.skipped) == (1, 1)
+
+
+def test_layers_with_fewer_heads() -> None:
+    found = analyze(run_of(noise(1, 200), heads=(3, 1)))
+    assert [(head.layer, head.head) for head in found.heads] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_seed_gives_the_same_findings() -> None:
+    runs = [run_of(noise(seed, 60), str(seed)) for seed in range(12)]
+    first, again, other = (analyze(runs, seed=seed).to_json() for seed in (1, 1, 2))
+    assert first == again
+    assert first["heads"] != other["heads"]
+    assert [head["entropy"] for head in first["heads"]] == [head["entropy"] for head in other["heads"]]
+
+
+def test_a_study_on_disk_is_read_sample_by_sample(tmp_path: Path) -> None:
+    runs = [run_of(noise(seed, 50), str(seed)) for seed in range(25)]
+    with StudyWriter(tmp_path / "study", runs[0].manifest) as writer:
+        writer.append(runs[:13])
+        writer.append(runs[13:])
+    from_disk = analyze(open_study(tmp_path / "study"))
+    assert from_disk.heads == analyze(runs).heads
+    assert from_disk.source["model"] == "tiny"
+    assert from_disk.source["study"] == str(tmp_path / "study")
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, float]] = []
+    analyze([run_of(noise(seed, 60), str(seed)) for seed in range(3)], progress=lambda *step: told.append(step))
+    assert [what for what, _ in told].count("counting patterns") == 3
+    assert all(0 <= share <= 1 for _, share in told)
+
+
+def test_findings_as_a_frame() -> None:
+    found = analyze(run_of(noise(1)))
+    frame = found.to_frame()
+    assert list(frame.columns) == [field.name for field in dataclasses.fields(found.heads[0])]
+    assert frame["entropy"].tolist() == [head.entropy for head in found.heads]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"order": 9}, "order must be between 2 and 8, got 9"),
+        ({"order": 1}, "order must be between 2 and 8, got 1"),
+        ({"delay": 0}, "delay must be a whole number from 1, got 0"),
+        ({"transform": "dif"}, "unknown transform 'dif'"),
+        ({"segment": "middle"}, "unknown segment 'middle'"),
+        ({"ties": "drop"}, "unknown ties policy 'drop'"),
+        ({"eligibility": "many"}, "unknown eligibility rule 'many'"),
+        ({"mechanism": "taylor2"}, "unknown mechanism of this study 'taylor2'"),
+        ({"quantity": "norm"}, "unknown quantity 'norm'"),
+        ({"alpha": 0.0}, "alpha must be between 0 and 1, got 0.0"),
+        ({"delay": 200}, "no sample holds one window of order 3 and delay 200"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SoftgapError, match=sentence.replace("(", r"\(")):
+        analyze(run_of(noise(1)), **settings)
+
+
+def test_bad_studies_are_refused() -> None:
+    with pytest.raises(SoftgapError, match="got a study without any"):
+        analyze([])
+    with pytest.raises(SoftgapError, match="got 4 in sample 'b' and 6 in 'a'"):
+        analyze([run_of(noise(1), "a"), run_of(noise(1, heads=2), "b")])
+    broken = noise(1)
+    broken[1, 2, 17] = np.nan
+    with pytest.raises(SoftgapError, match=r"head 1\.2 must be a number at every step, got nan at step 17"):
+        analyze(run_of(broken))
+    with pytest.raises(SoftgapError, match="ties='raise' allows no equal values"):
+        analyze(run_of(np.round(noise(1))), ties="raise")
+
+
+def test_more_counts_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softgap.analysis.dynamics._COUNTS", 1000)
+    with pytest.raises(SoftgapError, match=r"order 5 over 12 samples of 6 heads makes 8\.6e\+03 pattern counts"):
+        analyze([run_of(noise(seed, 40), str(seed)) for seed in range(12)], order=5)
