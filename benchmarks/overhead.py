@@ -38,6 +38,13 @@ LIVE = (200, 1000)
 REPLAY = (512, 2048, 8192)
 PROMPT = "The keeper of the lighthouse wrote down every storm that crossed the bay, and in the margin he noted"
 
+TITLES = {"live": "What recording a generation costs", "replay": "What recording a text costs"}
+HEADING = (
+    "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | recorded, MB | "
+    "memory, recorded / plain |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
 Side = Callable[[], object]
 
 
@@ -186,22 +193,18 @@ def main() -> None:
         text = profile((("live", 100), ("replay", 512), ("replay", 2048)))
         write_section("overhead-profile", "Where the time of recording goes", text)
         return
-    lines = [
-        "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | "
-        "recorded, MB | memory, recorded / plain |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     for mode, sizes in (("live", LIVE), ("replay", REPLAY)):
+        lines = list(HEADING)
         for size in sizes if arguments.only in (None, mode) else ():
             lines.append(measure(mode, size, arguments.pairs))
             print(lines[-1], flush=True)
-            if arguments.only is None:  # an interrupted run keeps what it has measured
-                write_section("overhead", "What recording costs", _text(lines, arguments.pairs))
+            # Row by row: an interrupted run keeps what it has measured.
+            write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments.pairs))
 
 
-def _text(lines: list[str], pairs: int) -> str:
+def _text(mode: str, lines: list[str], pairs: int) -> str:
     return (
-        f"`python benchmarks/overhead.py --pairs {pairs}` on the embedded model (float32, sdpa); {machine()}. Both "
+        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}` on the embedded model (float32, sdpa); {machine()}. Both "
         "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
         "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
         f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "
