@@ -204,7 +204,8 @@ def main() -> None:
 
 def _text(mode: str, lines: list[str], pairs: int) -> str:
     return (
-        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}` on the embedded model (float32, sdpa); {machine()}. Both "
+        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}` on the embedded model (float32, sdpa); "
+        f"{machine()}. Both "
         "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
         "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
         f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "

@@ -313,30 +313,33 @@ class Meter:
         """Reduce what these layers hold, stacked along the batch (layer-major)."""
         if not layers[0].held or layers[0].states is None:
             return
-        count, batch = len(layers), layers[0].held[0].q[0].shape[0]
+        batch, heads, _, d = layers[0].held[0].q[0].shape
+        stated = [m for m in self._mechanisms if m.factorable(d)]
+        count, time = len(layers), sum(run.n for run in layers[0].held)
+        # First of all: what is kept then lies below what is freed again.
+        found = torch.empty(3, len(stated), count * batch, heads, time)
         q, k, v, o, valid = stacked_runs([layer.held for layer in layers])
         # Before the states move on: an interrupted block is lost, never counted twice.
         for layer in layers:
             layer.held.clear()
-        stated = [m for m in self._mechanisms if m.factorable(q.shape[-1])]
         columns = [[layer.states[i] for layer in layers if layer.states is not None] for i in range(len(stated))]
         if count == 1:
             states = [column[0] for column in columns]
         else:
             repeated = [mechanism.for_layers(indices, repeat=batch) for mechanism in stated]
             states = [LinearState.stacked(c, m) for c, m in zip(columns, repeated, strict=True)]
-        found = []
         step = max(POSITIONS, layers[0].window or 0)
-        for start in range(0, q.shape[2], step):
+        for start in range(0, time, step):
             part = slice(start, start + step)
             shown = None if valid is None else valid[:, part]
             asked = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
-            found.append(torch.stack([state.compare(*asked) for state in states], dim=1))
+            for i, state in enumerate(states):
+                found[:, i, :, :, part] = state.compare(*asked)
         if count > 1:
             for state, column in zip(states, columns, strict=True):
                 state.split_into(column)
-        for layer, share in zip(layers, torch.cat(found, dim=-1).chunk(count, dim=2), strict=True):
-            layer.with_state.append(share.cpu())
+        for layer, share in zip(layers, found.chunk(count, dim=2), strict=True):
+            layer.with_state.append(share)
 
     def _direct(
         self, mechanisms: list[Mechanism], index: int, call: AttentionCall, shown: Visible, output: Tensor

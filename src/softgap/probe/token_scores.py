@@ -59,11 +59,12 @@ class TokenScores:
         # Copies of logits whose next token is not known yet, and the positions they belong to.
         self._held: Float[Tensor, "batch waiting vocabulary"] | None = None
         self._waiting: list[int] = []
-        self._done: list[tuple[int, Tensor, Tensor]] = []
+        self._scores: Float[Tensor, "quantity batch time"] | None = None
+        self._expected = 0
 
     def add(self, first: int, logits: Float[Tensor, "batch time vocabulary"], fed: Int[Tensor, "batch total"]) -> None:
         """Take in the logits of the positions from ``first`` on; ``fed`` are all tokens up to their last position."""
-        known = logits.shape[1] - 1
+        known, self._expected = logits.shape[1] - 1, fed.shape[1]
         for start in range(0, known, ROWS):
             stop = min(known, start + ROWS)
             self._note(first + start, logits[:, start:stop], fed[:, first + start + 1 : first + stop + 1])
@@ -87,21 +88,23 @@ class TokenScores:
     def close(self, tokens: Int[Tensor, "batch total"]) -> None:
         """Score all that waits, with or without its token: no more will come."""
         self.settle(tokens)
-        self._done += self._unanswered()
+        for i, position in enumerate(self._waiting):
+            if self._held is not None:
+                self._keep(position, _without_tokens(self._held[:, i : i + 1]))
         self._waiting, self._held = [], None
 
     def result(self, tokens: Int[Tensor, "batch total"], n: int) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of positions 0..n-1, NaN where the model gave no logits."""
         self.settle(tokens)
-        batch = len(tokens)
+        scores = torch.full((2, len(tokens), n), torch.nan)
+        if self._scores is not None:
+            known = min(n, self._scores.shape[2])
+            scores[..., :known] = self._scores[..., :known]
         # What still waits is scored without its token, and goes on waiting.
-        waiting = self._unanswered()
-        logprob, entropy = torch.full((2, batch, n), torch.nan)
-        for first, chosen, spread in [*self._done, *waiting]:
-            stop = min(n, first + chosen.shape[1])
-            logprob[:, first:stop] = chosen[:, : stop - first]
-            entropy[:, first:stop] = spread[:, : stop - first]
-        return logprob, entropy
+        for i, position in enumerate(self._waiting):
+            if position < n and self._held is not None:
+                scores[..., position : position + 1] = _without_tokens(self._held[:, i : i + 1])
+        return scores[0], scores[1]
 
     def _hold(self, position: int, logits: Float[Tensor, "batch vocabulary"]) -> None:
         """Keep a copy: the caller may go on to change its logits in place."""
@@ -119,18 +122,23 @@ class TokenScores:
             self._held[:, :kept] = self._held[:, count : count + kept].clone()
             del self._waiting[:count]
 
-    def _unanswered(self) -> list[tuple[int, Tensor, Tensor]]:
-        """Scores of the positions that wait, as if no token followed."""
-        found = []
-        for i, position in enumerate(self._waiting):
-            logits = self._held[:, i : i + 1]  # type: ignore[index]
-            chosen, entropy = score(logits, torch.full(logits.shape[:2], -1, device=logits.device))
-            found.append((position, chosen.cpu(), entropy.cpu()))
-        return found
-
     def _note(self, first: int, logits: Tensor, tokens: Tensor) -> None:
-        chosen, entropy = score(logits, tokens.to(logits.device))
-        self._done.append((first, chosen.cpu(), entropy.cpu()))
+        self._keep(first, torch.stack(score(logits, tokens.to(logits.device))))
+
+    def _keep(self, first: int, scores: Float[Tensor, "quantity batch time"]) -> None:
+        """Into one array that grows by doubling: a small tensor for every block would pin the memory between blocks."""
+        stop = first + scores.shape[2]
+        if self._scores is None or self._scores.shape[2] < stop:
+            grown = torch.full((*scores.shape[:2], max(stop, self._expected, 256)), torch.nan)
+            if self._scores is not None:
+                grown = torch.cat([self._scores, torch.full_like(grown, torch.nan)], dim=2)
+            self._scores = grown
+        self._scores[..., first:stop] = scores
+
+
+def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Tensor, "quantity batch time"]:
+    """The scores of positions whose next token is not known: entropy alone."""
+    return torch.stack(score(logits, torch.full(logits.shape[:2], -1, device=logits.device)))
 
 
 def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) -> LogitBlocks:
