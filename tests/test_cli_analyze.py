@@ -38,7 +38,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     done = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for part in ("transform raw", "order 4", "1 samples of 300 steps", "heads below noise", "0.0", "logistic r=4"):
+    for part in ("transform raw", "order 4", "1 sample of 300 steps", "heads below noise", "0.0", "logistic r=4"):
         assert part in done.stdout
     findings = json.loads((study / "analysis" / "findings.json").read_text())
     assert [0, 0] in findings["standing_out"]
