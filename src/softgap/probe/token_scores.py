@@ -60,7 +60,7 @@ class TokenScores:
         self._held: Float[Tensor, "batch waiting vocabulary"] | None = None
         self._waiting: list[int] = []
         self._scores: Float[Tensor, "quantity batch time"] | None = None
-        self._expected = 0
+        self._expected = self._stop = 0
 
     def add(self, first: int, logits: Float[Tensor, "batch time vocabulary"], fed: Int[Tensor, "batch total"]) -> None:
         """Take in the logits of the positions from ``first`` on; ``fed`` are all tokens up to their last position."""
@@ -92,6 +92,8 @@ class TokenScores:
             if self._held is not None:
                 self._keep(position, _without_tokens(self._held[:, i : i + 1]))
         self._waiting, self._held = [], None
+        if self._scores is not None:
+            self._scores = self._scores[..., : self._stop].clone()
 
     def result(self, tokens: Int[Tensor, "batch total"], n: int) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of positions 0..n-1, NaN where the model gave no logits."""
@@ -134,6 +136,7 @@ class TokenScores:
                 grown = torch.cat([self._scores, torch.full_like(grown, torch.nan)], dim=2)
             self._scores = grown
         self._scores[..., first:stop] = scores
+        self._stop = max(self._stop, stop)
 
 
 def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Tensor, "quantity batch time"]:
