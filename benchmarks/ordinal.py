@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
-# As in harness.py, and here before antropy brings in numba.
-sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
+import numpy as np
 
-import antropy  # noqa: E402
-import numpy as np  # noqa: E402
-import ordpy  # noqa: E402
-
-from harness import (  # noqa: E402
+from harness import (
     added_memory,
     interleaved,
     machine,
@@ -26,7 +20,7 @@ from harness import (  # noqa: E402
     require_quiet_machine,
     write_section,
 )
-from softgap.signal import permutation_entropy  # noqa: E402
+from softgap.signal import permutation_entropy
 
 SHAPES = ((1024, 400), (270, 10_000))
 ORDERS = (3, 4, 5, 7)
@@ -41,6 +35,10 @@ def data(shape: tuple[int, int]) -> np.ndarray:
 
 def sides(x: np.ndarray, order: int) -> dict[str, Callable[[], object]]:
     """The same entropies three ways; ordpy on the first rows only."""
+    # Here, since antropy brings in numba and harness.py has to come before that.
+    import antropy
+    import ordpy
+
     if order < 5:
 
         def rival() -> object:
