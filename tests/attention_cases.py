@@ -129,7 +129,7 @@ def without_cancelled(found: Attention, mechanism: Mechanism, case: Case) -> Att
     A state computes (q.k)^2 as a sum of signed products. Where q and all visible keys are nearly orthogonal that sum
     is far smaller than its terms (sum_r |q_r k_r|)^2, and as many digits are gone: no form can keep them.
     """
-    if mechanism.name != "polynomial":
+    if not mechanism.cancels:
         return found
     k = case.k.repeat_interleave(case.q.shape[1] // case.k.shape[1], dim=1).transpose(-1, -2)
     scores, terms = ((q @ key).square() * case.seen for q, key in ((case.q, k), (case.q.abs(), k.abs())))

@@ -30,8 +30,10 @@ Array = np.ndarray[Any, Any]
 def served(mechanism: Mechanism, d: int) -> bool:
     """Whether the pass can compute a mechanism for vectors of dimension d."""
     features = mechanism.feature_dim(d) if mechanism.kind == "features" else None
-    plain = not mechanism.log and mechanism.rate is None and mechanism.normaliser == "sum" and not mechanism.signed
-    return plain and features is not None and features <= MOST_FEATURES
+    plain = not mechanism.log and mechanism.rate is None and mechanism.normaliser == "sum"
+    return (
+        plain and not mechanism.signed and not mechanism.cancels and features is not None and features <= MOST_FEATURES
+    )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -196,7 +196,7 @@ class LinearState:
             if key_valid is not None:
                 key = key.masked_fill(~key_valid[:, None, :, None], 0)
             sums["count"] = self._sums("count", Features(query, key, rate=None, log=False), values)
-        elif self.mechanism.signed:
+        elif self.mechanism.signed or self.mechanism.cancels:
             absolute = Features(features.query.abs(), features.key.abs(), rate=None, log=False)
             sums["terms"] = self._sums("terms", absolute, values[..., :0])
         return sums
