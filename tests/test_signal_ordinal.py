@@ -55,10 +55,10 @@ def test_numbers_match_the_reference(name: str, order: int, ties: str) -> None:
     unit = largest(order)
     options: signal.Options = {"ties": ties, "eligibility": 1}
     assert close(signal.permutation_entropy(x, order, 2, **options).value, oracle.reference_entropy(counts) / unit)
-    nats = signal.permutation_entropy(x, order, 2, normalized=False, **options)
+    nats = signal.permutation_entropy(x, order, 2, normalised=False, **options)
     assert close(nats.value, oracle.reference_entropy(counts))
     weights = oracle.reference_weights(x.tolist(), order, 2, ties)
-    weighted = signal.weighted_permutation_entropy(x, order, 2, normalized=False, **options)
+    weighted = signal.weighted_permutation_entropy(x, order, 2, normalised=False, **options)
     assert close(weighted.value, oracle.reference_entropy(weights), 1e-11)
     plane = signal.complexity_entropy(x, order, 2, **options)
     assert close(plane.complexity, oracle.reference_complexity(counts))
@@ -79,9 +79,9 @@ def test_renyi_and_tsallis_match_the_reference_over_q(order: int) -> None:
     x = noise(7, 90)
     counts = oracle.reference_counts(x.tolist(), order, 1)
     grid = [0.0, 0.3, 0.9, 1.2, 2.0, 7.5, 40.0]
-    renyi = signal.renyi_entropy(x, grid, order, normalized=False, eligibility=1)
+    renyi = signal.renyi_entropy(x, grid, order, normalised=False, eligibility=1)
     assert close(renyi.value, [oracle.reference_renyi(counts, q) for q in grid])
-    tsallis = signal.tsallis_entropy(x, grid, order, normalized=False, eligibility=1)
+    tsallis = signal.tsallis_entropy(x, grid, order, normalised=False, eligibility=1)
     assert close(tsallis.value, [oracle.reference_tsallis(counts, q) for q in grid], 1e-11)
     fingerprint = signal.renyi_complexity(x, grid, order, eligibility=1)
     assert close(fingerprint.complexity, [oracle.reference_renyi_complexity(counts, q) for q in grid], 1e-11)
@@ -103,7 +103,7 @@ def test_renyi_and_tsallis_are_shannon_at_one_and_near_it() -> None:
 def test_renyi_keeps_its_digits_at_large_q() -> None:
     x = noise(9, 300)
     top = signal.pattern_counts(x, 4).counts.max() / 297
-    found = signal.renyi_entropy(x, 500.0, 4, normalized=False)
+    found = signal.renyi_entropy(x, 500.0, 4, normalised=False)
     assert -math.log(top) < found.value < -math.log(top) * 500 / 499 + 1e-12
     assert np.isfinite(signal.renyi_complexity(x, [500.0], 4).complexity).all()
 

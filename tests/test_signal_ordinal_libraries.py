@@ -36,7 +36,7 @@ def test_entropy_is_that_of_both_libraries(name: str, order: int, delay: int) ->
     found = signal.permutation_entropy(x, order, delay, **ALIKE)
     close(found.value, ordpy.permutation_entropy(x, order, taux=delay))
     close(found.value, antropy.perm_entropy(x, order, delay, normalize=True))
-    nats = signal.permutation_entropy(x, order, delay, normalized=False, **ALIKE)
+    nats = signal.permutation_entropy(x, order, delay, normalised=False, **ALIKE)
     close(nats.value, antropy.perm_entropy(x, order, delay) * math.log(2))
 
 

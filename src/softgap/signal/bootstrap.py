@@ -43,7 +43,7 @@ def entropy_interval(
     level: float = 0.95,
     replicates: int = 999,
     block: int | None = None,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Interval:
     """Block-bootstrap interval of the permutation entropy of each series.
@@ -89,7 +89,7 @@ def entropy_interval(
             resample_row(index, batch.patterns, int(sizes[at]), draws, samples[at])
             shannon_rows(np.bincount(index, minlength=batch.patterns)[None], value[at : at + 1])
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
-    unit = math.log(batch.patterns) if normalized else 1.0
+    unit = math.log(batch.patterns) if normalised else 1.0
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
     return Interval(*map(batch.shaped, results))
 

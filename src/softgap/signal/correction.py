@@ -21,7 +21,7 @@ __all__ = ["Rarefied", "bias_factor", "corrected_entropy", "rarefied_entropy"]
 
 
 def corrected_entropy(
-    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, seed: int = 0, **options: Unpack[Options]
+    x: Any, order: int = 3, delay: int = 1, *, normalised: bool = True, seed: int = 0, **options: Unpack[Options]
 ) -> Entropy:
     """Permutation entropy with its short-length bias taken out; 1 on average for white noise of any length.
 
@@ -41,7 +41,7 @@ def corrected_entropy(
         sizes, inverse = np.unique(windows, return_inverse=True)
         factors = np.array([bias_factor(batch.order, int(size), batch.delay, seed=seed) for size in sizes])
         entropy += factors[inverse] * ((counts > 0).sum(axis=1) - 1) / (2 * windows)
-        return entropy / math.log(batch.patterns) if normalized else entropy
+        return entropy / math.log(batch.patterns) if normalised else entropy
 
     return Entropy(*measured(batch, batch.counts(), reduce))
 
@@ -93,7 +93,7 @@ def rarefied_entropy(
     delay: int = 1,
     *,
     windows: int | None = None,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Rarefied:
     """Permutation entropy at the same number of windows for every series.
@@ -115,7 +115,7 @@ def rarefied_entropy(
     if common >= batch.least:
         for block in blocks:
             stretch_rows(block.table, batch.patterns, common, values[block.where], stretches[block.where])
-    unit = math.log(batch.patterns) if normalized else 1.0
+    unit = math.log(batch.patterns) if normalised else 1.0
     shaped = batch.shaped
     return Rarefied(
         shaped(values / unit), common, shaped(stretches), shaped(counted), shaped(rate), shaped(stretches > 0)
