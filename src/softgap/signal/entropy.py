@@ -91,7 +91,7 @@ def weighted_permutation_entropy(
     87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
     """
     batch = checked_batch(x, order, delay, options)
-    unit = _unit(batch, normalised)
+    unit = batch.unit(normalised)
 
     def reduce(weights: np.ndarray) -> np.ndarray:
         entropy = np.empty(len(weights))
@@ -155,7 +155,9 @@ def multiscale_entropy(
     for scale in scales:
         step = checked_count("a scale", scale)
         steps = batch.rows.shape[1] // step
-        coarse = batch.rows[:, : steps * step].reshape(-1, steps, step).mean(axis=-1) if step > 1 else batch.rows
+        # The count is spelled out: reshape cannot infer it where a scale leaves no step.
+        parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
+        coarse = parts.mean(axis=-1) if step > 1 else batch.rows
         kept: Options = {**options, "lengths": batch.lengths // step}
         cut = checked_batch(coarse, order, delay, kept, short=True)
         results.append(measured(cut, cut.entropies(), _in_unit(cut, normalised)))
@@ -234,10 +236,6 @@ def _tsallis_largest(q: float, patterns: int) -> float:
     return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
-def _unit(batch: Batch, normalised: bool) -> float:
-    return math.log(batch.patterns) if normalised else 1.0
-
-
 def _in_unit(batch: Batch, normalised: bool) -> Reducer:
-    unit = _unit(batch, normalised)
+    unit = batch.unit(normalised)
     return lambda entropy: np.asarray(entropy[:, 0] / unit)
