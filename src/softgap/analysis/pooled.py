@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,13 +75,12 @@ def _add_noise(
     counts: Int64[np.ndarray, "study pattern"], geometry: Geometry, windows: Sequence[int], rng: np.random.Generator
 ) -> None:
     settings = geometry.settings
-    for (length, left), several in Counter(zip(geometry.lengths, windows, strict=True)).items():
-        rows = several * len(counts) if left else 0
-        step = max(1, _BLOCK // max(length, settings.patterns))
-        for start in range(0, rows, step):
-            study = np.arange(start, min(rows, start + step)) // several
-            noise = rng.standard_normal((len(study), length))
-            np.add.at(counts, study, _counts(settings.cut([noise], [np.arange(length)])[0], left, settings))
+    for at, left in zip(geometry.positions, windows, strict=True):
+        step = max(1, _BLOCK // len(at))
+        for start in range(0, len(counts) if left else 0, step):
+            part = counts[start : start + step]
+            noise = rng.standard_normal((len(part), len(at)))
+            part += _counts(settings.cut([noise], [at])[0], left, settings)
 
 
 def _add_residual_noise(

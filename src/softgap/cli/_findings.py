@@ -109,13 +109,10 @@ def _show_overview(console: Console, findings: Findings) -> None:
         f"({entropy.min():.4f} to {entropy.max():.4f}); white noise of these lengths {findings.noise_entropy:.4f} "
         f"± {findings.noise_deviation:.4f} ({findings.null_samples:,} simulations)"
     )
+    others = len(findings.heads) - len(eligible)
     console.print(
         f"{_heads(below)} below noise and {above} above it, at a false discovery rate of {findings.alpha:g}"
-        + (
-            f"; {_heads(len(findings.heads) - len(eligible))} not eligible"
-            if len(eligible) < len(findings.heads)
-            else ""
-        )
+        + (f"; {_heads(others)} not eligible" if others else "")
     )
     if findings.least_q > findings.alpha:
         console.print(

@@ -53,7 +53,7 @@ def analyze_command(
         "delay": delay,
         "segment": segment,
         "ties": ties,
-        "eligibility": int(eligibility) if eligibility.isdigit() else eligibility,
+        "eligibility": int(eligibility) if eligibility.isdecimal() else eligibility,
         "alpha": alpha,
         "seed": seed,
     }
