@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from cli_examples import Terminal, contents, failure, script
+from cli_examples import contents, failure, script
 from softgap.analysis import analyze
 from softgap.cli import main
 from softgap.cli._findings import show_findings
@@ -41,7 +42,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     done = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for part in ("transform raw", "order 4", "1 sample of 300 steps", "heads below noise", "0.0", "logistic r=4"):
+    for part in ("transform raw", "order 4", "1 sample of 300 steps", "1 head below noise", "0.0", "logistic r=4"):
         assert part in done.stdout
     findings = json.loads((study / "analysis" / "findings.json").read_text())
     assert [0, 0] in findings["standing_out"]
@@ -99,9 +100,9 @@ def test_a_study_of_many_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_narrow_terminal_cuts_no_cell(study: Path) -> None:
     found = analyze(open_study(study), transform="raw")
     for width in (80, 120):
-        terminal = Terminal()
-        show_findings(Console(file=terminal, width=width, no_color=True), found)
-        shown = terminal.getvalue()
+        page = io.StringIO()
+        show_findings(Console(file=page, width=width), found)
+        shown = page.getvalue()
         assert "…" not in shown
         assert max(map(len, shown.splitlines())) <= width
         assert ("complexity" in shown) == (width == 120)

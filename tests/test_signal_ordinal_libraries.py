@@ -108,15 +108,15 @@ def test_bounds_are_those_of_ordpy_at_the_corners(order: int, pieces: int) -> No
     np.testing.assert_allclose(complexity, ours, rtol=0, atol=2e-3)
 
 
-def test_between_the_corners_ordpy_s_upper_curve_lies_below_the_bound() -> None:
-    """A pattern of frequency 1/4, two of 3/8: on our curve, and above every chord of theirs, however fine."""
-    p = np.array([[2, 3, 3, 0, 0, 0]]) / 8
+def test_between_the_corners_ordpy_s_upper_curve_is_no_bound() -> None:
+    """Two patterns of frequencies 1/4 and 3/4: on our curve, and above their chord, however many points it has."""
+    p = np.array([[1, 3, 0, 0, 0, 0]]) / 4
     bounds = signal.complexity_bounds(3, per_piece=256)
     entropy, complexity = (float(value[0]) for value in plane(p))
     ours = np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity)
     theirs = np.interp(entropy, *ordpy.maximum_complexity_entropy(3, m=256).T)
     assert complexity == pytest.approx(ours, abs=1e-6)
-    assert complexity > theirs + 1e-4
+    assert complexity > theirs + 1e-3
 
 
 @each_order

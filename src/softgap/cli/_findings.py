@@ -28,6 +28,7 @@ _TABLES = (".json", ".csv", ".parquet")
 _LISTED = 5
 # Columns from which all cells of a head fit on a line.
 _WIDE = 110
+_WIDE_ONLY = ("slope / 100", "complexity", "ties")
 _NEAREST = "nearest system"
 
 
@@ -91,7 +92,8 @@ def show_findings(console: Console, findings: Findings) -> None:
     )
     skipped = f"; {findings.skipped:,} more are too short" if findings.skipped else ""
     counted = "1 sample" if findings.samples == 1 else f"{findings.samples:,} samples"
-    console.print(f"{counted} of {findings.steps:,} steps in all{skipped}")
+    of = "" if findings.samples == 1 else " in all"
+    console.print(f"{counted} of {findings.steps:,} steps{of}{skipped}")
     if not eligible:
         console.print(Text(f"No head is eligible: {findings.heads[0].reason}.", "yellow"))
         return
@@ -162,20 +164,17 @@ def _show_heads(console: Console, findings: Findings) -> None:
 
 def _cells(head: HeadFinding, *, wide: bool) -> dict[str, str]:
     """The cells of a head by their headings; those that a narrow terminal has no room for are in the files."""
+    nearest = f"{head.nearest} ({head.distance:.3f})" if wide else head.nearest
     cells = {
         "head": f"{head.layer}.{head.head}",
         "divergence": f"{head.mean:.3f} ± {head.spread:.3f}",
+        "slope / 100": f"{head.slope:+.4f}",
         "entropy": f"{head.entropy:.4f}",
         "95 % interval": f"{head.low:.4f} to {head.high:.4f}",
         "z": f"{head.z:+.1f}",
         "q": f"{head.q:.2g}",
-    }
-    if not wide:
-        return {**cells, _NEAREST: head.nearest}
-    return {
-        **cells,
-        "slope / 100": f"{head.slope:+.4f}",
         "complexity": f"{head.complexity:.4f}",
         "ties": f"{head.tie_rate:.1%}",
-        _NEAREST: f"{head.nearest} ({head.distance:.3f})",
+        _NEAREST: nearest,
     }
+    return {heading: cell for heading, cell in cells.items() if wide or heading not in _WIDE_ONLY}

@@ -91,7 +91,7 @@ def entropy_interval(
 
 def usual_block(windows: int, span: int) -> int:
     """Windows per block: the cube root of their number, and no fewer than share a value with one window."""
-    return min(windows, max(math.ceil(windows ** (1 / 3)), 2 * span + 1))
+    return min(windows, max(math.ceil(math.pow(windows, 1 / 3)), 2 * span + 1))
 
 
 def resampled_entropies(
