@@ -18,9 +18,10 @@ from softgap.signal.kernels import shannon_rows
 
 __all__ = ["Geometry", "interval_over_samples", "interval_within_samples", "known_points", "noise_entropies"]
 
-# Steps of simulated noise that all nulls of an analysis may take together, and how many studies one null makes of them.
-_NOISE_STEPS = 2**30
+# Studies of one null: the fewest, and what is usual where they are short. Steps of simulated noise that all nulls of an
+# analysis may take together: for the usual number, and for the number that the correction needs.
 _FEWEST, _USUAL = 199, 9999
+_USUAL_STEPS, _MOST_STEPS = 2**27, 2**30
 # Numbers in memory at a time.
 _BLOCK = 2**21
 # Series of one known system, and of how many of them one point is pooled.
@@ -57,9 +58,9 @@ def noise_entropies(
     ``kept`` is the share of windows that are left where ties were excluded: the noise is shorter by as much.
     ``wanted`` studies are made if that is not too much noise for one of so many ``nulls``.
     """
-    patterns = geometry.settings.patterns
-    affordable = _NOISE_STEPS // (nulls * sum(geometry.lengths))
-    entropies = np.empty(max(_FEWEST, min(max(_USUAL, wanted), affordable)))
+    patterns, steps = geometry.settings.patterns, nulls * sum(geometry.lengths)
+    usual = min(_USUAL, _USUAL_STEPS // steps)
+    entropies = np.empty(max(_FEWEST, usual, min(wanted, _MOST_STEPS // steps)))
     add = _add_residual_noise if geometry.settings.cut.fits_a_trend else _add_noise
     windows = geometry.windows(kept)
     step = max(1, _BLOCK // patterns)

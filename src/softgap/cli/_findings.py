@@ -152,7 +152,8 @@ def _show_heads(console: Console, findings: Findings) -> None:
     if not out:
         ranked = sorted(findings.eligible, key=lambda head: head.z)
         chosen = [*ranked[:2], *ranked[-2:]] if len(ranked) > 3 else ranked
-    rows = [_cells(head, wide=console.width >= _WIDE) for head in chosen]
+    quantity = str(findings.settings["quantity"])
+    rows = [_cells(head, quantity, wide=console.width >= _WIDE) for head in chosen]
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == _NEAREST else "right", no_wrap=True)
@@ -162,12 +163,12 @@ def _show_heads(console: Console, findings: Findings) -> None:
     console.print(table)
 
 
-def _cells(head: HeadFinding, *, wide: bool) -> dict[str, str]:
+def _cells(head: HeadFinding, quantity: str, *, wide: bool) -> dict[str, str]:
     """The cells of a head by their headings; those that a narrow terminal has no room for are in the files."""
     nearest = f"{head.nearest} ({head.distance:.3f})" if wide else head.nearest
     cells = {
         "head": f"{head.layer}.{head.head}",
-        "divergence": f"{head.mean:.3f} ± {head.spread:.3f}",
+        quantity: f"{head.mean:.3f} ± {head.spread:.3f}",
         "slope / 100": f"{head.slope:+.4f}",
         "entropy": f"{head.entropy:.4f}",
         "95 % interval": f"{head.low:.4f} to {head.high:.4f}",
