@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,7 +18,7 @@ from test_analysis import noise, run_of
 def test_every_system_is_named_once_where_nothing_covers_it(transform: str, order: int) -> None:
     found = analyze(run_of(noise(1, 300, layers=6, heads=9)), transform=transform, order=order)
     figure = draw_plane(found)
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves it untyped
     canvas.draw()
     whole, near = figure.axes[:2]
     names = [text.get_text() for axes in (whole, near) for text in axes.texts]
