@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int
 
+from softgap.analysis.cuts import Cut
+from softgap.analysis.settings import Settings
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
-from softgap.signal import TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
-from softgap.signal.transforms import SEGMENTS
-from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories import Trajectories
 
-__all__ = ["Cut", "Sample", "Samples", "samples_of", "transformed"]
-
-# Numbers of a study that are held at once where all its samples are needed together (float64: 256 MiB).
-_HELD = 2**25
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What is done to every series: a transform, then a segment of what it leaves."""
-
-    transform: str
-    segment: str
-
-    def __post_init__(self) -> None:
-        if self.transform not in TRANSFORMS:
-            raise unknown_name("transform", self.transform, TRANSFORMS)
-        if self.segment not in SEGMENTS:
-            raise unknown_name("segment", self.segment, SEGMENTS)
-
-    def length(self, steps: int) -> int:
-        """Steps that are left of so many."""
-        left = max(0, steps - steps_lost(self.transform))
-        if left < 3:
-            return left if self.segment == "full" else 0
-        part = segment_slice(left, self.segment)
-        return int(part.stop - part.start)
-
-    def __call__(
-        self, series: Sequence[Float64[np.ndarray, "series step"]], positions: Sequence[Int[np.ndarray, " step"]]
-    ) -> list[Float64[np.ndarray, "series left"]]:
-        """The series of one or all samples; the residual is that of the samples given together."""
-        if self.transform == "residual":
-            changed: Sequence[np.ndarray] = residuals(series, positions).series
-        else:
-            changed = [apply_transform(x, self.transform) for x in series]
-        return [x[..., segment_slice(x.shape[-1], self.segment)] for x in changed]
+__all__ = ["Sample", "Samples", "samples_of", "transformed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +26,10 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A study's samples, readable again and again, with the places of their heads."""
+    """A study's samples, readable again and again, with the places of their heads.
+
+    ``positions`` are those of every sample's steps, ``used`` says which samples are long enough for one window.
+    """
 
     runs: Iterable[Trajectories]
     mechanism: str
@@ -69,12 +37,17 @@ class Samples:
     layers: tuple[int, ...]
     real: Bool[np.ndarray, "layer head"]
     kv_group: Int[np.ndarray, "layer head"]
-    lengths: tuple[int, ...]
+    positions: tuple[Int[np.ndarray, " step"], ...]
+    used: tuple[bool, ...]
 
     @property
     def n_heads(self) -> int:
         """Heads over all layers."""
         return int(self.real.sum())
+
+    def used_positions(self) -> tuple[Int[np.ndarray, " step"], ...]:
+        """The positions of the used samples."""
+        return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
 
     def __iter__(self) -> Iterator[Sample]:
         for run in self.runs:
@@ -92,12 +65,10 @@ class Samples:
             yield Sample(series, run.positions.astype(np.int64))
 
 
-def samples_of(runs: Iterable[Trajectories], mechanism: str | None, quantity: str) -> Samples:
+def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
     """Look through a study once: all its samples must have the same heads."""
-    if quantity not in QUANTITIES:
-        raise unknown_name("quantity", quantity, QUANTITIES)
     first: Trajectories | None = None
-    lengths = []
+    positions = []
     for run in runs:
         first = first or run
         if run.layers != first.layers or run.heads_per_layer != first.heads_per_layer:
@@ -105,29 +76,34 @@ def samples_of(runs: Iterable[Trajectories], mechanism: str | None, quantity: st
                 f"all samples of an analysis must have the same heads, got {run.n_heads} in sample '{run.sample_id}' "
                 f"and {first.n_heads} in '{first.sample_id}'; analyse them apart"
             )
-        lengths.append(run.n_steps)
-    if first is None or not sum(lengths):
-        raise SoftgapError("an analysis needs trajectories, got a study without any; run `softgap run` or `read` first")
-    name = first.mechanisms[0] if mechanism is None else mechanism
+        positions.append(run.positions.astype(np.int64))
+    if first is None or not sum(map(len, positions)):
+        path = getattr(runs, "path", None)
+        where = f"study '{path}'" if path else "a study"
+        raise SoftgapError(
+            f"an analysis needs trajectories, got {where} without any; use `softgap run` or `softgap read` first"
+        )
+    name = first.mechanisms[0] if settings.mechanism is None else settings.mechanism
     if name not in first.mechanisms:
         raise unknown_name("mechanism of this study", name, first.mechanisms)
-    return Samples(runs, name, quantity, first.layers, first.kv_group >= 0, first.kv_group, tuple(lengths))
+    used = tuple(settings.windows(len(at)) > 0 for at in positions)
+    if not any(used):
+        raise ValueInputError(
+            f"no sample holds one window of order {settings.order} and delay {settings.delay} after transform "
+            f"'{settings.transform}' and segment '{settings.segment}', the longest has {max(map(len, positions))} "
+            "steps; use longer runs or a lower order"
+        )
+    real = first.kv_group >= 0
+    return Samples(runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used)
 
 
-def transformed(
-    samples: Samples, cut: Cut, used: Sequence[bool]
-) -> Iterator[tuple[int, slice, Float64[np.ndarray, "head left"]]]:
-    """The used samples as (number among the used, which heads, their series after the cut)."""
-    if cut.transform != "residual":
-        chosen = (sample for sample, use in zip(samples, used, strict=True) if use)
-        for i, sample in enumerate(chosen):
-            yield i, slice(0, samples.n_heads), cut([sample.series], [sample.positions])[0]
+def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
+    """The series of some heads after the cut, one used sample after the other."""
+    chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
+    kept = ((sample.series[heads], sample.positions) for sample in chosen)
+    if cut.fits_a_trend:
+        series, positions = zip(*kept, strict=True)
+        yield from cut(series, positions)
         return
-    # A trend is fitted over all samples of a head: some heads at a time, and the study read anew for the next.
-    total = sum(length for length, use in zip(samples.lengths, used, strict=True) if use)
-    step = max(1, _HELD // max(1, total))
-    for start in range(0, samples.n_heads, step):
-        heads = slice(start, min(samples.n_heads, start + step))
-        kept = [(sample.series[heads], sample.positions) for sample, use in zip(samples, used, strict=True) if use]
-        for i, series in enumerate(cut([x for x, _ in kept], [at for _, at in kept])):
-            yield i, heads, series
+    for one, at in kept:
+        yield cut([one], [at])[0]
