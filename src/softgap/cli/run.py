@@ -87,6 +87,7 @@ def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: 
     from softgap.probe.provenance import live_options
 
     loaded = task.load()
+    task = task.for_model(loaded)
     chat = not raw and bool(getattr(loaded[1], "chat_template", None))
     options = live_options(loaded[0], max_new_tokens=max_new_tokens, chat=chat, focus=task.focus, settings=sampling)
     with task.writer(loaded, options) as writer, waiting("generating and measuring"):

@@ -20,7 +20,7 @@ from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories, inputs_digest
 
-__all__ = ["check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids"]
+__all__ = ["check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids", "seeded"]
 
 Mechanisms = Sequence[str | Mechanism]
 
@@ -81,7 +81,7 @@ def generate(
         # Sampling defaults of the model's own generation config would only warn here.
         settings.update({name: None for name in ("temperature", "top_p", "top_k") if name not in settings})
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
-    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, _seeded(seed, model):
+    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
         write: Any = model.generate
         write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
     runs = recording.trajectories()
@@ -288,7 +288,7 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 @contextmanager
-def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+def seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
     """A seed for sampling that leaves the global random state as it was."""
     if seed is None:
         yield

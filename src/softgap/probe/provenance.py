@@ -32,7 +32,7 @@ def manifest_of(
     return Manifest(
         model=model.name_or_path or model.config.model_type,
         weights=model_fingerprint(model),
-        mechanisms={mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
+        mechanisms={mechanism.name: _described(mechanism) for mechanism in mechanisms},
         versions={
             "softgap": __version__,
             "torch": torch.__version__,
@@ -48,6 +48,11 @@ def manifest_of(
         options=options or {},
         command=shlex.join(sys.argv),
     )
+
+
+def _described(mechanism: Mechanism) -> dict[str, Any]:
+    """Its numbers, and which calibration its parameters come from."""
+    return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
 
 
 def live_options(

@@ -1,0 +1,199 @@
+"""Fit a linear attention to every head of a model: read, fit layer by layer, judge on held-out text, save."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from softgap import __version__
+from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.gather import Gathered, gather
+from softgap.calibration.held_out import judge
+from softgap.calibration.maps import Maps
+from softgap.calibration.own_text import own_texts
+from softgap.calibration.parts import Parts
+from softgap.calibration.result import Calibration
+from softgap.calibration.texts import Corpus, corpus_of, tokens_needed
+from softgap.errors import ValueInputError
+from softgap.probe.calibrations import StoredCalibration, calibration_path, digest_of
+from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.progress import Report
+
+__all__ = ["calibrate"]
+
+DISTANCES = 2048
+PROBE_STEPS = 12
+FEWEST_STEPS, MOST_STEPS = 50, 5000
+OWN_POSITIONS = 2048
+JUDGED_BY = ("elu1", "uniform")
+CONTROLS = ("mean_ablation", "profile")
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    minutes: float | None = None,
+    positions: int | None = None,
+    out: str | Path | None = None,
+    progress: Report = lambda stage, fraction: None,
+) -> Calibration:
+    """Fit a linear attention to each head of a model, so that ``fitted`` is a mechanism for it.
+
+    Parameters
+    ----------
+    texts
+        What to fit on; the last quarter of it is held out. None lets the model write its own.
+    recipe
+        Features, steps, seed and the rest of what the fit depends on.
+    minutes
+        Choose the number of steps so that the fit takes about this long on this machine, instead of the recipe's.
+    positions
+        The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
+    out
+        Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
+        same call goes on after an interruption.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+    """
+    recipe = recipe or Recipe()
+    if minutes is not None and not minutes > 0:
+        raise ValueInputError(f"minutes must be above 0, got {minutes:g}; leave it out for a number of steps")
+    given = "given"
+    if texts is None:
+        given, positions = "written by the model", positions or OWN_POSITIONS
+        texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
+    corpus = corpus_of(model, tokenizer, texts, positions=positions)
+    metadata = {**_metadata(model, corpus), "text": given}
+    target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
+    parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
+        gathered = gather(
+            model,
+            corpus.fitted,
+            Path(scratch),
+            distances=min(DISTANCES, corpus.longest),
+            report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
+        )
+        if minutes is not None:
+            recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
+        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+    metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
+    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, progress)
+    calibration.save(target)
+    parts.remove()
+    return calibration
+
+
+def _own_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, positions: int, seed: int, progress: Report
+) -> list[str]:
+    # Decoding and encoding again may give fewer tokens than were written.
+    wanted = int(2.2 * tokens_needed(positions))
+    stage = "the model writes its own text"
+    return own_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
+
+
+def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
+    """How many steps fit into the time, by the speed of a few in the first layer."""
+    site, texts = gathered.sites[0], gathered.layer(0)
+    trial = replace(recipe, steps=PROBE_STEPS)
+    times: list[float] = []
+    fit_maps(
+        texts,
+        trial,
+        scale=site.scale,
+        window=site.window,
+        softcap=site.softcap,
+        report=lambda step, loss: times.append(time.perf_counter()),
+    )
+    half = len(times) // 2
+    per_step = (times[-1] - times[half]) / (len(times) - 1 - half)
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * len(gathered.sites)))))
+
+
+def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
+    found: list[Maps] = []
+    layers = len(gathered.sites)
+    kl = float("nan")
+    for layer, site in enumerate(gathered.sites):
+        maps = parts.load(layer)
+        if maps is None:
+
+            def report(step: int, loss: float, layer: int = layer) -> None:
+                nonlocal kl
+                kl = loss if step == 1 else 0.95 * kl + 0.05 * loss
+                done = (layer + step / recipe.steps) / layers
+                progress(f"fitting layer {layer} of {layers}, {kl:.2f} nats from softmax", 0.2 + 0.7 * done)
+
+            maps = fit_maps(
+                gathered.layer(layer),
+                recipe,
+                scale=site.scale,
+                window=site.window,
+                softcap=site.softcap,
+                layer=layer,
+                report=report,
+            )
+            parts.save(layer, maps)
+        found.append(maps)
+    return found
+
+
+def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
+    """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
+    return {
+        "fitted.query_weight": torch.stack([maps.query_weight.flatten(0, 1) for maps in layers]),
+        "fitted.query_bias": torch.stack([maps.query_bias.flatten(0, 1) for maps in layers]),
+        "fitted.key_weight": torch.stack([maps.key_weight for maps in layers]),
+        "fitted.key_bias": torch.stack([maps.key_bias for maps in layers]),
+        "fitted.rate": torch.stack([maps.rate for maps in layers]),
+        "mean_ablation.mean": gathered.mean,
+        "profile.first": gathered.first,
+        "profile.by_distance": gathered.by_distance,
+    }
+
+
+def _metadata(model: PreTrainedModel, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "model": model.name_or_path or model.config.model_type,
+        "fingerprint": model_fingerprint(model),
+        "objective": "KL(softmax weights || fitted weights), sampled keys",
+        "tokens": corpus.digest,
+        "lengths": [len(sequence) for sequence in corpus.fitted],
+        "threads": torch.get_num_threads(),
+        "versions": {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def _judged(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, Any],
+    seed: int,
+    progress: Report,
+) -> Calibration:
+    stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
+    fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
+    held_out = judge(
+        model,
+        tokenizer,
+        corpus.held_out,
+        [fitted, *JUDGED_BY, *controls],
+        seed=seed,
+        report=lambda n: progress("reading held-out text", 0.9 + 0.1 * n / len(corpus.held_out)),
+    )
+    return Calibration(tensors, metadata, held_out)
