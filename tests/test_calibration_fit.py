@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -149,6 +151,6 @@ def test_each_key_is_drawn_once_and_counts_add_up() -> None:
         ({"steps": 0}, "steps must be at least 1, got 0; 600 is usual"),
     ],
 )
-def test_a_recipe_out_of_range_is_refused(settings: dict[str, int], message: str) -> None:
+def test_a_recipe_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueInputError, match=message):
         Recipe(**settings)

@@ -41,8 +41,8 @@ class Recipe:
 
     features: int = 128
     steps: int = 600
-    learning_rate: float = 0.01
-    sharpness: float = 0.5
+    learning_rate: float = 0.05
+    sharpness: float = 1.0
     rows: RowPlan = field(default_factory=RowPlan)
     seed: int = 0
 
@@ -99,7 +99,7 @@ def fit_maps(
         target = softmax_scores(rows, scale, softcap) if wanted is None else wanted(rows)
         loss = weights_kl(target, log_weights(maps, rows), rows).mean()
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         report(step + 1, loss.item())
     return Maps(**{name: tensor.detach() for name, tensor in tensors.items()})

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.probe import read_ids
-from softgap.trajectories import Trajectories
 
 __all__ = ["Closed", "HeldOut", "gap_closed", "judge"]
 
@@ -121,7 +120,7 @@ def judge(
     divergence: dict[str, list[np.ndarray]] = {}
     energy: list[np.ndarray] = []
     for number, ids in enumerate(sequences):
-        run: Trajectories = read_ids(model, list(ids), tokenizer=tokenizer, mechanisms=mechanisms)
+        run = read_ids(model, [ids], tokenizer=tokenizer, mechanisms=mechanisms)[0]
         for name in run.mechanisms:
             divergence.setdefault(name, []).append(run.select(name).divergence)
         energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))

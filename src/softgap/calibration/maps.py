@@ -53,7 +53,7 @@ def log_weights(maps: Maps, rows: Rows) -> Scores:
     query_top = query.detach().amax(dim=-1, keepdim=True)
     product = (query - query_top).exp().flatten(2, 3) @ (key - key_top).exp().transpose(-1, -2)
     logs = product.clamp(min=torch.finfo(product.dtype).tiny).log() + key_top.transpose(-1, -2)
-    return logs.unflatten(2, query.shape[2:4])
+    return _by_row(logs, rows)
 
 
 def softmax_scores(rows: Rows, scale: float, softcap: float | None = None) -> Scores:
@@ -61,7 +61,12 @@ def softmax_scores(rows: Rows, scale: float, softcap: float | None = None) -> Sc
     scores = (rows.query.flatten(2, 3) * scale) @ rows.key.transpose(-1, -2)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    return scores.unflatten(2, rows.query.shape[2:4])
+    return _by_row(scores, rows)
+
+
+def _by_row(logs: Float[Tensor, "block kv_head group_row key"], rows: Rows) -> Scores:
+    blocks, kv_heads, group, count = rows.query.shape[:4]
+    return logs.reshape(blocks, kv_heads, group, count, -1)
 
 
 def weights_kl(wanted: Scores, found: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
@@ -74,7 +79,7 @@ def weights_kl(wanted: Scores, found: Scores, rows: Rows) -> Float[Tensor, "bloc
 
 
 def landmark_maps(
-    texts: Sequence[LayerText], features: int, scale: float, *, sharpness: float = 0.5, rng: np.random.Generator
+    texts: Sequence[LayerText], features: int, scale: float, *, sharpness: float = 1.0, rng: np.random.Generator
 ) -> Maps:
     """Where the fit starts: every feature is the softmax distribution of one real query, a landmark.
 

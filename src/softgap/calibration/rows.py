@@ -47,11 +47,11 @@ class RowPlan:
         Rows before this position are never drawn: they see few keys, and any mechanism does well there.
     """
 
-    blocks: int = 2
-    rows: int = 32
+    blocks: int = 8
+    rows: int = 8
     sinks: int = 4
-    near: int = 192
-    far: int = 192
+    near: int = 64
+    far: int = 64
     start: int = 16
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -108,47 +111,93 @@ def _own_texts(
 def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     """How many steps fit into the time, by the speed of a few in the first layer."""
     site, texts = gathered.sites[0], gathered.layer(0)
-    trial = replace(recipe, steps=PROBE_STEPS)
     times: list[float] = []
-    fit_maps(
-        texts,
-        trial,
-        scale=site.scale,
-        window=site.window,
-        softcap=site.softcap,
-        report=lambda step, loss: times.append(time.perf_counter()),
-    )
+    with _one_thread_each() as workers:
+        fit_maps(
+            texts,
+            replace(recipe, steps=PROBE_STEPS),
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            report=lambda step, kl: times.append(time.perf_counter()),
+        )
     half = len(times) // 2
     per_step = (times[-1] - times[half]) / (len(times) - 1 - half)
-    return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * len(gathered.sites)))))
+    rounds = -(-len(gathered.sites) // workers)
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
 def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
-    found: list[Maps] = []
+    """Every layer's map, as many layers at a time as torch has threads.
+
+    Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
+    """
     layers = len(gathered.sites)
-    kl = float("nan")
-    for layer, site in enumerate(gathered.sites):
+    state = _Progress(layers * recipe.steps, progress)
+
+    def fitted(layer: int) -> Maps:
         maps = parts.load(layer)
-        if maps is None:
+        if maps is not None:
+            state.skip(recipe.steps)
+            return maps
+        site = gathered.sites[layer]
+        maps = fit_maps(
+            gathered.layer(layer),
+            recipe,
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            layer=layer,
+            report=state.step,
+        )
+        parts.save(layer, maps)
+        return maps
 
-            def report(step: int, loss: float, layer: int = layer) -> None:
-                nonlocal kl
-                kl = loss if step == 1 else 0.95 * kl + 0.05 * loss
-                done = (layer + step / recipe.steps) / layers
-                progress(f"fitting layer {layer} of {layers}, {kl:.2f} nats from softmax", 0.2 + 0.7 * done)
+    with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
+        waiting = [pool.submit(fitted, layer) for layer in range(layers)]
+        try:
+            return [future.result() for future in waiting]
+        except BaseException:
+            state.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
 
-            maps = fit_maps(
-                gathered.layer(layer),
-                recipe,
-                scale=site.scale,
-                window=site.window,
-                softcap=site.softcap,
-                layer=layer,
-                report=report,
-            )
-            parts.save(layer, maps)
-        found.append(maps)
-    return found
+
+class _Progress:
+    """Steps of all layers, told as one share; raises in the workers once the fit is to stop."""
+
+    def __init__(self, steps: int, progress: Report) -> None:
+        self._steps, self._progress = steps, progress
+        self._done, self._kl = 0, float("nan")
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def skip(self, steps: int) -> None:
+        with self._lock:
+            self._done += steps
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def step(self, step: int, kl: float) -> None:
+        if self._stopped:
+            raise CancelledError
+        with self._lock:
+            self._done += 1
+            self._kl = kl if step == 1 else 0.98 * self._kl + 0.02 * kl
+            share = self._done / self._steps
+            self._progress(f"fitting, {self._kl:.2f} nats from softmax", 0.2 + 0.7 * share)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Torch on one thread per caller; yields how many callers the machine was set up for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
