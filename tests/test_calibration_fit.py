@@ -28,13 +28,7 @@ def random_text(seed: int, *, query_norm: float = 1.0, key_norm: float = 1.0) ->
 
 
 def as_mechanism(maps: Maps) -> Mechanism:
-    return mechanisms()["fitted"].with_parameters(
-        query_weight=maps.query_weight.flatten(0, 1)[None],
-        query_bias=maps.query_bias.flatten(0, 1)[None],
-        key_weight=maps.key_weight[None],
-        key_bias=maps.key_bias[None],
-        rate=maps.rate[None],
-    )
+    return mechanisms()["fitted"].with_parameters(**maps.parameters())
 
 
 def output(mechanism: str | Mechanism, text: LayerText, seed: int = 9) -> torch.Tensor:

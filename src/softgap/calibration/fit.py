@@ -62,6 +62,7 @@ def fit_maps(
     softcap: float | None = None,
     wanted: Callable[[Rows], Scores] | None = None,
     layer: int = 0,
+    start: Maps | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Maps:
     """The map whose weights are nearest to softmax over these texts.
@@ -80,11 +81,13 @@ def fit_maps(
         Unnormalised log-weights to fit; None for the model's own softmax scores.
     layer
         Chooses the layer's own random stream.
+    start
+        Where to begin; None begins at landmarks.
     report
         Called with the steps done and the KL divergence of the last one.
     """
     rng = np.random.default_rng([recipe.seed, layer])
-    maps = landmark_maps(texts, recipe.features, scale, sharpness=recipe.sharpness, rng=rng)
+    maps = start or landmark_maps(texts, recipe.features, scale, sharpness=recipe.sharpness, rng=rng)
     tensors = {name: tensor.requires_grad_() for name, tensor in maps.tensors().items()}
     # Weights start at scale times a query; a step moves all numbers by a like share of their size.
     pace = {"query_weight": scale * recipe.sharpness, "key_weight": scale, "log_rate": 3.0}

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from softgap.calibration.profile import ProfileSums
 from softgap.calibration.rows import LayerText
 from softgap.errors import UnsupportedError
+from softgap.probe.models import Model
 from softgap.probe.tensors import LayerTensors, visit_layers
 
 __all__ = ["Gathered", "LayerSite", "gather"]
@@ -59,7 +59,7 @@ class Gathered:
 
 
 def gather(
-    model: PreTrainedModel,
+    model: Model,
     texts: Sequence[Sequence[int]],
     folder: Path,
     *,

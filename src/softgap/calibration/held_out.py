@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.probe import read_ids
+from softgap.probe.models import Model, Tokenizer
 
 __all__ = ["Closed", "HeldOut", "gap_closed", "judge"]
 
@@ -108,8 +108,8 @@ def gap_closed(
 
 
 def judge(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Model,
+    tokenizer: Tokenizer,
     sequences: Sequence[Sequence[int]],
     mechanisms: Sequence[str | Mechanism],
     *,

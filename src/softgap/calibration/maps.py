@@ -36,6 +36,16 @@ class Maps:
         """Decay per position."""
         return self.log_rate.exp().clamp(max=FASTEST)
 
+    def parameters(self) -> dict[str, Float[Tensor, "layer head ..."]]:
+        """What the mechanism ``fitted`` needs, for one layer."""
+        return {
+            "query_weight": self.query_weight.flatten(0, 1)[None],
+            "query_bias": self.query_bias.flatten(0, 1)[None],
+            "key_weight": self.key_weight[None],
+            "key_bias": self.key_bias[None],
+            "rate": self.rate[None],
+        }
+
     def tensors(self) -> dict[str, Tensor]:
         """The free numbers by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.probe.capture import seeded
+from softgap.probe.models import Model, Tokenizer
 
 __all__ = ["own_texts"]
 
@@ -35,8 +35,8 @@ ROWS = 16
 
 
 def own_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Model,
+    tokenizer: Tokenizer,
     tokens: int,
     *,
     seed: int = 0,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.errors import ValueInputError
+from softgap.probe.models import Model, Tokenizer
 
 __all__ = ["Corpus", "corpus_of", "tokens_needed"]
 
@@ -50,8 +50,8 @@ def tokens_needed(positions: int) -> int:
 
 
 def corpus_of(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Model,
+    tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
     positions: int | None = None,

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from softgap import __version__
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.gather import Gathered, gather
 from softgap.calibration.held_out import judge
@@ -29,7 +26,9 @@ from softgap.calibration.texts import Corpus, corpus_of, tokens_needed
 from softgap.errors import ValueInputError
 from softgap.probe.calibrations import StoredCalibration, calibration_path, digest_of
 from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
+from softgap.probe.provenance import library_versions
 
 __all__ = ["calibrate"]
 
@@ -42,8 +41,8 @@ CONTROLS = ("mean_ablation", "profile")
 
 
 def calibrate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Model,
+    tokenizer: Tokenizer,
     texts: Sequence[str] | None = None,
     *,
     recipe: Recipe | None = None,
@@ -99,9 +98,7 @@ def calibrate(
     return calibration
 
 
-def _own_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, positions: int, seed: int, progress: Report
-) -> list[str]:
+def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
     wanted = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
@@ -202,19 +199,16 @@ def _one_thread_each() -> Iterator[int]:
 
 def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
     """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
+    by_layer = [maps.parameters() for maps in layers]
     return {
-        "fitted.query_weight": torch.stack([maps.query_weight.flatten(0, 1) for maps in layers]),
-        "fitted.query_bias": torch.stack([maps.query_bias.flatten(0, 1) for maps in layers]),
-        "fitted.key_weight": torch.stack([maps.key_weight for maps in layers]),
-        "fitted.key_bias": torch.stack([maps.key_bias for maps in layers]),
-        "fitted.rate": torch.stack([maps.rate for maps in layers]),
+        **{f"fitted.{name}": torch.cat([layer[name] for layer in by_layer]) for name in by_layer[0]},
         "mean_ablation.mean": gathered.mean,
         "profile.first": gathered.first,
         "profile.by_distance": gathered.by_distance,
     }
 
 
-def _metadata(model: PreTrainedModel, corpus: Corpus) -> dict[str, Any]:
+def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
@@ -222,13 +216,13 @@ def _metadata(model: PreTrainedModel, corpus: Corpus) -> dict[str, Any]:
         "tokens": corpus.digest,
         "lengths": [len(sequence) for sequence in corpus.fitted],
         "threads": torch.get_num_threads(),
-        "versions": {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": library_versions(),
     }
 
 
 def _judged(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Model,
+    tokenizer: Tokenizer,
     corpus: Corpus,
     tensors: dict[str, Tensor],
     metadata: dict[str, Any],
