@@ -42,8 +42,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOFTGAP_CACHE", str(tmp_path / "cache"))
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
 
 
 def made(path: Path | None = None, **settings: Any) -> Calibration:

@@ -63,8 +63,13 @@ class StoredCalibration:
 
 
 def calibration_path(fingerprint: str) -> Path:
-    """Where the cache keeps the calibration of the model with this fingerprint."""
-    return cache_dir() / "calibrations" / f"{fingerprint}.safetensors"
+    """Where the calibration of the model with this fingerprint is kept.
+
+    In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
+    """
+    own = os.environ.get("SOFTGAP_CALIBRATIONS")
+    folder = Path(own).expanduser().absolute() if own else cache_dir() / "calibrations"
+    return folder / f"{fingerprint}.safetensors"
 
 
 def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
