@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from softgap.attention import attend, compare_outputs, mechanisms
+from softgap.attention import attend, attention_weights, compare_outputs, mechanisms
 from softgap.attention.mechanism import Mechanism
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.maps import Maps, landmark_maps, log_weights, softmax_scores, weights_kl
@@ -103,6 +103,16 @@ def test_the_same_seed_gives_the_same_map_and_another_seed_another() -> None:
     assert torch.equal(fitted(0), fitted(0))
     assert not torch.equal(fitted(0), fitted(1))
     assert not torch.equal(fitted(0), fitted(0, layer=1))
+
+
+def test_the_weights_of_the_fit_are_those_of_the_mechanism() -> None:
+    text, maps = random_text(4), teacher(6)
+    rows = sample_rows([text], RowPlan(blocks=1, rows=LENGTH, near=0, far=1, start=0), rng=np.random.default_rng(0))
+    assert bool((rows.from_middle[0] == torch.arange(LENGTH) - (LENGTH - 1) / 2).all())
+    prior = torch.zeros(()).masked_fill(~rows.seen[0], -torch.inf)
+    found = torch.softmax(log_weights(maps, rows)[0] + prior, dim=-1)[..., -LENGTH:].flatten(0, 1)
+    truth = attention_weights(as_mechanism(maps), text.query[None], text.key[None], scale=SCALE)[0]
+    assert torch.allclose(found, truth, atol=1e-5)
 
 
 def test_sampled_keys_estimate_the_loss_over_all_keys() -> None:
