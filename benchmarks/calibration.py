@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,10 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from softgap.linearize import swap
 
 from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
+from held_out import halves, sequences
 from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, judge
-from softgap.linearize import swap
 from softgap.probe import load_model, read_ids
 from softgap.probe.tensors import visit_layers
 
@@ -32,22 +32,6 @@ POSITIONS = 8192
 JUDGED = {2048: 8, 8192: 2}
 SWAPPED = {512: 8, 2048: 4}
 SHARES = (0.10, 0.25, 0.50, 0.75, 1.00)
-
-
-def halves(text: str) -> tuple[str, str]:
-    """The text cut at the first title line (WikiText) or paragraph behind its middle."""
-    middle = len(text) // 2
-    found = re.search(r"\n = [^=].* = \n|\n\n", text[middle:])
-    cut = middle + (found.start() if found else 0)
-    return text[:cut], text[cut:]
-
-
-def sequences(ids: Sequence[int], wanted: dict[int, int]) -> dict[int, list[list[int]]]:
-    """So many sequences of each length, evenly spread over the tokens."""
-    return {
-        length: [list(ids[s : s + length]) for s in np.linspace(0, len(ids) - length, count).astype(int)]
-        for length, count in wanted.items()
-    }
 
 
 def fitted(file: str, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
@@ -65,7 +49,8 @@ def gaps(calibration: Calibration, model: Any, tokenizer: Any, ids: Sequence[int
     """What held-out text says, at positions up to 8,192."""
     texts = sequences(ids, JUDGED)
     controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
-    short = judge(model, tokenizer, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls])
+    first = calibration.tensors["profile.first"].numpy()
+    short = judge(model, tokenizer, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], first=first)
     far = judge(model, tokenizer, texts[8192], [calibration.mechanism(), "uniform"])
     far_bins = {name: closed for name, closed in far.by_position.items() if name not in short.by_position}
     return HeldOut(**{**vars(short), "by_position": {**short.by_position, **far_bins}})
@@ -138,10 +123,11 @@ def described(features: int, steps: int, minutes: float, held_out: HeldOut) -> s
     """One row of the table of gaps."""
     bins = ("64-512", "512-1024", "1024-2048", "2048-4096", "4096-8192")
     cells = [f"{held_out.by_position[name].value:.3f}" if name in held_out.by_position else "" for name in bins]
+    sinks = " / ".join(f"{closed.value:.3f}" for closed in held_out.by_sink.values())
     whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["mean_ablation"]
     return (
         f"| {features} | {steps} | {minutes:.1f} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
-        f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {held_out.explained:.3f} |"
+        f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {sinks} | {held_out.explained:.3f} |"
     )
 
 
@@ -177,8 +163,8 @@ def main() -> None:
         f"{JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192; minutes include reading and judging. "
         f"Peak memory, calibration / plain forward of {POSITIONS} tokens: {ratio}.\n\n"
         "| features | steps | minutes | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | "
-        "4096-8192 | against profile | against mean output | explained energy |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "4096-8192 | against profile | against mean output | sink heads / others | explained energy |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
         "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
     )

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from calibration import halves, sequences
 from harness import FINDINGS, machine, write_section
+from held_out import halves, sequences
 from softgap.attention import attend, compare_outputs, resolve
 from softgap.calibration import Recipe, fit_maps
 from softgap.calibration.maps import Maps, landmark_maps

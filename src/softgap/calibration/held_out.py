@@ -25,6 +25,8 @@ FIRST = 64
 NO_GAP = 0.02
 BINS = (0, 16, 64, 512, 1024, 2048, 4096, 8192)
 RESAMPLES = 999
+SINK = 0.5
+SINKS, OTHERS = "first token over half", "first token at most half"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class HeldOut:
         The fitted map against each control: 1 - mean divergence(fitted) / mean divergence(control).
     by_position
         The fitted map by range of positions, as ``"64-512"``.
+    by_sink
+        The fitted map in heads that give the first token more than half of their weight, and in the others.
     by_head
         The fitted map per ``[layer][head]``, None where there is no gap to close.
     explained
@@ -59,6 +63,7 @@ class HeldOut:
     gap_closed: Mapping[str, Closed]
     against: Mapping[str, Closed]
     by_position: Mapping[str, Closed]
+    by_sink: Mapping[str, Closed]
     by_head: tuple[tuple[float | None, ...], ...]
     explained: float
     texts: int
@@ -81,12 +86,12 @@ class HeldOut:
         )
 
 
-_CLOSED = ("gap_closed", "against", "by_position")
+_CLOSED = ("gap_closed", "against", "by_position", "by_sink")
 
 
 def gap_closed(
-    fitted: Sequence[Float[np.ndarray, "layer head time"]],
-    uniform: Sequence[Float[np.ndarray, "layer head time"]],
+    fitted: Sequence[Float[np.ndarray, "*heads time"]],
+    uniform: Sequence[Float[np.ndarray, "*heads time"]],
     positions: range | None = None,
     *,
     rng: np.random.Generator,
@@ -113,10 +118,14 @@ def judge(
     sequences: Sequence[Sequence[int]],
     mechanisms: Sequence[str | Mechanism],
     *,
+    first: Float[np.ndarray, "layer head"] | None = None,
     seed: int = 0,
     report: Callable[[int], None] = lambda done: None,
 ) -> HeldOut:
-    """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms."""
+    """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms.
+
+    ``first`` is the mean weight of each head on the first token, where it is known.
+    """
     divergence: dict[str, list[np.ndarray]] = {}
     energy: list[np.ndarray] = []
     for number, ids in enumerate(sequences):
@@ -133,10 +142,17 @@ def judge(
     }
     ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
     positions = {name: gap_closed(fitted, uniform, bounds, rng=rng) for name, bounds in ranges.items()}
+    groups = {} if first is None else {SINKS: first > SINK, OTHERS: first <= SINK}
+    sinks = {
+        name: gap_closed([x[heads] for x in fitted], [x[heads] for x in uniform], rng=rng)
+        for name, heads in groups.items()
+        if heads.any()
+    }
     return HeldOut(
         gap_closed=_present(closed),
         against=_present(against),
         by_position=_present(positions),
+        by_sink=_present(sinks),
         by_head=_by_head(fitted, uniform),
         explained=float(np.nanmedian(np.nanmean(np.concatenate(energy, axis=-1), axis=-1))),
         texts=len(sequences),

@@ -236,6 +236,7 @@ def _judged(
         tokenizer,
         corpus.held_out,
         [fitted, *JUDGED_BY, *controls],
+        first=tensors["profile.first"].numpy(),
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.9 + 0.1 * n / len(corpus.held_out)),
     )

@@ -128,6 +128,8 @@ def _table(calibration: Calibration) -> Table:
             table.add_row(f"gap left by {name} closed by fitted", *_cells(closed))
     for name, closed in held_out.by_position.items():
         table.add_row(f"fitted, positions {name}", *_cells(closed))
+    for name, closed in held_out.by_sink.items():
+        table.add_row(f"fitted, heads with {name}", *_cells(closed))
     table.add_row("energy explained by fitted, median head", f"{held_out.explained:.3f}", "")
     return table
 
