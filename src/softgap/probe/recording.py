@@ -34,7 +34,7 @@ from softgap.probe.tap import AttentionCall, tapped
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "ready", "record"]
 
 DEFAULT_MECHANISMS = ("elu1", "uniform")
 BLOCK = 32
@@ -71,7 +71,7 @@ class Recording:
         if drop_sinks < 0:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
-        self.mechanisms = tuple(_ready(resolve(mechanism), model) for mechanism in mechanisms)
+        self.mechanisms = tuple(ready(resolve(mechanism), model) for mechanism in mechanisms)
         if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
@@ -322,7 +322,8 @@ def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None
             del model.__dict__["generate"]
 
 
-def _ready(mechanism: Mechanism, model: PreTrainedModel) -> Mechanism:
+def ready(mechanism: Mechanism, model: PreTrainedModel) -> Mechanism:
+    """The mechanism as it is computed for this model, once it carries every parameter that it needs."""
     if mechanism.missing:
         raise UnsupportedError(
             f"mechanism '{mechanism.name}' needs the parameters {', '.join(mechanism.missing)}, which a calibration "
