@@ -1,4 +1,4 @@
-"""A swap leaves nothing behind, measures with a recording, keeps to its model, and says what is wrong with its input."""
+"""A swap leaves nothing behind, shows in recordings, keeps to its model, and says what is wrong with its input."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_an_exception_in_the_model_leaves_nothing(model: Any) -> None:
 
 
 def test_an_exception_in_the_mechanism_leaves_nothing(model: Any) -> None:
-    with swap(model, HEADS, "cosformer:context=1"), pytest.raises(ValueInputError, match="positions below its context"):
-        model.config.max_position_embeddings = 1
-        with swap(model, HEADS, "cosformer"):
-            logits_of(model, IDS)
+    kept, model.config.max_position_embeddings = model.config.max_position_embeddings, 4
+    with swap(model, HEADS, "cosformer"), pytest.raises(ValueInputError, match="positions below its context M = 4"):
+        logits_of(model, IDS)
+    model.config.max_position_embeddings = kept
 
 
 def test_refused_input_leaves_nothing(model: Any) -> None:
@@ -211,7 +211,7 @@ def refusals() -> list[Any]:
             "elu1",
             {},
             ValueInputError,
-            r"heads must name at least one \(layer, head\) pair, got none; heads_of_layer",
+            "heads must name at least one .* pair, got none; heads_of_layer lists",
         ),
         ([(2, 0)], "elu1", {}, ValueInputError, "attention layers of this model are 0 to 1, got 2$"),
         ([(-1, 0)], "elu1", {}, ValueInputError, "attention layers of this model are 0 to 1, got -1$"),
@@ -240,7 +240,7 @@ def refusals() -> list[Any]:
             "elu1",
             {"positions": 4},
             ValueInputError,
-            r"must be range\(start, stop\) or \(start, stop\), got 4",
+            r"must be range\(start, stop\) or .*, got 4$",
         ),
     ]
 
@@ -259,9 +259,9 @@ def test_layers_with_numbers_of_their_own_are_listed() -> None:
 
 
 def test_groups_that_do_not_exist(model: Any) -> None:
-    with pytest.raises(ValueInputError, match="KV groups of layer 1 are 0 to 1, got 2$"):
+    with pytest.raises(ValueInputError, match=r"KV groups of layer 1 are 0 to 1, got 2$"):
         heads_of_group(model, 1, 2)
-    with pytest.raises(ValueInputError, match="KV groups of layer 0 are 0 only, got 1$"):
+    with pytest.raises(ValueInputError, match=r"KV groups of layer 0 are 0 only, got 1$"):
         heads_of_group(tiny_with("llama", num_key_value_heads=1), 0, 1)
 
 
@@ -277,7 +277,7 @@ def test_models_that_cannot_be_tapped() -> None:
 @pytest.mark.parametrize("model_type", ["diffllama", "zamba2", "hrm_text"])
 def test_modules_that_serve_several_layers(model_type: str) -> None:
     model = tiny_with(model_type)
-    with pytest.raises(UnsupportedError, match="layer 0 shares its module '.*Attention' with another attention call"):
+    with pytest.raises(UnsupportedError, match=r"layer 0 shares its module '.*Attention' with another attention call"):
         heads_of_layer(model, 0)
 
 
