@@ -38,15 +38,17 @@ def edited(model: Any, swaps: Swaps, queries: Callable[[int], bool] = lambda t: 
     shared = type(registry)._global_mapping.get(name)
     order: list[int] = []
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *args: Any, **options: Any) -> Any:
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, *args: Any, **options: Any
+    ) -> Any:
         original: Callable[..., Any] = shared or sys.modules[type(module).__module__].eager_attention_forward
-        output, weights = original(module, q, k, v, mask, *args, **options)
+        output, weights = original(module, q, k, v, attention_mask, *args, **options)
         if id(module) not in order:
             order.append(id(module))
         row = order.index(id(module))
         number = row if getattr(module, "layer_idx", None) is None else module.layer_idx
         output = output.clone()
-        seen = seen_by(mask, q, k)
+        seen = seen_by(attention_mask, q, k)
         for heads, mechanism in swaps:
             mine = [head for layer, head in heads if layer == number]
             if not mine:
