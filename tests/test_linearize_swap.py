@@ -35,6 +35,9 @@ MECHANISMS = """softmax elu1 relu hedgehog favor:features=16 taylor2 polynomial 
 top_k:k=3 relu2_scores zero self_token previous_token first_token""".split()  # noqa: SIM905
 # Its attention is more than softmax of the scores: softcaps, sinks.
 NOT_PLAIN = {"gemma2", "gpt_oss", "doge"}
+# Products of experts exist in float32 and below only.
+EXPERTS = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_next", "jamba"}
+WINDOW: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 5}}
 IDS = row(ids_of(13))
 PAIR = [(0, 1), (1, 0), (1, 1), (1, 3)]  # of 4 heads in 2 KV groups: in layer 1 two of one group and one of the other
 
@@ -48,21 +51,20 @@ def some_heads(model: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_swapped_forward_is_the_edited_one(model_type: str) -> None:
     for attn in attention_names(model_type):
-        model = tiny_with(model_type, attn=attn, dtype=torch.float64)
+        model = tiny_with(model_type, attn=attn, dtype=torch.float32 if model_type in EXPERTS else torch.float64)
         heads = some_heads(model)
         with edited(model, [(heads, ready_for(model, "elu1"))]):
             truth = logits_of(model, IDS)
         with swap(model, heads, "elu1"):
             found = logits_of(model, IDS)
-        assert apart(found, truth) < DOUBLE
+        assert apart(found, truth) < (SINGLE if model_type in EXPERTS else DOUBLE)
         assert apart(found, logits_of(model, IDS)) > 1e-3
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_every_mechanism_is_the_edited_one(model_type: str, name: str) -> None:
-    changes = {"sliding_window": 5} if model_type == "mistral" else {}
-    model = tiny_with(model_type, dtype=torch.float64, **changes)
+    model = tiny_with(model_type, dtype=torch.float64, **WINDOW.get(model_type, {}))
     with edited(model, [(PAIR, ready_for(model, name))]):
         truth = logits_of(model, IDS)
     with swap(model, PAIR, name):
@@ -106,14 +108,14 @@ def test_parameters_reach_their_layer_and_head(name: str, key_maps: int | None, 
 
 
 def test_parameters_by_layer_follow_the_calls_where_layers_have_numbers_of_their_own() -> None:
-    model = tiny_with("qwen3_next", dtype=torch.float64)
-    (layer,) = attention_layers(model)
-    assert (layer.number, layer.index) == (3, 0)
-    mechanism = with_random_parameters("mean_ablation", 1, layer.heads, layer.kv_heads, 16, 16)
+    model = tiny_with("qwen3_next")
+    layers = attention_layers(model)
+    assert [(layer.number, layer.index) for layer in layers] == [(1, 0), (3, 1)]
+    mechanism = with_random_parameters("mean_ablation", 2, layers[0].heads, layers[0].kv_heads, 16, 16)
     with edited(model, [([(3, 1)], mechanism)]):
         truth = logits_of(model, IDS)
     with swap(model, [(3, 1)], mechanism):
-        assert apart(logits_of(model, IDS), truth) < DOUBLE
+        assert apart(logits_of(model, IDS), truth) < SINGLE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -248,7 +250,7 @@ def padded(short: Tensor, long: Tensor) -> tuple[Tensor, Tensor]:
 def test_rows_of_a_padded_batch_are_those_of_each_text_alone(
     model_type: str, name: str, settings: dict[str, Any], positions: range | None
 ) -> None:
-    model = tiny_with(model_type, **({"sliding_window": 5} if model_type == "mistral" else {}))
+    model = tiny_with(model_type, **WINDOW.get(model_type, {}))
     short = row(ids_of(6, seed=3))
     batch, mask = padded(short, IDS)
     with swap(model, PAIR, name, positions=positions):
@@ -342,14 +344,14 @@ def test_the_arithmetic_is_float32_under_autocast() -> None:
     model = tiny_with("llama")
     with torch.autocast("cpu", dtype=torch.bfloat16), swap(model, PAIR, "elu1"):
         call = calls_of(model, IDS)[0]
-    assert call.query.dtype == torch.bfloat16
+    assert (call.query.dtype, call.value.dtype, call.output.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     found = attend("elu1", call.query, call.key, call.value, scale=call.scale).output.transpose(1, 2)
     assert apart(call.output[:, :, 1], found[:, :, 1].to(call.output.dtype)) <= torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("name", ["softmax", "uniform", "top_k:k=3", "first_token"])
+@pytest.mark.parametrize("name", ["softmax", "uniform", "top_k:k=3", "taylor2", "relu", "hedgehog", "favor", "decay"])
 def test_gradients_pass_through(name: str) -> None:
-    model = tiny_with("llama", dtype=torch.float64)
+    model = tiny_with("gpt2", dtype=torch.float64)  # its norms, unlike Llama's, do not compute in float32
     embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
     direction = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -363,6 +365,9 @@ def test_gradients_pass_through(name: str) -> None:
         with torch.no_grad():
             rise = loss(embedded + step * direction) - loss(embedded - step * direction)
     assert float((gradient * direction).sum()) == pytest.approx(float(rise) / (2 * step), rel=1e-5)
+    if name == "softmax":
+        (own,) = torch.autograd.grad(loss(embedded), embedded)
+        assert apart(gradient, own) < DOUBLE
 
 
 def test_a_mask_per_head_is_cut_to_the_swapped_heads() -> None:

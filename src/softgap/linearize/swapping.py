@@ -88,6 +88,9 @@ class _Part:
         k, v = (x.index_select(1, kv_heads) for x in (call.key, call.value))
         if visible.mask is not None and visible.mask.shape[1] > 1:
             visible = dataclasses.replace(visible, mask=visible.mask.index_select(1, heads))
+        # One row over all keys costs less than the state they would make; and the chunked form writes over what a
+        # gradient needs.
+        explicit = q.shape[2] == 1 or _differentiated(q, k, v, *self.mechanism.parameters.values())
         with torch.autocast(device.type, enabled=False):
             found = attend(
                 self.mechanism,
@@ -96,8 +99,7 @@ class _Part:
                 v,
                 visible=visible,
                 scale=call.scale,
-                # One row over all keys costs less than the state they would make.
-                form="quadratic" if q.shape[2] == 1 else "auto",
+                form="quadratic" if explicit else "auto",
                 dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
                 check=False,
             )
@@ -128,6 +130,10 @@ class _Swap:
     def _inside(self, span: range) -> Tensor:
         positions = self.forward.positions()
         return (positions >= span.start) & (positions < span.stop)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _span(positions: range | tuple[int, int] | None) -> range | None:
