@@ -66,8 +66,8 @@ def swap(
 class _Part:
     """The swapped heads of one layer, and their mechanism with the parameters of these heads only.
 
-    ``kv_heads`` are the KV heads that they need: each once where every one of them serves equally many swapped heads, else
-    one for each swapped head.
+    ``kv_heads`` are the KV heads that they need: each once where all serve equally many swapped heads, else one for
+    each swapped head.
     """
 
     layer: AttentionLayer
