@@ -23,6 +23,7 @@ from softgap.linearize import swap
 
 from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
+from softgap.attention import Mechanism
 from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, judge
 from softgap.probe import load_model, read_ids
 from softgap.probe.tensors import visit_layers
@@ -82,7 +83,7 @@ def swaps(calibration: Calibration, model: Any, tokenizer: Any, fit: Sequence[in
     """Rows of the swap table: the rise in loss by share of heads, mechanism and length."""
     order = order_by_divergence(calibration, model, tokenizer, fit)
     shuffled = [order[i] for i in np.random.default_rng(0).permutation(len(order))]
-    sides = {
+    sides: dict[str, tuple[list[tuple[int, int]], str | Mechanism]] = {
         "fitted, by calibrated divergence": (order, calibration.mechanism()),
         "fitted, random order": (shuffled, calibration.mechanism()),
         "mean_ablation, same order": (order, calibration.mechanism("mean_ablation")),

@@ -23,6 +23,7 @@ from probe_cases import (
     prompt_of,
     row,
     tiny_with,
+    traces,
     written,
 )
 from softgap.attention import LinearState
@@ -31,24 +32,6 @@ from softgap.probe import Interrupted, generate, record
 from softgap.probe.tap import overridden_names
 
 IDS = ids_of(11)
-
-
-def traces(model: nn.Module) -> dict[str, object]:
-    """Everything a recording touches."""
-    return {
-        "local registry": dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
-        "overrides": overridden_names(),
-        "hooks": [
-            (name, list(part._forward_hooks), list(part._forward_pre_hooks), list(part._forward_hooks_with_kwargs))
-            for name, part in model.named_modules()
-        ],
-        "own attributes": {name: sorted(part.__dict__) for name, part in model.named_modules()},
-        "attention": [_attention(part) for part in model.modules()],
-    }
-
-
-def _attention(part: Any) -> object:
-    return getattr(getattr(part, "config", None), "_attn_implementation", None)
 
 
 @pytest.fixture

@@ -10,7 +10,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from softgap import analysis, attention, calibration, errors, probe, report, signal, stats, trajectories
+    from softgap import (
+        analysis,
+        attention,
+        calibration,
+        errors,
+        linearize,
+        probe,
+        report,
+        signal,
+        stats,
+        trajectories,
+    )
     from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
     from softgap.attention.attend import attend  # by its file: the room has a module of that name too
     from softgap.calibration import Calibration, calibrate
@@ -37,6 +48,7 @@ __all__ = [
     "doctor",
     "errors",
     "generate",
+    "linearize",
     "load",
     "load_model",
     "mechanisms",
@@ -51,7 +63,18 @@ __all__ = [
     "trajectories",
 ]
 
-_ROOMS = ("analysis", "attention", "calibration", "errors", "probe", "report", "signal", "stats", "trajectories")
+_ROOMS = (
+    "analysis",
+    "attention",
+    "calibration",
+    "errors",
+    "linearize",
+    "probe",
+    "report",
+    "signal",
+    "stats",
+    "trajectories",
+)
 _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "calibration": ("Calibration", "calibrate"),

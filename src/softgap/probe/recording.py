@@ -35,7 +35,7 @@ from softgap.probe.tap import AttentionCall, tapped
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "ready", "record"]
 
 BLOCK = 32
 
@@ -71,7 +71,7 @@ class Recording:
         if drop_sinks < 0:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
-        self.mechanisms = tuple(_ready(mechanism, model) for mechanism in mechanisms)
+        self.mechanisms = tuple(ready(mechanism, model) for mechanism in mechanisms)
         if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
@@ -322,7 +322,8 @@ def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None
             del model.__dict__["generate"]
 
 
-def _ready(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+def ready(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+    """The mechanism as it is computed for this model, with every parameter that it needs."""
     found = equipped(mechanism, model)
     if "context" in found.options:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
