@@ -19,12 +19,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from softgap.linearize import swap
 
 from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
 from softgap.attention import Mechanism
 from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, judge
+from softgap.linearize import swap
 from softgap.probe import load_model, read_ids
 from softgap.probe.tensors import visit_layers
 
