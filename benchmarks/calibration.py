@@ -1,6 +1,6 @@
 """What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
 
-Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only gap|swap]
+Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only reach|cost]
 
 The first half of the file is fitted on, the second half is held out: give text whose halves share no article.
 """
@@ -102,12 +102,6 @@ def swaps(calibration: Calibration, model: Any, tokenizer: Any, fit: Sequence[in
     return rows
 
 
-def memory(file: str, features: int) -> tuple[int | None, int | None]:
-    """Peak bytes of a calibration, and of a plain forward over the longest sequence, each in a process of its own."""
-    common = ("--text", file, "--features", str(features), "--peak")
-    return peak_memory(__file__, *common, "calibrate"), peak_memory(__file__, *common, "forward")
-
-
 def report_peak(file: str, features: int, side: str) -> None:
     """Do one side and print this process's peak memory."""
     if side == "forward":
@@ -120,16 +114,68 @@ def report_peak(file: str, features: int, side: str) -> None:
     print(peak_of_process())
 
 
-def described(features: int, steps: int, minutes: float, held_out: HeldOut) -> str:
+def described(features: int, steps: int, held_out: HeldOut) -> str:
     """One row of the table of gaps."""
     bins = ("64-512", "512-1024", "1024-2048", "2048-4096", "4096-8192")
     cells = [f"{held_out.by_position[name].value:.3f}" if name in held_out.by_position else "" for name in bins]
     sinks = " / ".join(f"{closed.value:.3f}" for closed in held_out.by_sink.values())
     whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["mean_ablation"]
     return (
-        f"| {features} | {steps} | {minutes:.1f} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
+        f"| {features} | {steps} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
         f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {sinks} | {held_out.explained:.3f} |"
     )
+
+
+def write_reach(options: argparse.Namespace) -> None:
+    """Fit, judge and swap: numbers that do not depend on how busy the machine is."""
+    model, tokenizer = load_model()
+    fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
+    rows: list[str] = []
+    tables: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for features in options.features:
+            found, _ = fitted(options.text, features, options.steps, Path(folder) / f"{features}.safetensors")
+            rows.append(described(features, options.steps, gaps(found, model, tokenizer, held)))
+            print(rows[-1], flush=True)
+            if features == options.features[0]:
+                tables = swaps(found, model, tokenizer, fit, held)
+    write_section(
+        "calibration-reach",
+        "What a calibration reaches",
+        f"{command(options, 'reach')} on the embedded model, float32; {machine()}. Gap closed on held-out text by "
+        f"positions, {JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192.\n\n"
+        "| features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | 4096-8192 | "
+        "against profile | against mean output | sink heads / others | explained energy |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
+        "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
+    )
+
+
+def write_cost(options: argparse.Namespace) -> None:
+    """Minutes and memory of one calibration, on a quiet machine."""
+    require_quiet_machine()
+    features = options.features[0]
+    with tempfile.TemporaryDirectory() as folder:
+        _, minutes = fitted(options.text, features, options.steps, Path(folder) / "timed.safetensors")
+    common = ("--text", options.text, "--features", str(features), "--peak")
+    used, plain = (peak_memory(__file__, *common, side) for side in ("calibrate", "forward"))
+    ratio = f"{used / plain:.2f} ({used / 1e6:.0f} MB / {plain / 1e6:.0f} MB)" if used and plain else "not known here"
+    line = (
+        f"{features} features, {options.steps} steps: {minutes:.1f} minutes from loaded model to saved file, reading "
+        f"and judging included. Peak memory, calibration / plain forward over {POSITIONS} tokens: {ratio}."
+    )
+    print(line)
+    write_section(
+        "calibration-cost",
+        "What a calibration takes",
+        f"{command(options, 'cost')} on the embedded model, float32; {machine()}.\n\n{line}",
+    )
+
+
+def command(options: argparse.Namespace, only: str) -> str:
+    """The command that writes a section."""
+    return f"`python benchmarks/calibration.py --text FILE --features {' '.join(map(str, options.features))} --only {only}`"
 
 
 def main() -> None:
@@ -138,37 +184,16 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--features", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--only", choices=["reach", "cost"])
     parser.add_argument("--peak", choices=["calibrate", "forward"])
     options = parser.parse_args()
     if options.peak:
         report_peak(options.text, options.features[0], options.peak)
         return
-    require_quiet_machine()
-    model, tokenizer = load_model()
-    fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
-    rows, tables = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for features in options.features:
-            found, minutes = fitted(options.text, features, options.steps, Path(folder) / f"{features}.safetensors")
-            rows.append(described(features, options.steps, minutes, gaps(found, model, tokenizer, held)))
-            print(rows[-1], flush=True)
-            if features == options.features[0]:
-                tables = swaps(found, model, tokenizer, fit, held)
-    used, plain = memory(options.text, options.features[0])
-    command = f"`python benchmarks/calibration.py --text FILE --features {' '.join(map(str, options.features))}`"
-    ratio = f"{used / plain:.2f}" if used and plain else "not known here"
-    write_section(
-        "calibration",
-        "What a calibration reaches",
-        f"{command} on the embedded model, float32; {machine()}. Gap closed on held-out text by positions, "
-        f"{JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192; minutes include reading and judging. "
-        f"Peak memory, calibration / plain forward of {POSITIONS} tokens: {ratio}.\n\n"
-        "| features | steps | minutes | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | "
-        "4096-8192 | against profile | against mean output | sink heads / others | explained energy |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
-        "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
-    )
+    if options.only != "reach":
+        write_cost(options)
+    if options.only != "cost":
+        write_reach(options)
 
 
 if __name__ == "__main__":
