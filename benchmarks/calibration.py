@@ -175,7 +175,8 @@ def write_cost(options: argparse.Namespace) -> None:
 
 def command(options: argparse.Namespace, only: str) -> str:
     """The command that writes a section."""
-    return f"`python benchmarks/calibration.py --text FILE --features {' '.join(map(str, options.features))} --only {only}`"
+    features = " ".join(map(str, options.features))
+    return f"`python benchmarks/calibration.py --text FILE --features {features} --only {only}`"
 
 
 def main() -> None:
