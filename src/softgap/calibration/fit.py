@@ -41,7 +41,7 @@ class Recipe:
 
     features: int = 128
     steps: int = 600
-    learning_rate: float = 0.05
+    learning_rate: float = 0.1
     sharpness: float = 1.0
     rows: RowPlan = field(default_factory=RowPlan)
     seed: int = 0
