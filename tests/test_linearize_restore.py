@@ -223,7 +223,13 @@ def refusals() -> list[Any]:
         ([(0, 1, 2)], "elu1", {}, ValueInputError, r"whole numbers, got \(0, 1, 2\)$"),
         ([(0, 1.5)], "elu1", {}, ValueInputError, r"whole numbers, got \(0, 1.5\)$"),
         ([(0, 1)], "unifrom", {}, UnknownNameError, r"unknown mechanism 'unifrom'; did you mean 'uniform'\?"),
-        ([(0, 1)], "fitted", {}, UnsupportedError, "'fitted' needs the parameters query_weight, .*there is no calibration"),
+        (
+            [(0, 1)],
+            "fitted",
+            {},
+            UnsupportedError,
+            "'fitted' needs the parameters query_weight, .*there is no calibration",
+        ),
         (
             [(0, 1)],
             fitted,
