@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from softgap.cli.lab_separation import separation_command
+
 __all__ = ["lab"]
 
 lab = typer.Typer(
@@ -12,4 +14,7 @@ lab = typer.Typer(
     no_args_is_help=True,
     help="Run the claims of the theory: on synthetic data, and inside a real model with --model.",
     context_settings={"help_option_names": ["-h", "--help"]},
+)
+lab.command("separation", epilog="Example: softgap lab separation --d 258 --map a1,n --out runs/separation")(
+    separation_command
 )

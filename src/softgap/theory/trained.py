@@ -1,0 +1,204 @@
+"""Does the gap survive training? Small models with softmax and linear attention on the same tasks and budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from softgap.errors import ValueInputError
+from softgap.theory.claims import Claim, Verdict
+from softgap.theory.trained_cells import Cell, Training, stored_cell
+from softgap.theory.trained_model import trainable
+from softgap.theory.trained_tasks import DEFAULT_TASKS, task
+
+__all__ = ["Score", "Trained", "train_all"]
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean over seeds with its 95 % t interval; without an interval (NaN) for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def score_of(values: Sequence[float]) -> Score:
+    """The mean of some values over seeds; values that are NaN make the mean NaN."""
+    array = np.asarray(values, float)
+    mean = float(array.mean())
+    if len(array) < 2:
+        return Score(mean, math.nan, math.nan, len(array))
+    half = float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
+    return Score(mean, mean - half, mean + half, len(array))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """All trained cells.
+
+    Attributes
+    ----------
+    rival
+        What softmax is compared with: the first other mechanism.
+    resumed
+        How many cells were found finished.
+    """
+
+    cells: tuple[Cell, ...]
+    rival: str
+    resumed: int
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """In the order they were trained."""
+        return tuple(dict.fromkeys(cell.task for cell in self.cells))
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """In the order they were trained."""
+        return tuple(dict.fromkeys(cell.mechanism for cell in self.cells))
+
+    def of(self, name: str, mechanism: str) -> tuple[Cell, ...]:
+        """The cells of one task and mechanism, by seed."""
+        return tuple(cell for cell in self.cells if (cell.task, cell.mechanism) == (name, mechanism))
+
+    def score(self, name: str, mechanism: str) -> Score:
+        """At equal size and equal steps."""
+        return score_of([cell.score for cell in self.of(name, mechanism)])
+
+    def advantage(self, name: str, *, equal_time: bool = False) -> Score:
+        """Score of softmax minus that of the rival, seed by seed; at the time of the faster one if asked."""
+        pairs = zip(self.of(name, "softmax"), self.of(name, self.rival), strict=True)
+        differences = []
+        for soft, other in pairs:
+            limit = min(soft.seconds, other.seconds) if equal_time else math.inf
+            differences.append(soft.score_after(limit) - other.score_after(limit))
+        return score_of(differences)
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The verdicts."""
+        return tuple(claim for claim in (self._survives(), self._recall(), self._linear_wins()) if claim is not None)
+
+    def _survives(self) -> Claim | None:
+        if "separation" not in self.tasks:
+            return None
+        found = self.advantage("separation")
+        means = {name: self.score("separation", name).mean for name in self.mechanisms}
+        return Claim(
+            "trained separation",
+            "softgap",
+            f"Trained on D0 and D1, softmax attention classifies better than {self.rival}.",
+            _decided(found),
+            "" if found.seeds > 1 else "one seed has no interval",
+            {
+                **{f"accuracy, {name}": value for name, value in means.items()},
+                "at least": found.low,
+                "at most": found.high,
+            },
+        )
+
+    def _recall(self) -> Claim | None:
+        lengths = sorted(int(name.partition("-")[2]) for name in self.tasks if name.startswith("recall-"))
+        if len(lengths) < 2:
+            return None
+        found = {pairs: self.advantage(f"recall-{pairs}") for pairs in lengths}
+        first, last = found[lengths[0]], found[lengths[-1]]
+        grows = last.low > first.high
+        verdict: Verdict = "not decided" if last.seeds < 2 else "holds" if grows else "does not hold"
+        return Claim(
+            "recall",
+            "softgap",
+            f"The advantage of softmax over {self.rival} in associative recall grows with the number of pairs.",
+            verdict,
+            "" if last.seeds > 1 else "one seed has no interval",
+            {f"advantage, {pairs} pairs": one.mean for pairs, one in found.items()},
+        )
+
+    def _linear_wins(self) -> Claim:
+        size = {name: self.advantage(name) for name in self.tasks}
+        timed = {name: self.advantage(name, equal_time=True) for name in self.tasks}
+        won = {f"{name}, equal size": one.mean for name, one in size.items() if one.high < 0}
+        won |= {f"{name}, equal time": one.mean for name, one in timed.items() if one.high < 0}
+        least = {f"advantage of softmax, {name}": one.mean for name, one in size.items()}
+        one_seed = all(one.seeds < 2 for one in size.values())
+        return Claim(
+            "a task for linear",
+            "Deng, Song and Zhou 2023, third open question",
+            f"There is a task here on which trained {self.rival} attention beats softmax.",
+            "not decided" if one_seed else "holds" if won else "does not hold",
+            "one seed has no interval" if one_seed else "",
+            won or least,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "rival": self.rival,
+            "cells": [cell.to_json() for cell in self.cells],
+            "scores": [
+                {
+                    "task": name,
+                    "kind": task(name).kind,
+                    "chance": task(name).chance,
+                    **{mechanism: asdict(self.score(name, mechanism)) for mechanism in self.mechanisms},
+                    "advantage": asdict(self.advantage(name)),
+                    "advantage_at_equal_time": asdict(self.advantage(name, equal_time=True)),
+                }
+                for name in self.tasks
+            ],
+        }
+
+
+def _decided(difference: Score) -> Verdict:
+    if difference.seeds < 2:
+        return "not decided"
+    return "holds" if difference.low > 0 else "does not hold"
+
+
+def train_all(
+    tasks: Sequence[str] | None = None,
+    mechanisms: Sequence[str] | None = None,
+    *,
+    seeds: int = 3,
+    training: Training | None = None,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train every mechanism on every task from every seed; finished cells in ``folder`` are read, not trained again.
+
+    Parameters
+    ----------
+    mechanisms
+        Beside softmax; elu1 by default. The first one is the rival of the comparisons.
+    """
+    names = tuple(tasks or DEFAULT_TASKS)
+    wanted = tuple(dict.fromkeys(("softmax", *(mechanisms or ("elu1",)))))
+    budget = training or Training()
+    if seeds < 1 or budget.steps < 1:
+        raise ValueInputError(f"training needs at least one seed and one step, got {seeds} and {budget.steps}")
+    if len(wanted) < 2:
+        raise ValueInputError("training compares softmax with another mechanism, got softmax alone; add one")
+    for name in wanted:
+        trainable(name)
+    for name in names:
+        task(name)
+    asked = [(name, mechanism, seed) for name in names for seed in range(seeds) for mechanism in wanted]
+    cells, resumed = [], 0
+    for done, (name, mechanism, seed) in enumerate(asked):
+        if progress is not None:
+            progress(f"training {mechanism} on {name}", done / len(asked))
+        cell, there = stored_cell(folder, name, mechanism, seed, budget)
+        cells.append(cell)
+        resumed += there
+    return Trained(tuple(cells), wanted[1], resumed)
