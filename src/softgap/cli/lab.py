@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from softgap.cli.lab_injectivity import injectivity_command
 from softgap.cli.lab_separation import separation_command
 
 __all__ = ["lab"]
@@ -14,6 +15,9 @@ lab = typer.Typer(
     no_args_is_help=True,
     help="Run the claims of the theory: on synthetic data, and inside a real model with --model.",
     context_settings={"help_option_names": ["-h", "--help"]},
+)
+lab.command("injectivity", epilog="Example: softgap lab injectivity --model smollm2-135m --out injectivity")(
+    injectivity_command
 )
 lab.command("separation", epilog="Example: softgap lab separation --d 258 --map a1,n --out runs/separation")(
     separation_command
