@@ -20,7 +20,7 @@ from softgap.analysis.pooled import (
     known_points,
     noise_entropies,
 )
-from softgap.analysis.samples import Cut, Samples, samples_of, transformed
+from softgap.analysis.samples import Cut, Samples, controlled, samples_of, transformed
 from softgap.errors import ValueInputError
 from softgap.signal import ordinal_patterns
 from softgap.signal.batch import checked_batch
@@ -89,7 +89,7 @@ def analyze(
     used = [cut.length(length) > (order - 1) * delay for length in samples.lengths]
     _check_sizes(samples, used, order, delay, transform, segment)
     described = _described(samples, cut)
-    counted = _counted(samples, cut, used, order, delay, ties, rng, tell)
+    counted = _counted(controlled(samples, cut), cut, used, order, delay, ties, rng, tell)
     geometry = Geometry(order, delay, ties, cut, counted.lengths, counted.positions)
     least = least_windows(eligibility, order)
     tell("simulating noise", 0.0)

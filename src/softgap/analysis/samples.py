@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int
@@ -13,7 +13,15 @@ from softgap.signal import TRANSFORMS, apply_transform, residuals, segment_slice
 from softgap.signal.transforms import SEGMENTS
 from softgap.trajectories import QUANTITIES, Trajectories
 
-__all__ = ["Cut", "Sample", "Samples", "samples_of", "transformed"]
+__all__ = ["Cut", "Sample", "Samples", "controlled", "samples_of", "transformed"]
+
+CONTROL = "control"
+"""The transform that subtracts, step by step, the same quantity of the mechanism `uniform`.
+
+It takes away what the position lab finds behind the trend (the running mean of values and the concentration of
+softmax) and leaves what the mechanism itself adds.
+"""
+_CONTROLLER = "uniform"
 
 # Numbers of a study that are held at once where all its samples are needed together (float64: 256 MiB).
 _HELD = 2**25
@@ -27,14 +35,19 @@ class Cut:
     segment: str
 
     def __post_init__(self) -> None:
-        if self.transform not in TRANSFORMS:
-            raise unknown_name("transform", self.transform, TRANSFORMS)
+        if self.transform not in (*TRANSFORMS, CONTROL):
+            raise unknown_name("transform", self.transform, (*TRANSFORMS, CONTROL))
         if self.segment not in SEGMENTS:
             raise unknown_name("segment", self.segment, SEGMENTS)
 
+    @property
+    def _own(self) -> str:
+        # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
+        return "raw" if self.transform == CONTROL else self.transform
+
     def length(self, steps: int) -> int:
         """Steps that are left of so many."""
-        left = max(0, steps - steps_lost(self.transform))
+        left = max(0, steps - steps_lost(self._own))
         if left < 3:
             return left if self.segment == "full" else 0
         part = segment_slice(left, self.segment)
@@ -47,7 +60,7 @@ class Cut:
         if self.transform == "residual":
             changed: Sequence[np.ndarray] = residuals(series, positions).series
         else:
-            changed = [apply_transform(x, self.transform) for x in series]
+            changed = [apply_transform(x, self._own) for x in series]
         return [x[..., segment_slice(x.shape[-1], self.segment)] for x in changed]
 
 
@@ -61,7 +74,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A study's samples, readable again and again, with the places of their heads."""
+    """A study's samples, readable again and again, with the places of their heads; ``control`` is subtracted."""
 
     runs: Iterable[Trajectories]
     mechanism: str
@@ -70,6 +83,8 @@ class Samples:
     real: Bool[np.ndarray, "layer head"]
     kv_group: Int[np.ndarray, "layer head"]
     lengths: tuple[int, ...]
+    mechanisms: tuple[str, ...]
+    control: str | None = None
 
     @property
     def n_heads(self) -> int:
@@ -80,6 +95,8 @@ class Samples:
         for run in self.runs:
             values = run.quantities[self.quantity][run.mechanisms.index(self.mechanism)]
             series = values[self.real].astype(np.float64)
+            if self.control is not None:
+                series -= run.quantities[self.quantity][run.mechanisms.index(self.control)][self.real]
             bad = ~np.isfinite(series)
             if bad.any():
                 head, step = (int(i) for i in np.argwhere(bad)[0])
@@ -111,7 +128,21 @@ def samples_of(runs: Iterable[Trajectories], mechanism: str | None, quantity: st
     name = first.mechanisms[0] if mechanism is None else mechanism
     if name not in first.mechanisms:
         raise unknown_name("mechanism of this study", name, first.mechanisms)
-    return Samples(runs, name, quantity, first.layers, first.kv_group >= 0, first.kv_group, tuple(lengths))
+    return Samples(
+        runs, name, quantity, first.layers, first.kv_group >= 0, first.kv_group, tuple(lengths), tuple(first.mechanisms)
+    )
+
+
+def controlled(samples: Samples, cut: Cut) -> Samples:
+    """The samples with the control subtracted, if that is the cut's transform."""
+    if cut.transform != CONTROL:
+        return samples
+    if _CONTROLLER not in samples.mechanisms or samples.mechanism == _CONTROLLER:
+        raise ValueInputError(
+            f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "
+            f"'{samples.mechanism}' of {', '.join(samples.mechanisms)}; measure both or use transform 'residual'"
+        )
+    return replace(samples, control=_CONTROLLER)
 
 
 def transformed(
@@ -128,8 +159,6 @@ def transformed(
     step = max(1, _HELD // max(1, total))
     for start in range(0, samples.n_heads, step):
         heads = slice(start, min(samples.n_heads, start + step))
-        kept = [
-            (sample.series[heads], sample.positions) for sample, use in zip(samples, used, strict=True) if use
-        ]
+        kept = [(sample.series[heads], sample.positions) for sample, use in zip(samples, used, strict=True) if use]
         for i, series in enumerate(cut([x for x, _ in kept], [at for _, at in kept])):
             yield i, heads, series

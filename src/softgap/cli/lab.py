@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from softgap.cli.lab_injectivity import injectivity_command
+from softgap.cli.lab_position import position_command
 from softgap.cli.lab_separation import separation_command
 
 __all__ = ["lab"]
@@ -19,6 +20,7 @@ lab = typer.Typer(
 lab.command("injectivity", epilog="Example: softgap lab injectivity --model smollm2-135m --out injectivity")(
     injectivity_command
 )
+lab.command("position", epilog="Example: softgap lab position --model smollm2-135m --mechanism elu1")(position_command)
 lab.command("separation", epilog="Example: softgap lab separation --d 258 --map a1,n --out runs/separation")(
     separation_command
 )

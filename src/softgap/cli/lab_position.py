@@ -1,0 +1,121 @@
+"""`softgap lab position`: why divergence changes with position, in i.i.d. heads or in every head of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from softgap.cli import _output
+from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._options import Json, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory.position import Position
+
+__all__ = ["position_command"]
+
+
+def position_command(
+    model: Model = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="With --model: a text file, or - for standard input; a built-in page by default."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Read, or draw, no more than so many tokens.")] = 512,
+    start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare softmax with; may be repeated, verdicts are about the first. "
+            "Default: elu1 and every other linear map.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Without --model: number of heads.")] = 20,
+    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries, keys and values.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the heads, the random queries and the intervals.")] = 0,
+    out: LabOut = None,
+    as_json: Json = False,
+) -> None:
+    """Why divergence changes with position: the normaliser, the running mean of values, or softmax's concentration."""
+    if model is None:
+        lab = _synthetic(mechanism, heads, tokens, dim, start, seed)
+    else:
+        lab = _in_model(model, text, tokens, mechanism, start, seed)
+    title = f"Position in {model or 'i.i.d. heads'} over {lab.settings['tokens']} tokens"
+    present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
+    if not as_json:
+        _output.console().print(_shares_table(lab))
+
+
+def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, start: int, seed: int) -> Position:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.position import position_synthetic
+
+    with waiting("drawing heads", 100) as show:
+        return position_synthetic(
+            rng=np.random.default_rng(seed),
+            heads=heads,
+            length=tokens,
+            dim=dim,
+            start=start,
+            mechanisms=mechanisms,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+
+
+def _in_model(
+    name: str, text: str | None, tokens: int, mechanisms: list[str] | None, start: int, seed: int
+) -> Position:
+    import numpy as np
+
+    from softgap.attention import resolve
+    from softgap.cli._texts import given_text, plain_text
+    from softgap.cli._waiting import waiting
+    from softgap.probe import load_model
+    from softgap.probe.capture import prompt_ids
+    from softgap.theory.passage import PASSAGE
+    from softgap.theory.position import position_in_model
+
+    page = PASSAGE if text is None else plain_text(*given_text(text))
+    for wanted in mechanisms or ():
+        resolve(wanted)
+    model, tokenizer = load_model(name)
+    ids = prompt_ids(tokenizer, page, chat=False)[:tokens]
+    with waiting("reading", 100) as show:
+        lab = position_in_model(
+            model,
+            ids,
+            rng=np.random.default_rng(seed),
+            start=start,
+            mechanisms=mechanisms,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings})
+
+
+def _shares_table(lab: Position) -> Table:
+    from softgap.theory.drift import TERMS
+
+    table = Table(title="Shares of the trend, over the heads that have one", title_justify="left")
+    for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):
+        table.add_column(heading, justify="left" if heading == "mechanism" else "right")
+    for trend in lab.trends:
+        shares = [f"{s.value:.2f} [{s.low:.2f}, {s.high:.2f}]" for s in (*trend.shares, trend.random_share)]
+        count = f"{int(trend.trending.sum())} of {trend.trending.size}"
+        table.add_row(trend.mechanism, count, f"{trend.slopes.value.mean():+.4f}", *shares)
+    return table
+
+
+def _draw(lab: Position) -> Figure:
+    from softgap.report.position_figure import draw_position
+
+    return draw_position(lab)
