@@ -45,14 +45,15 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_training_is_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found"
-    arguments = ["lab", "separation", *SMALL, "--train", "--task", "recall-4", "--task", "separation", "--steps", "4"]
+    arguments = ["lab", "separation", *SMALL, "--train", "--task", "recall-4", "--task", "recall-6", "--steps", "2"]
     arguments += ["--seeds", "2", "--out", str(out)]
     assert main(arguments) == 0
     cells = {path.name: path.read_bytes() for path in (out / "cells").iterdir()}
     assert len(cells) == 8
     document = json.loads((out / "result.json").read_text())
-    assert [one["task"] for one in document["trained"]["scores"]] == ["recall-4", "separation"]
-    assert "trained separation" in {claim["name"] for claim in document["claims"]}
+    assert [one["task"] for one in document["trained"]["scores"]] == ["recall-4", "recall-6"]
+    assert {"recall", "a task for linear"} <= {claim["name"] for claim in document["claims"]}
+    assert "trained: accuracy" in (out / "figure.svg").read_text()
     (out / "cells" / "recall-4_elu1_1.json").unlink()
     assert main([*arguments, "--json"]) == 0
     capsys.readouterr()

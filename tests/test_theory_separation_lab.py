@@ -210,6 +210,9 @@ def test_verdicts_follow_the_numbers(found: Separation) -> None:
     assert verdict(dataclasses.replace(found, maps=(everywhere,)), "any size") == "holds"
     able_map = dataclasses.replace(grid, mechanism="identity", low=np.full_like(grid.low, 0.8))
     assert verdict(dataclasses.replace(found, maps=(able_map,)), "linear fails") == "holds only when"
+    assert verdict(found, "linear ahead") == "does not hold"
+    lost = dataclasses.replace(grid, high=np.full_like(grid.high, 0.1), success=np.zeros_like(grid.success))
+    assert verdict(dataclasses.replace(found, maps=(lost, able_map)), "linear ahead") == "holds"
     blind = tuple(dataclasses.replace(one, accuracy=share(20, 40)) for one in found.probes)
     assert verdict(dataclasses.replace(found, probes=blind), "no linear classifier") == "holds"
     assert rest
@@ -223,6 +226,14 @@ def test_the_lab_is_a_function_of_its_seed() -> None:
     )
     assert json.dumps(once) == json.dumps(again)  # NaN equals itself in writing
     assert once["trials"] != other["trials"]
+
+
+def test_linear_attention_is_ahead_where_softmax_fires_on_both_classes() -> None:
+    size = construct(d=2050, b=0.9)
+    draws = draw_many(size, 12, rng=rng(6))
+    linear, soft = trial("identity", size, draws), trial("softmax", size, draws)
+    assert linear.success.value > 0.8
+    assert soft.fires_d0.value == 1
 
 
 def test_the_figure_shows_mechanisms_maps_and_growth(found: Separation) -> None:

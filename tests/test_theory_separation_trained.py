@@ -202,6 +202,12 @@ def test_advantages_and_verdicts_follow_the_scores() -> None:
     assert [claim.verdict for claim in even.claims] == ["does not hold", "does not hold"]
     single = trained_with({("separation", name): [0.9] for name in ("softmax", "elu1")}, {"softmax": 1, "elu1": 1})
     assert [claim.verdict for claim in single.claims] == ["not decided", "not decided"]
+    wide = trained_with(
+        {("listops", "softmax"): [0.9, 0.5], ("listops", "elu1"): [0.5, 0.6]}, {"softmax": 1.0, "elu1": 1.0}
+    )
+    assert wide.claims[0].name == "trained listops"
+    assert wide.claims[0].verdict == "not decided"
+    assert wide.claims[0].condition == "the interval of the difference holds 0"
     json.dumps(found.to_json())
 
 

@@ -10,6 +10,7 @@ from softgap.report.pictures import new_figure
 from softgap.theory.phase_map import PhaseMap
 from softgap.theory.separation import Separation
 from softgap.theory.trained import Trained
+from softgap.theory.trained_tasks import task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,10 +98,12 @@ def _draw_scores(axes: Axes, trained: Trained) -> None:
         where = place + (index - (len(trained.mechanisms) - 1) / 2) * width
         means = [one.mean for one in scores]
         axes.bar(where, means, width, yerr=spread, color=_LINES[index % 5], label=mechanism, ecolor=_INK, capsize=2)
+    chances = [task(name).chance for name in trained.tasks]
+    axes.hlines(chances, place - 0.45, place + 0.45, color=_INK, linestyle=":", label="chance")
     axes.set_xticks(place, trained.tasks, rotation=30, ha="right", fontsize="small")
     axes.set_ylim(-0.1, 1.15)
     axes.set_title("trained: accuracy or R², mean over seeds", fontsize="small")
-    axes.legend(frameon=False, fontsize="small", ncols=len(trained.mechanisms))
+    axes.legend(frameon=False, fontsize="small", ncols=len(trained.mechanisms) + 1)
 
 
 def _draw_gradients(axes: Axes, trained: Trained) -> None:

@@ -27,6 +27,9 @@ def separation_claims(found: Separation) -> tuple[Claim, ...]:
     mapped = next((one for one in found.maps if one.mechanism == "softmax"), None)
     if mapped is not None:
         claims += [_everywhere(mapped), _argument_predicts(mapped, "argued"), _argument_predicts(mapped, "median")]
+    linear = next((one for one in found.maps if one.mechanism == "identity"), None)
+    if mapped is not None and linear is not None:
+        claims.append(_linear_ahead(mapped, linear))
     claims.append(_bound_holds(found.maps))
     if found.ablation:
         claims.append(_normaliser(found))
@@ -43,7 +46,7 @@ def _softmax_separates(found: Separation) -> Claim:
     verdict: Verdict = "holds" if one.success.value >= _MOSTLY else "does not hold"
     return Claim(
         "softmax separates",
-        f"{_PAPER}, theorem 1.1",
+        f"{_PAPER}, section 1.1",
         f"With softmax the network is 0 on D0 and positive on D1 (n = {size.n}, d = {size.d}, b = {size.b:g}).",
         verdict,
         "",
@@ -78,7 +81,7 @@ def _linear_fails(found: Separation) -> Claim:
         )
         verdict = "holds only when" if verdict == "holds" else verdict
     statement = "With linear attention the same network cannot tell D0 from D1."
-    return Claim("linear fails", f"{_PAPER}, theorem 1.1", statement, verdict, condition, numbers)
+    return Claim("linear fails", f"{_PAPER}, section 1.1", statement, verdict, condition, numbers)
 
 
 def _only_softmax(found: Separation) -> Claim:
@@ -112,7 +115,7 @@ def _everywhere(grid: PhaseMap) -> Claim:
     verdict: Verdict = "holds" if works.all() else "holds only when" if works.any() else "does not hold"
     return Claim(
         "any size",
-        f"{_PAPER}, definition 6.1",
+        f"{_PAPER}, section 6",
         f"Softmax separates at every construction of the map {grid.x.name} against {grid.y.name}.",
         verdict,
         _boundary_words(grid) if verdict == "holds only when" else "",
@@ -150,6 +153,24 @@ def _argument_predicts(grid: PhaseMap, which: Literal["argued", "median"]) -> Cl
     )
 
 
+def _linear_ahead(softmax: PhaseMap, linear: PhaseMap) -> Claim:
+    ahead = (linear.low > 0.5) & (softmax.high < 0.5)
+    numbers = {"cells": float(ahead.sum())}
+    condition = ""
+    if ahead.any():
+        j, i = np.unravel_index(int(np.argmax(np.where(ahead, linear.success - softmax.success, -1))), ahead.shape)
+        condition = f"at {linear.x.name} = {linear.x.values[i]:g}, {linear.y.name} = {linear.y.values[j]:g}"
+        numbers |= {"P(both right), linear": float(linear.success[j, i]), "softmax": float(softmax.success[j, i])}
+    return Claim(
+        "linear ahead",
+        f"{_PAPER}, third open question",
+        "There are constructions that linear attention separates and softmax does not.",
+        "holds" if ahead.any() else "does not hold",
+        condition,
+        numbers,
+    )
+
+
 def _bound_holds(maps: tuple[PhaseMap, ...]) -> Claim:
     broken = sum(one.broken_promises for one in maps)
     promised = sum(int((one.bound < 0.5).sum()) for one in maps)
@@ -169,7 +190,7 @@ def _normaliser(found: Separation) -> Claim:
     needed = tuned["exp", False] < 0.5 and tuned["linear", True] >= 0.5
     return Claim(
         "normaliser",
-        "seed 001, mechanism 2",
+        f"a summary of {_PAPER}",
         "Linear attention fails because it lacks the normalisation of softmax.",
         "holds" if needed else "does not hold",
         ""
@@ -192,7 +213,7 @@ def _linear_probe(found: Separation) -> Claim:
     numbers |= {"column 1 of row j, D0": clean.marked_d0, "D1": clean.marked_d1}
     return Claim(
         "no linear classifier",
-        "seed 001, mechanism 3",
+        f"a summary of {_PAPER}",
         "No linear classifier separates the outputs of linear attention on D0 and D1.",
         "does not hold" if clean.accuracy.low > 0.5 else "holds",
         "",

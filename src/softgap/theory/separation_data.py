@@ -22,7 +22,7 @@ DELTA = 0.01
 
 @dataclass(frozen=True)
 class Construction:
-    """The sizes of Deng, Song and Zhou 2023 (arXiv:2310.11685), sections 6 and 8.
+    """The sizes of Deng, Song and Zhou 2023 (arXiv:2310.11685), section 6.
 
     With L = sqrt(log n), the n x d matrix of a sequence has ``a L`` in column 1 of one row and 0 elsewhere in it,
     t stacked copies of ``b L I`` in columns 2 to d - 1, and ``c L`` throughout column d. Class D0 has ``a = a0``,

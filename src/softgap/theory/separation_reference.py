@@ -13,7 +13,7 @@ __all__ = ["tensor_product_network", "tensor_product_scores"]
 def tensor_product_scores(
     queries: Float[np.ndarray, "n d"], keys: Float[np.ndarray, "n d"], x: Float[np.ndarray, "d d"]
 ) -> Float[np.ndarray, "n n"]:
-    """A1 X A2^T as (A1 kron A2) vec(X), vec by rows (Deng, Song and Zhou 2023, section 3)."""
+    """A1 X A2^T as (A1 kron A2) vec(X), vec by rows (Deng, Song and Zhou 2023)."""
     product = np.kron(queries, keys) @ x.reshape(-1)
     return np.asarray(product.reshape(len(queries), len(keys)))
 

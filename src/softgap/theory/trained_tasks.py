@@ -53,6 +53,11 @@ class TrainedTask:
     layers: int
     sample: Sample
 
+    @property
+    def measure(self) -> str:
+        """What a score is."""
+        return "accuracy" if self.kind == "classes" else "R^2"
+
 
 def _separation(kind: str) -> TrainedTask:
     """Rows of D0 and D1 in random order, with levels a from an interval so that no single value gives them away.
@@ -113,7 +118,7 @@ def _recall(pairs: int) -> TrainedTask:
 def _counting(length: int) -> TrainedTask:
     """The share of one symbol among random ones: a mean over all tokens, which asks for no sharp attention."""
     if length < 2:
-        raise ValueInputError(f"counting takes a length from 2, got {length}; for example counting-256")
+        raise ValueInputError(f"counting takes a length from 2, got {length}; for example counting-128")
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         share = torch.rand(count, 1, generator=generator)
@@ -165,12 +170,12 @@ def expression(generator: torch.Generator, depth: int) -> tuple[list[int], int]:
 TASKS = ("separation", "separation_levels", "separation_number", "recall-<pairs>", "counting-<length>", "listops")
 DEFAULT_TASKS = (
     *("separation", "separation_levels", "separation_number"),
-    *("recall-4", "recall-16", "recall-64", "counting-256", "listops"),
+    *("recall-4", "recall-16", "recall-64", "counting-128", "listops"),
 )
 
 
 def task(name: str) -> TrainedTask:
-    """A task by name; ``recall-16`` and ``counting-256`` carry their size."""
+    """A task by name; ``recall-16`` and ``counting-128`` carry their size."""
     kind, _, size = name.partition("-")
     if name in ("separation", "separation_levels", "separation_number"):
         return _separation(name)
