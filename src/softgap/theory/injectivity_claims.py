@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["synthetic_claims"]
 
-_SEED = "seed 000"
+_SAD = "navi-SAD, capacity gap"
 _HAN = "Han et al. 2024"
 # A query counts as recovered below this relative error; rounding through a margin of 1e-6 stays under it.
 _RECOVERED = 1e-6
@@ -47,7 +47,7 @@ def _softmax(lab: Injectivity) -> Claim:
         verdict = "holds only when" if collides else "not decided"
     return Claim(
         name="softmax injective",
-        source=f"{_HAN}, proposition 1; {_SEED}",
+        source=f"{_HAN}, proposition 1; {_SAD}",
         statement="Softmax attention gives different queries different distributions.",
         verdict=verdict,
         condition=f"at least d + 1 = {dim + 1} keys affinely span the space; on fewer it collides too"
@@ -65,7 +65,7 @@ def _gloss(lab: Injectivity) -> Claim:
     distinct = lab.flat_collision.exact and not lab.flat.injective
     return Claim(
         name="translations",
-        source=_SEED,
+        source=_SAD,
         statement="rank [K, 1] = d + 1 says that the keys are not all translations of each other.",
         verdict="does not hold" if distinct else "not decided",
         condition="keys on a hyperplane, no two alike and of rank d, collide; the condition is that keys affinely span",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_claims"]
 
-_SEED = "seed 000"
+_SAD = "navi-SAD, capacity gap"
 
 
 def model_claims(lab: ModelInjectivity) -> tuple[Claim, ...]:
@@ -32,7 +32,7 @@ def _rank(lab: ModelInjectivity) -> Claim:
     condition = f"{int(reached.max())} keys are visible, {int(reached.min())} in the first head" if holds.any() else ""
     return Claim(
         name="rank condition",
-        source=_SEED,
+        source=_SAD,
         statement="The rank condition of softmax holds in the heads of a trained model.",
         verdict=verdict,
         condition=condition if holds.all() else f"heads that never reach it: {int((~holds).sum())}",
@@ -81,7 +81,7 @@ def _confused(lab: ModelInjectivity) -> tuple[Claim, ...]:
     return (
         Claim(
             name="semantic confusion",
-            source=_SEED,
+            source=_SAD,
             statement="Linear attention confuses queries of a real text that softmax tells apart.",
             verdict=verdict,
             condition=f"the map is one of: {', '.join(worse)}" if verdict == "holds only when" else "",
@@ -97,7 +97,7 @@ def _central(lab: ModelInjectivity) -> tuple[Claim, ...]:
     return (
         Claim(
             name="fine distinctions",
-            source=_SEED,
+            source=_SAD,
             statement="Heads that need fine distinctions (low softmax confusion) show high divergence from elu1.",
             verdict=_signed(fine, -1),
             condition=_at_equal_focus(fine),
@@ -105,7 +105,7 @@ def _central(lab: ModelInjectivity) -> tuple[Claim, ...]:
         ),
         Claim(
             name="lost distinctions",
-            source=_SEED,
+            source=_SAD,
             statement="Heads whose distinctions elu1 loses (confusion above that of softmax) show high divergence.",
             verdict="not decided" if none_lost else _signed(unmet, 1),
             condition="elu1 confuses no two queries in any head; raise near" if none_lost else _at_equal_focus(unmet),
@@ -147,7 +147,7 @@ def _matters(lab: ModelInjectivity) -> Claim:
     mean = {name: float(lab.divergence[lab.of(name)].mean()) for name in ("relu2_scores", "taylor2", "elu1", "uniform")}
     return Claim(
         name="injectivity matters",
-        source=_SEED,
+        source=_SAD,
         statement="It is injectivity that brings a mechanism near to softmax: taylor2 (injective) is nearer than "
         "relu2_scores (q and 7 q collide).",
         verdict=verdict,

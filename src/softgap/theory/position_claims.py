@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["position_claims"]
 
-_SEED = "seed 000"
+_SAD = "navi-SAD, capacity gap"
 # Rounding of a float64 cosine; a real effect of the normaliser would be many orders above.
 _ROUNDING = 1e-9
 
@@ -31,7 +31,7 @@ def _has_trend(trend: MechanismTrend) -> Claim:
     verdict: Verdict = "holds" if heads.all() else "does not hold" if not heads.any() else "holds only when"
     return Claim(
         name="position trend",
-        source=_SEED,
+        source=_SAD,
         statement=f"The divergence from {trend.mechanism} has a trend with position.",
         verdict=verdict,
         condition=f"the head is one of {rising} that rise or {falling} that fall, of {heads.size}"
@@ -55,7 +55,7 @@ def _normaliser(trend: MechanismTrend) -> Claim:
         condition = "the cosine does not change when a vector is multiplied by a positive number"
     return Claim(
         name="normaliser",
-        source=_SEED,
+        source=_SAD,
         statement="The growing normaliser z is the source of the position trend.",
         verdict=verdict,
         condition=condition,
@@ -120,7 +120,7 @@ def _winner(trend: MechanismTrend) -> Claim:
         source="softgap",
         statement="Subtracting what explains it removes most of the trend.",
         verdict=verdict,
-        condition=f"the winner is '{ordered[0].name}', which keeps {ordered[0].kept:.1%} of the variance around the trend; "
+        condition=f"the winner is '{ordered[0].name}', keeping {ordered[0].kept:.1%} of the variance around the trend; "
         "minus uniform is the transform 'control' of `softgap analyze`"
         if ordered
         else "no head has a trend",
