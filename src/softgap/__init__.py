@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from softgap import analysis, attention, errors, probe, report, signal, stats, trajectories
+    from softgap import analysis, attention, errors, probe, report, signal, stats, theory, trajectories
     from softgap.attention import Mechanism, attend, compare_outputs, mechanisms, register_mechanism
     from softgap.errors import SoftgapError
     from softgap.probe import Diagnosis, Recording, doctor, generate, load_model, read, record
@@ -43,10 +43,11 @@ __all__ = [
     "report",
     "signal",
     "stats",
+    "theory",
     "trajectories",
 ]
 
-_ROOMS = ("analysis", "attention", "errors", "probe", "report", "signal", "stats", "trajectories")
+_ROOMS = ("analysis", "attention", "errors", "probe", "report", "signal", "stats", "theory", "trajectories")
 _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "errors": ("SoftgapError",),

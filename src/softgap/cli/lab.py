@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from softgap.cli.lab_focus import focus_command
 from softgap.cli.lab_injectivity import injectivity_command
 from softgap.cli.lab_position import position_command
 from softgap.cli.lab_separation import separation_command
@@ -17,6 +18,7 @@ lab = typer.Typer(
     help="Run the claims of the theory: on synthetic data, and inside a real model with --model.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+lab.command("focus", epilog="Example: softgap lab focus --model smollm2-135m --out runs/focus")(focus_command)
 lab.command("injectivity", epilog="Example: softgap lab injectivity --model smollm2-135m --out injectivity")(
     injectivity_command
 )
