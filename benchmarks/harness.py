@@ -104,7 +104,7 @@ def peak_of_process() -> int | None:
 
 def write_section(name: str, title: str, text: str) -> None:
     """Replace one section of docs/benchmarks.md, or add it; the other benchmarks' sections stay."""
-    begin, end = f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: written by benchmarks/{name.split('-')[0]}.py -->", f"<!-- end of {name} -->"
     section = f"{begin}\n## {title}\n\n{text.strip()}\n{end}"
     page = DOCS.read_text() if DOCS.exists() else "# Benchmarks\n\nEach table was written by the command named in it.\n"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
-# As in harness.py, and here before antropy brings in numba.
-sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
-
-import antropy
 import numpy as np
-import ordpy
 
 from harness import (
     added_memory,
@@ -41,6 +35,10 @@ def data(shape: tuple[int, int]) -> np.ndarray:
 
 def sides(x: np.ndarray, order: int) -> dict[str, Callable[[], object]]:
     """The same entropies three ways; ordpy on the first rows only."""
+    # Here, since antropy brings in numba and harness.py has to come before that.
+    import antropy
+    import ordpy
+
     if order < 5:
 
         def rival() -> object:

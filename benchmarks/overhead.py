@@ -1,6 +1,7 @@
 """What recording costs: wall time and peak memory against the same model without it.
 
 Run: python benchmarks/overhead.py [--pairs 5] [--only live|replay]
+     python benchmarks/overhead.py --profile    (where the time of recording goes)
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -24,12 +29,21 @@ from harness import (
     require_quiet_machine,
     write_section,
 )
-from softgap.probe import load_model, read_ids, record
-from softgap.probe.token_scores import forward_then_logits
+from softgap.attention import LinearState
+from softgap.probe import Recording, load_model, meter, read_ids, record
+from softgap.probe.stream import Stream
+from softgap.probe.token_scores import TokenScores, forward_then_logits
 
 LIVE = (200, 1000)
 REPLAY = (512, 2048, 8192)
 PROMPT = "The keeper of the lighthouse wrote down every storm that crossed the bay, and in the margin he noted"
+
+TITLES = {"live": "What recording a generation costs", "replay": "What recording a text costs"}
+HEADING = (
+    "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | recorded, MB | "
+    "memory, recorded / plain |",
+    "|---|---|---|---|---|---|---|---|",
+)
 
 Side = Callable[[], object]
 
@@ -65,8 +79,12 @@ def replay_sides(model: Any, tokenizer: Any, length: int) -> tuple[Side, Side]:
     inputs = {"input_ids": ids, "use_cache": False, "position_ids": torch.arange(length)[None]}
 
     def plain() -> object:
+        firsts = []
         with torch.inference_mode():
-            return [float(logits[0, 0, 0]) for _, logits in forward_then_logits(model, inputs, length)()]
+            for _, logits in forward_then_logits(model, inputs, length)():
+                firsts.append(float(logits[0, 0, 0]))
+                del logits  # as the recorded side does: one block at a time
+        return firsts
 
     return plain, lambda: read_ids(model, [ids[0].tolist()], tokenizer=tokenizer)
 
@@ -95,33 +113,99 @@ def measure(mode: str, size: int, pairs: int) -> str:
     )
 
 
+# What recording does, as rows of the profile: each a function of the instrument, none inside another.
+PARTS = {
+    "linear attention and comparing": (LinearState, "compare"),
+    "stacking what waits": (meter, "stacked_runs"),
+    "noting steps": (Stream, "observe_step"),
+    "scoring logits": (TokenScores, "add"),
+    "assembling trajectories": (Recording, "trajectories"),
+}
+
+
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Seconds spent in each part while the block runs; one clock reading costs about 0.1 microseconds."""
+    spent: dict[str, float] = defaultdict(float)
+
+    def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        return call
+
+    patches = [patch.object(owner, name, clocked(part, getattr(owner, name))) for part, (owner, name) in PARTS.items()]
+    for change in patches:
+        change.start()
+    try:
+        yield spent
+    finally:
+        for change in patches:
+            change.stop()
+
+
+def profile(cases: tuple[tuple[str, int], ...], repeats: int = 3) -> str:
+    """A table of the parts, in percent of the plain side's time."""
+    lines = [
+        "| | tokens | " + " | ".join(PARTS) + " | all of these |",
+        "|---|---|" + "---|" * (len(PARTS) + 1),
+    ]
+    for mode, size in cases:
+        plain, recorded = sides_of(mode, size)
+        plain()
+        recorded()
+        rows = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            plain()
+            whole = time.perf_counter() - start
+            with timed() as spent:
+                recorded()
+            rows.append({part: 100 * spent[part] / whole for part in PARTS})
+        medians = [statistics.median(row[part] for row in rows) for part in PARTS]
+        cells = [f"{share:.2f}" for share in (*medians, sum(medians))]
+        lines.append(f"| {mode} | {size} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    return (
+        f"`python benchmarks/overhead.py --profile`, {machine()}: the time that each part of recording takes, in "
+        f"percent of the same run without it (medians of {repeats}). What the ratios above have beyond these sums is "
+        "the model itself running slower with its caches shared, and noise.\n\n" + "\n".join(lines)
+    )
+
+
 def main() -> None:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", choices=("live", "replay"))
+    parser.add_argument("--profile", action="store_true", help="only measure where the time of recording goes")
     parser.add_argument("--peak", nargs=3, metavar=("MODE", "SIZE", "SIDE"), help="only report one process's peak")
     arguments = parser.parse_args()
     if arguments.peak:
         report_peak(arguments.peak[0], int(arguments.peak[1]), arguments.peak[2])
         return
     require_quiet_machine()
-    lines = [
-        "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | "
-        "recorded, MB | memory, recorded / plain |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    if arguments.profile:
+        text = profile((("live", 100), ("replay", 512), ("replay", 2048)))
+        write_section("overhead-profile", "Where the time of recording goes", text)
+        return
     for mode, sizes in (("live", LIVE), ("replay", REPLAY)):
+        lines = list(HEADING)
         for size in sizes if arguments.only in (None, mode) else ():
             lines.append(measure(mode, size, arguments.pairs))
             print(lines[-1], flush=True)
-            if arguments.only is None:  # an interrupted run keeps what it has measured
-                write_section("overhead", "What recording costs", _text(lines, arguments.pairs))
+            # Row by row: an interrupted run keeps what it has measured.
+            write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments.pairs))
 
 
-def _text(lines: list[str], pairs: int) -> str:
+def _text(mode: str, lines: list[str], pairs: int) -> str:
     return (
-        f"`python benchmarks/overhead.py --pairs {pairs}` on the embedded model (float32, sdpa); {machine()}. Both "
+        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}` on the embedded model (float32, sdpa); "
+        f"{machine()}. Both "
         "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
         "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
         f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -121,6 +121,20 @@ def streamed(mechanism: Mechanism, case: Case, sizes: tuple[int, ...], dtype: to
         torch.cat([part.valid for part in parts], dim=1),
         torch.cat([part.flagged for part in parts], dim=2),
     )
+
+
+def without_cancelled(found: Attention, mechanism: Mechanism, case: Case) -> Attention:
+    """The same with rows flagged where a power of the score is lost among its terms.
+
+    A state computes (q.k)^2 as a sum of signed products. Where q and all visible keys are nearly orthogonal that sum
+    is far smaller than its terms (sum_r |q_r k_r|)^2, and as many digits are gone: no form can keep them.
+    """
+    if not mechanism.cancels:
+        return found
+    k = case.k.repeat_interleave(case.q.shape[1] // case.k.shape[1], dim=1).transpose(-1, -2)
+    scores, terms = ((q @ key).square() * case.seen for q, key in ((case.q, k), (case.q.abs(), k.abs())))
+    cancelled = scores.sum(-1) < 1e-5 * terms.sum(-1)
+    return replace(found, flagged=found.flagged | cancelled)
 
 
 def worst_error(found: Attention, expected: Tensor) -> float:

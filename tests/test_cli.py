@@ -99,7 +99,10 @@ def test_numbers_that_json_lacks_become_null(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mechanism"], "no such command 'mechanism'; the commands are: doctor, mechanisms, models, read, run; given "),
+        (
+            ["mechanism"],
+            "no such command 'mechanism'; the commands are: analyze, doctor, mechanisms, models, read, run; given ",
+        ),
         (["--colour"], "no such option: --colour; given 'softgap --colour', see 'softgap --help'"),
         (["mechanisms", "--jsn"], "no such option: --jsn"),
         (["mechanisms", "--seed", "-1"], "invalid value for '--seed'"),

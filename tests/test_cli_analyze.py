@@ -38,7 +38,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     done = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for part in ("transform raw", "order 4", "1 samples of 300 steps", "heads below noise", "0.0", "logistic r=4"):
+    for part in ("transform raw", "order 4", "1 sample of 300 steps", "heads below noise", "0.0", "logistic r=4"):
         assert part in done.stdout
     findings = json.loads((study / "analysis" / "findings.json").read_text())
     assert [0, 0] in findings["standing_out"]
@@ -71,7 +71,7 @@ def test_files_by_their_endings(study: Path, capsys: pytest.CaptureFixture[str])
     assert main(["analyze", str(study), *(word for name in names for word in ("--out", str(name)))]) == 0
     assert capsys.readouterr().out.count("saved ") == 5
     assert names[0].read_bytes().startswith(b"\x89PNG")
-    frames = [pd.read_csv(names[2]), pd.read_parquet(names[3])]
+    frames = [pd.read_csv(names[2], keep_default_na=False), pd.read_parquet(names[3])]
     pd.testing.assert_frame_equal(frames[0], frames[1], check_dtype=False)
     assert len(frames[0]) == 6
     assert sorted(path.name for path in names[0].parent.iterdir()) == sorted(name.name for name in names)

@@ -54,3 +54,15 @@ def test_half_precision_outputs_are_compared_in_float32() -> None:
     o = torch.tensor([300.0, 400.0], dtype=torch.float16)
     assert compare_outputs(o, o * 2).norm_ratio.dtype == torch.float32
     assert float(compare_outputs(o, o * 2).norm_ratio) == 2.0
+
+
+@pytest.mark.parametrize("ratio", [1e-10, 1e-5, 1e-3, 0.1, 1.0, 10.0, 1e3, 1e5, 1e10])
+@pytest.mark.parametrize("agreement", [0.0, 0.9, 0.999])
+def test_float32_keeps_its_digits_at_any_ratio_of_norms(ratio: float, agreement: float) -> None:
+    rng = torch.Generator().manual_seed(7)
+    o, other = torch.randn(2, 500, 64, generator=rng)
+    m = (agreement * o + (1 - agreement) * other) * ratio
+    found, exact = compare_outputs(o, m), compare_outputs(o.double(), m.double())
+    assert torch.allclose(found.divergence.double(), exact.divergence, rtol=2e-6, atol=0)
+    assert torch.allclose(found.norm_ratio.double(), exact.norm_ratio, rtol=1e-6, atol=0)
+    assert ((found.relative_l2 - exact.relative_l2).abs() <= 4e-7 * (1 + exact.norm_ratio)).all()

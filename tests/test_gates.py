@@ -153,12 +153,12 @@ def leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def block_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush that shuffles the layers of a block."""
+    """A flush that takes the steps of a block in the wrong order."""
     honest = meter.Meter._flush_layers
 
     def flush(self: meter.Meter, layers: list[Any], indices: list[int]) -> None:
-        if len(layers) > 1 and len(layers[0].held) > 2:
-            layers[0].held.reverse()
+        if layers[0].held and len(layers[0].held[-1].q) > 2:
+            layers[0].held[-1].q.reverse()
         honest(self, layers, indices)
 
     monkeypatch.setattr(meter.Meter, "_flush_layers", flush)

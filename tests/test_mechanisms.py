@@ -202,3 +202,15 @@ def test_decay_by_hand() -> None:
     assert torch.allclose(weights, torch.tensor([1.0, 2.0, 4.0]).double() / 7)
     assert mechanisms()["decay"].options["lam"] == pytest.approx(0.9)
     assert math.isclose(float(attention_weights("decay", q, k)[0, 0, 1, 0]), 0.9 / 1.9, rel_tol=1e-6)
+
+
+def test_a_power_that_cancels_in_a_state_is_flagged() -> None:
+    """q and the first key are nearly orthogonal: (q.k)^2 is 1e-6, of terms that add up to 4."""
+    q = torch.tensor([[[[1.0, 1.0], [1.0, 1.0]]]])
+    k = torch.tensor([[[[1.0, -1.0 + 1e-3], [1.0, 0.5]]]])
+    v = torch.tensor([[[[2.0], [3.0]]]])
+    state, scores = (attend("polynomial", q, k, v, form=form) for form in ("chunked", "quadratic"))
+    assert state.flagged.flatten().tolist() == [True, False]
+    assert scores.flagged.flatten().tolist() == [False, False]
+    assert scores.output.flatten().tolist() == pytest.approx([2.0, 3.0], abs=1e-6)
+    assert state.output[0, 0, 1].item() == pytest.approx(3.0, abs=1e-6)

@@ -29,8 +29,11 @@ from probe_cases import (
     tiny_with,
     written,
 )
+from softgap.attention import Visible
 from softgap.errors import ModelError, UnsupportedError, ValueInputError
 from softgap.probe import read_ids, record
+from softgap.probe.meter import Meter
+from softgap.probe.tap import AttentionCall
 from softgap.trajectories import Trajectories
 
 IDS = ids_of(11)
@@ -154,6 +157,43 @@ def test_a_cropped_cache_begins_a_new_run() -> None:
     first, second = recording.trajectories()
     check(first, expected(model, IDS), 0, [*IDS[1:], -1])
     check(second, expected(model, [*IDS[:7], 5, 6, 8]), 7, [6, 8, -1])
+
+
+def test_a_reordered_cache_begins_a_new_run() -> None:
+    model = tiny_with("llama")
+    one, other = ids_of(9, seed=1), ids_of(9, seed=2)
+    with torch.no_grad(), record(model) as recording:
+        cache = model(torch.cat([row(one[:7]), row(other[:7])])).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for at in (7, 8):
+            model(torch.tensor([[other[at]], [one[at]]]), past_key_values=cache)
+    runs = recording.trajectories()
+    assert [run.positions.tolist() for run in runs] == [list(range(7))] * 2 + [[7, 8]] * 2
+    for run, tokens in zip(runs[2:], (other, one), strict=True):
+        assert gap(run, expected(model, tokens), slice(7, 9)) < SAME_MODEL
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ordinary_steps_are_only_noted(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    looked_at: list[int] = []
+    look = Meter.observe
+
+    def counted(self: Meter, index: int, call: AttentionCall, visible: Visible) -> None:
+        looked_at.append(call.query.shape[2])
+        look(self, index, call, visible)
+
+    monkeypatch.setattr(Meter, "observe", counted)
+    model = tiny_with("llama")
+    texts = [ids_of(30, seed=seed) for seed in range(batch)]
+    with torch.no_grad(), record(model, block=4) as recording:
+        cache = None
+        # Steps, then several tokens at once, then steps again: whichever way they came, one run.
+        for start, stop in itertools.pairwise([0, 8, *range(9, 19), 21, *range(22, 31)]):
+            tokens = torch.tensor(texts)[:, start:stop]
+            cache = model(tokens, past_key_values=cache).past_key_values
+    assert looked_at == [8, 8, 3, 3]
+    for run, text in zip(recording.trajectories(), texts, strict=True):
+        assert gap(run, expected(model, text), slice(None)) < SAME_MODEL
 
 
 def test_turns_of_two_conversations_do_not_mix() -> None:

@@ -139,16 +139,16 @@ def test_an_interrupt_inside_the_instrument_leaves_no_wrong_number(
 ) -> None:
     model = tiny_with("llama")
     tokens = written(model, IDS, 12)[0].tolist()
-    attend, calls = LinearState.attend, []
+    compare, calls = LinearState.compare, []
 
     def interrupted(self: LinearState, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        result = attend(self, *args, **kwargs)
+        result = compare(self, *args, **kwargs)
         if len(calls) == at:
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(LinearState, "attend", interrupted)
+    monkeypatch.setattr(LinearState, "compare", interrupted)
     names = ["elu1", "top_k:k=3", "uniform"]
     with record(model, names, block=block) as recording, pytest.raises(KeyboardInterrupt):
         written(model, IDS, 12)
@@ -263,6 +263,21 @@ def test_an_override_of_the_user_is_used_and_put_back() -> None:
             written(model, IDS, 3)
         assert len(calls) == 3 * 2
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping["sdpa"] is mine
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert overridden_names() == ()
+
+
+def test_an_override_made_during_a_recording_stays() -> None:
+    shared = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        return shared(*args, **kwargs)
+
+    try:
+        with record(tiny_with("llama")):
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = mine
         assert ALL_ATTENTION_FUNCTIONS._local_mapping["sdpa"] is mine
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]

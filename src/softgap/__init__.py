@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from softgap import analysis, attention, errors, probe, report, signal, stats, theory, trajectories
-    from softgap.attention import Mechanism, attend, compare_outputs, mechanisms, register_mechanism
+    from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
+    from softgap.attention.attend import attend  # by its file: the room has a module of that name too
     from softgap.errors import SoftgapError
     from softgap.probe import Diagnosis, Recording, doctor, generate, load_model, read, record
     from softgap.trajectories import Trajectories, load, open_study

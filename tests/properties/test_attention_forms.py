@@ -19,6 +19,7 @@ from attention_cases import (
     equipped,
     reference,
     streamed,
+    without_cancelled,
     worst_error,
 )
 from softgap.attention import Visible, attend, mechanisms
@@ -42,8 +43,10 @@ def test_quadratic_form_matches_the_reference(name: str, case: Case) -> None:
 @settings(max_examples=12)
 def test_state_forms_match_the_reference(name: str, form: str, case: Case) -> None:
     mechanism = equipped(name, case)
-    found = computed(mechanism, case, form)
-    assert worst_error(found, reference(mechanism, case)) < TOLERANCE
+    found, truth = computed(mechanism, case, form), reference(mechanism, case)
+    # A row that is not flagged may have lost six digits of sixteen among its terms, and no more.
+    assert worst_error(found, truth) < (10 * TOLERANCE if mechanism.cancels else TOLERANCE)
+    assert worst_error(without_cancelled(found, mechanism, case), truth) < TOLERANCE
     assert torch.equal(found.valid, case.seen[:, 0].any(dim=-1))
 
 

@@ -151,7 +151,7 @@ class _Counted:
     def frequencies(self) -> Float64[np.ndarray, "head pattern"]:
         """Rows that sum to 1; those of a head without windows are even."""
         total = self.windows[:, None]
-        return np.where(total > 0, self.counts / np.maximum(total, 1), 1 / self.counts.shape[1])
+        return np.asarray(np.where(total > 0, self.counts / np.maximum(total, 1), 1 / self.counts.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +164,7 @@ class _Tested:
     points: tuple[SystemPoint, ...]
 
 
-def _check_sizes(
-    samples: Samples, used: Sequence[bool], order: int, delay: int, transform: str, segment: str
-) -> None:
+def _check_sizes(samples: Samples, used: Sequence[bool], order: int, delay: int, transform: str, segment: str) -> None:
     if not any(used):
         raise ValueInputError(
             f"no sample holds one window of order {order} and delay {delay} after transform '{transform}' and segment "
@@ -175,8 +173,8 @@ def _check_sizes(
     size = sum(used) * samples.n_heads * math.factorial(order)
     if size > _COUNTS and sum(used) >= _ENOUGH_SAMPLES:
         raise ValueInputError(
-            f"order {order} over {sum(used)} samples of {samples.n_heads} heads makes {size:.2g} pattern counts, at most "
-            f"{_COUNTS:.2g} are held; use a lower order or analyse fewer samples"
+            f"order {order} over {sum(used)} samples of {samples.n_heads} heads makes {size:.2g} pattern counts, at "
+            f"most {_COUNTS:.2g} are held; use a lower order or analyse fewer samples"
         )
 
 
@@ -227,9 +225,7 @@ def _counted(
     if n >= _ENOUGH_SAMPLES:
         low, high = interval_over_samples(by_sample, level=_LEVEL, replicates=_REPLICATES, rng=rng)
     else:
-        low, high = interval_within_samples(
-            indices, patterns, span, level=_LEVEL, replicates=_REPLICATES, rng=rng
-        )
+        low, high = interval_within_samples(indices, patterns, span, level=_LEVEL, replicates=_REPLICATES, rng=rng)
     lengths = tuple(length for length, use in zip(samples.lengths, used, strict=True) if use)
     possible = sum(cut.length(length) - span for length in lengths)
     # Positions matter to the residual alone, which has read all of them already.
@@ -259,9 +255,7 @@ def _against_noise(
     return null, z, p
 
 
-def _findings(
-    samples: Samples, described: _Described, counted: _Counted, tested: _Tested
-) -> tuple[HeadFinding, ...]:
+def _findings(samples: Samples, described: _Described, counted: _Counted, tested: _Tested) -> tuple[HeadFinding, ...]:
     entropy, complexity = plane(counted.frequencies())
     windows = counted.windows
     tie_rate = 1 - windows / counted.possible
@@ -312,7 +306,9 @@ def _reason(windows: int, tie_rate: float, least: int) -> str:
     if windows == 0 and tie_rate == 1:
         return "all windows hold equal values, as in a constant trajectory; use ties 'stable' or 'jitter'"
     ties = f", {tie_rate:.0%} of them were lost to ties" if tie_rate > 0 else ""
-    return f"{windows} windows are fewer than the {least} asked for{ties}; use longer runs, more samples or a lower order"
+    return (
+        f"{windows} windows are fewer than the {least} asked for{ties}; use longer runs, more samples or a lower order"
+    )
 
 
 def _source(study: Study | Trajectories | Iterable[Trajectories]) -> dict[str, Any]:

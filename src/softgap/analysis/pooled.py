@@ -73,7 +73,7 @@ def interval_over_samples(
     counts: Int[np.ndarray, "sample head pattern"], *, level: float, replicates: int, rng: np.random.Generator
 ) -> tuple[Float64[np.ndarray, " head"], Float64[np.ndarray, " head"]]:
     """Interval of the pooled entropy from studies whose samples are drawn with replacement."""
-    n, heads, patterns = counts.shape
+    n, heads, _ = counts.shape
     times = rng.multinomial(n, np.full(n, 1 / n), size=replicates).astype(np.float64)
     low, high = np.full(heads, np.nan), np.full(heads, np.nan)
     for head in range(heads):

@@ -51,7 +51,7 @@ class Cut:
         if left < 3:
             return left if self.segment == "full" else 0
         part = segment_slice(left, self.segment)
-        return part.stop - part.start
+        return int(part.stop - part.start)
 
     def __call__(
         self, series: Sequence[Float64[np.ndarray, "series step"]], positions: Sequence[Int[np.ndarray, " step"]]

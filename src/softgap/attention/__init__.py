@@ -1,7 +1,14 @@
 """Attention mathematics on tensors: mechanisms, three forms that agree, and how far outputs lie apart."""
 
 from softgap.attention.attend import attend, attention_weights, choose_form
-from softgap.attention.divergence import Comparison, compare_outputs, divergence, norm_ratio, relative_l2
+from softgap.attention.divergence import (
+    Comparison,
+    compare_heads,
+    compare_outputs,
+    divergence,
+    norm_ratio,
+    relative_l2,
+)
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.registry import mechanisms, register_mechanism, resolve
 from softgap.attention.result import Attention
@@ -18,6 +25,7 @@ __all__ = [
     "attend",
     "attention_weights",
     "choose_form",
+    "compare_heads",
     "compare_outputs",
     "divergence",
     "mechanisms",

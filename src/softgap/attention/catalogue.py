@@ -184,6 +184,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         formula="s_j^p, p even",
         paper="Kacham et al. 2023, arXiv:2310.01655",
         kind="features",
+        cancels=True,
         scale="sqrt",
         options=_options(p=2),
         check=_check_power,

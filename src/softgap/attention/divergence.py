@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softgap.errors import ShapeError
 
-__all__ = ["Comparison", "compare_outputs", "divergence", "norm_ratio", "relative_l2"]
+__all__ = ["Comparison", "compare_heads", "compare_outputs", "divergence", "norm_ratio", "relative_l2"]
 
 Vectors = Float[Tensor, "*rows value_dim"]
 Numbers = Float[Tensor, "*rows"]
@@ -41,31 +41,43 @@ class Comparison:
 def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> Comparison:
     """Divergence, relative L2 and norm ratio of two outputs, at least in float32.
 
-    With n = |o|, m = |l| and e = |l - o|,
+    With r = |l| / |o| the ratio of norms,
 
-        1 - cos(o, l) = (e^2 - (m - n)^2) / (2 m n) = (e - (m - n)) (e + (m - n)) / (2 m n),
+        1 - cos(o, l) = |o - l / r|^2 / (2 |o|^2),        |l - o|^2 / |o|^2 = (r - 1)^2 + 2 r (1 - cos(o, l)):
 
-    which keeps its digits where o and l nearly agree; 1 - o.l / (m n) loses them all below 1e-7.
+    sums of squares only, so the divergence keeps its digits where o and l nearly agree (1 - o.l / (|o| |l|) loses them
+    all below 1e-7) and at any ratio of norms. relative_l2 is as exact as the norms: to about 2e-7 (1 + r) in float32.
     """
     if softmax_output.shape != linear_output.shape:
         raise ShapeError(
             f"outputs must have one shape, got {list(softmax_output.shape)} and {list(linear_output.shape)}"
         )
     dtype = torch.promote_types(torch.promote_types(softmax_output.dtype, linear_output.dtype), torch.float32)
-    o, m_vector = softmax_output.to(dtype), linear_output.to(dtype)
-    n = torch.linalg.vector_norm(o, dim=-1)
-    m = torch.linalg.vector_norm(m_vector, dim=-1)
-    e = torch.linalg.vector_norm(m_vector - o, dim=-1)
-    cosine_part = (e - (m - n)) * (e + (m - n)) / (2 * m * n)
-    apart = torch.where((n == 0) & (m == 0), 0.0, 1.0).to(dtype)
-    value = torch.where((n == 0) | (m == 0), apart, cosine_part.clamp(0, 2))
-    nothing = n == 0
+    o, l = softmax_output.to(dtype), linear_output.to(dtype)  # noqa: E741
+    n, m = torch.linalg.vector_norm(o, dim=-1), torch.linalg.vector_norm(l, dim=-1)
+    no_o, no_l = n == 0, m == 0
+    ratio = m / n
+    apart = torch.linalg.vector_norm(torch.addcmul(o, l, (n / m)[..., None], value=-1), dim=-1) / n
+    cosine_part = (apart.square() / 2).clamp_(max=2)
+    # The cosine with a zero vector is 0; two zero vectors agree.
+    value = cosine_part.masked_fill_(no_o | no_l, 1).masked_fill_(no_o & no_l, 0)
+    distance = torch.hypot(ratio - 1, (2 * ratio * value).sqrt_())
     return Comparison(
         divergence=value,
-        relative_l2=(e / n).masked_fill(nothing, torch.nan),
-        norm_ratio=(m / n).masked_fill(nothing, torch.nan),
-        flagged=nothing,
+        relative_l2=distance.masked_fill_(no_o, torch.nan),
+        norm_ratio=ratio.masked_fill_(no_o, torch.nan),
+        flagged=no_o,
     )
+
+
+def compare_heads(
+    softmax_output: Float[Tensor, "batch head time value_dim"],
+    linear_output: Float[Tensor, "batch linear_head time value_dim"],
+) -> Float[Tensor, "quantity batch head time"]:
+    """The three quantities of every head, stacked; a mechanism that ignores the query may answer once per KV head."""
+    grouped = softmax_output.unflatten(1, (linear_output.shape[1], -1))
+    found = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
+    return torch.stack([found.divergence, found.relative_l2, found.norm_ratio]).flatten(2, 3)
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:

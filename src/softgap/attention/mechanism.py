@@ -64,6 +64,8 @@ class Mechanism:
         ``constant``: no weights at all.
     signed
         Whether weights may be negative.
+    cancels
+        Whether features have signs although weights do not: in a state a small weight is a difference of large terms.
     scale
         Where the model's scaling goes: ``none``, ``sqrt`` (each of q and k times its square root) or ``scores``.
     normaliser
@@ -85,6 +87,7 @@ class Mechanism:
     paper: str
     kind: Literal["features", "scores", "positions", "constant"]
     signed: bool = False
+    cancels: bool = False
     scale: Literal["none", "sqrt", "scores"] = "none"
     normaliser: Literal["sum", "centred"] = "sum"
     log: bool = False

@@ -25,7 +25,7 @@ class Attention:
     valid
         Whether the query sees any key at all (padding rows do not).
     flagged
-        Whether the denominator was zero (all features off), or a signed sum cancelled to less than 1e-6 of its terms
+        Whether the denominator was zero (all features off), or a sum of signed terms cancelled to less than 1e-6 of
         sum_j sum_r |phi(q)_r phi(k_j)_r|: the output's direction then means nothing.
     """
 

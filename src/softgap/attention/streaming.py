@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.divergence import compare_heads
 from softgap.attention.features import Features, featurise
+from softgap.attention.fused import compare_positions, served
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.registry import resolve
 from softgap.attention.result import Attention, divided
@@ -102,8 +104,13 @@ class LinearState:
         k: Float[Tensor, "batch kv_head key dim"],
         v: Float[Tensor, "batch kv_head key value_dim"],
         key_valid: Bool[Tensor, "batch key"] | None = None,
+        *,
+        shared: bool = False,
     ) -> Attention:
-        """Append keys, then answer the queries, which stand at the last of these keys."""
+        """Append keys, then answer the queries, which stand at the last of these keys.
+
+        ``shared`` answers once per KV head where the mechanism ignores the query, and leaves the repeating to you.
+        """
         self._check(q, k)
         ahead = k.shape[2] - q.shape[2]
         r = self.mechanism.feature_dim(k.shape[-1]) or 1
@@ -117,7 +124,7 @@ class LinearState:
             sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
             seen = self._advance(k.shape[0], stop - start, valid, k.device)
             if start >= ahead:
-                output, flagged = self._output(sums, q.shape[1])
+                output, flagged = self._output(sums, None if shared else q.shape[1])
                 outputs.append(output)
                 flags.append(flagged)
                 valids.append(seen)
@@ -128,6 +135,46 @@ class LinearState:
         valid_rows = torch.cat(valids, dim=1)
         # A row that sees nothing is padding: not valid, and no anomaly of the mechanism.
         return Attention(torch.cat(outputs, dim=2), valid_rows, torch.cat(flags, dim=2) & valid_rows[:, None])
+
+    def compare(
+        self,
+        q: Float[Tensor, "batch head time dim"],
+        k: Float[Tensor, "batch kv_head time dim"],
+        v: Float[Tensor, "batch kv_head time value_dim"],
+        output: Float[Tensor, "batch head time value_dim"],
+        key_valid: Bool[Tensor, "batch time"] | None = None,
+    ) -> Float[Tensor, "quantity batch head time"]:
+        """Append keys and compare the answers to their queries with ``output``: divergence, relative L2, norm ratio.
+
+        The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
+        """
+        self._check(q, k)
+        plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
+        if not plain or not served(self.mechanism, k.shape[-1]):
+            return compare_heads(output, self.attend(q, k, v, key_valid, shared=True).output)
+        return self._compared(q, k, v, output, key_valid)
+
+    def _compared(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
+    ) -> Float[Tensor, "quantity batch head time"]:
+        features = self._features(q, k, key_valid)
+        batch, heads, t, r = features.key.shape
+        if heads > v.shape[1]:  # one key map per query head
+            v = v.repeat_interleave(heads // v.shape[1], dim=1)
+        carry = self._carries.get("weights")
+        if carry is None:
+            carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
+        # The pass writes into the carry, which must be this state's own: a chunk's carry is a view of its block.
+        carry = replace(carry, sums=carry.sums.contiguous(), totals=carry.totals.contiguous())
+        self._carries["weights"] = carry
+        valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
+        found = torch.empty(batch, output.shape[1], t, 3)
+        by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
+        queries, keys, values, outputs = by_time
+        state = (carry.sums.numpy(), carry.totals.numpy())
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
+        self._advance(batch, t, key_valid, k.device)
+        return found.movedim(-1, 0)
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         if not self.mechanism.factorable(k.shape[-1]):
@@ -140,18 +187,8 @@ class LinearState:
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> dict[str, Sums]:
         """The weighted sums that the output of one block needs, by name."""
-        q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
-        features = featurise(
-            self.mechanism,
-            q,
-            k,
-            scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
-            query_positions=positions[k.shape[2] - q.shape[2] :],
-            key_positions=positions,
-            key_valid=key_valid,
-            share_heads=True,
-        )
+        features = self._features(q, k, key_valid)
+        v = v.to(self.dtype)
         values = v if key_valid is None else v.masked_fill(~key_valid[:, None, :, None], 0)
         sums = {"weights": self._sums("weights", features, values)}
         if self.mechanism.normaliser == "centred":
@@ -159,10 +196,23 @@ class LinearState:
             if key_valid is not None:
                 key = key.masked_fill(~key_valid[:, None, :, None], 0)
             sums["count"] = self._sums("count", Features(query, key, rate=None, log=False), values)
-        elif self.mechanism.signed:
+        elif self.mechanism.signed or self.mechanism.cancels:
             absolute = Features(features.query.abs(), features.key.abs(), rate=None, log=False)
             sums["terms"] = self._sums("terms", absolute, values[..., :0])
         return sums
+
+    def _features(self, q: Tensor, k: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> Features:
+        positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
+        return featurise(
+            self.mechanism,
+            q.to(self.dtype),
+            k.to(self.dtype),
+            scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            query_positions=positions[k.shape[2] - q.shape[2] :],
+            key_positions=positions,
+            key_valid=key_valid,
+            share_heads=True,
+        )
 
     def _sums(self, name: str, features: Features, values: Float[Tensor, "batch kv_head key value_dim"]) -> Sums:
         """The block's weighted sums of values and of ones, carrying the state of this name forward."""
@@ -189,7 +239,7 @@ class LinearState:
         return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1))
 
     def _output(
-        self, sums: dict[str, Sums], heads: int
+        self, sums: dict[str, Sums], heads: int | None
     ) -> tuple[Float[Tensor, "batch head query value_dim"], Bool[Tensor, "batch head query"]]:
         weighted, total = sums["weights"]
         if "count" in sums:
@@ -198,7 +248,7 @@ class LinearState:
             output = mean + (weighted - total * mean) / count
             return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
         output, flagged = divided(weighted, total, sums["terms"].totals if "terms" in sums else None)
-        group = heads // output.shape[1]
+        group = 1 if heads is None else heads // output.shape[1]
         if group == 1:
             return output, flagged
         return output.repeat_interleave(group, dim=1), flagged.repeat_interleave(group, dim=1)

@@ -80,7 +80,8 @@ def show_findings(console: Console, findings: Findings) -> None:
         )
     )
     skipped = f", {findings.skipped} too short for one window" if findings.skipped else ""
-    console.print(f"{findings.samples} samples of {findings.steps} steps in all{skipped}")
+    counted = "1 sample" if findings.samples == 1 else f"{findings.samples} samples"
+    console.print(f"{counted} of {findings.steps} steps in all{skipped}")
     if not eligible:
         console.print(Text(f"No head is eligible: {findings.heads[0].reason}.", "yellow"))
         return

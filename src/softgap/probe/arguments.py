@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from softgap.errors import ModelError, UnsupportedError
 
 __all__ = [
     "by_name",
     "cache_length",
+    "cached_keys",
     "fed_tokens",
     "generation_config",
+    "grows_by_copies",
     "new_valid",
     "prompt_length",
     "row_lengths",
@@ -54,6 +57,22 @@ def cache_length(cache: object) -> int:
     """Positions a cache holds; 0 for none, or where it cannot tell."""
     count = getattr(cache, "get_seq_length", None)
     return int(count()) if callable(count) else 0
+
+
+def cached_keys(cache: object) -> object:
+    """The tensor that a cache keeps its first layer's keys in, where it has one: another one once it was reordered."""
+    for layer in getattr(cache, "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor):
+            return keys
+    return None
+
+
+def grows_by_copies(cache: object) -> bool:
+    """Whether a cache never writes to a tensor it has handed out: the plain dynamic cache, which concatenates."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def prompt_length(given: dict[str, Any]) -> int:

@@ -213,6 +213,7 @@ def read_ids(
         with recording.paused():
             for start, logits in blocks():
                 recording.add_logits(start, logits)
+                del logits  # before the next block is made: one at a time
     return recording.trajectories()
 
 

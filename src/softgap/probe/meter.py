@@ -4,6 +4,9 @@ A mechanism with a state is followed from call to call: new keys are appended, a
 reduced a block at a time, all layers of one shape together. That is exact only while every call shows the very keys
 that the state holds; each call is checked for it. A call that does not (sparse masks, a cropped cache, a window nobody
 announced) is computed from the keys it hands over, and so is every mechanism without a state.
+
+Nearly all calls of a generation are alike: one new position that sees every key there is. They are only noted, which
+takes microseconds, and cost nothing more until their block is full.
 """
 
 from __future__ import annotations
@@ -16,16 +19,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from softgap.attention import Comparison, LinearState, Mechanism, Visible, attend, compare_outputs
+from softgap.attention import LinearState, Mechanism, Visible, attend, compare_heads
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
+from softgap.probe.waiting import Run, stacked_runs
 
 __all__ = ["Measured", "Meter"]
 
 # A call of more positions than this is held by reference, and not beyond its forward.
 LONGEST_HELD = 8
-# Long calls of several layers are reduced together up to this many numbers (float32: 16 MiB).
-HELD_NUMBERS = 2**22
+# Long calls of several layers are reduced together up to this many numbers (float32: 2 MiB).
+HELD_NUMBERS = 2**19
+# Positions that are computed and compared at once: what they need stays in the cache, and is freed before the next.
+POSITIONS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,29 +43,19 @@ class Measured:
 
 
 @dataclass
-class _Held:
-    """One call of a few positions, waiting for its block: queries, new keys and values, the model's output."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    valid: Bool[Tensor, "batch time"] | None
-
-
-@dataclass
 class _Layer:
     """One tapped layer: its states, what waits, and what is done (mechanisms with a state, then those without)."""
 
     states: list[LinearState] | None = None
     window: int | None = None
     started: bool = False
-    held: list[_Held] = field(default_factory=list)
+    held: list[Run] = field(default_factory=list)
     with_state: list[Tensor] = field(default_factory=list)
     without: list[Tensor] = field(default_factory=list)
     focus: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
-    kv_heads: int = 1
+    # Whether a state serves every mechanism over all keys, so that a step needs no look at its mask.
+    plain: bool = False
 
 
 class Meter:
@@ -93,17 +89,20 @@ class Meter:
         self._new_valid: Bool[Tensor, "batch time"] | None = None
         self._new = 0
         self._told = False
+        self._by_reference = False
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
         self._numbers = 0
         self._dim = 0
 
-    def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None) -> None:
+    def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None, *, by_reference: bool = False) -> None:
         """A forward over n new positions starts.
 
         ``valid`` is False at padding, over the new positions or all of them; None where nobody said.
+        ``by_reference`` promises that keys and values handed over are never written to again.
         """
         self._new = n
+        self._by_reference = by_reference and n == 1
         self._told = valid is not None
         self._new_valid = None
         if valid is not None and not bool(valid.all()):
@@ -111,6 +110,25 @@ class Meter:
             # What the cache held before the first call; later on a mask may hide tokens that are no padding.
             if not self.layers and self.length and valid.shape[1] == self.length + n:
                 self._valid = valid[:, :-n]
+
+    def observe_step(self, index: int, call: AttentionCall) -> bool:
+        """Note a call of one new position that sees all keys; False where it is not plainly that."""
+        if call.mask is not None or not self._by_reference or self._valid is not None or self._new_valid is not None:
+            return False
+        layer = self.layers[index] if index < len(self.layers) else None
+        if layer is None or not layer.plain or layer.states is None or call.query.requires_grad:
+            return False
+        if call.key.shape[2] != self.length + 1:
+            return False
+        run = layer.held[-1] if layer.held else None
+        if run is None or not run.by_reference:
+            layer.held.append(Run([call.query], [call.output], call.key, call.value, 1, None, by_reference=True))
+        else:
+            run.q.append(call.query)
+            run.o.append(call.output)
+            # A cache that grows by concatenation has copied the keys that came before.
+            run.k, run.v, run.n = call.key, call.value, run.n + 1
+        return True
 
     def observe(self, index: int, call: AttentionCall, visible: Visible) -> None:
         """Take in one attention call of the layer with this index."""
@@ -169,11 +187,11 @@ class Meter:
         groups: dict[object, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.held:
-                first = layer.held[0]
+                q, k, v = layer.held[0].q[0], layer.held[0].k, layer.held[0].v
                 # States under a window are as long as the window: stacking them would copy more than it saves.
                 alone = index if layer.window is not None else None
-                shape = (tuple(first.q.shape), tuple(first.k.shape), first.v.shape[-1], layer.scale, alone)
-                groups.setdefault((shape, len(layer.held)), []).append(index)
+                shape = (tuple(q.shape), k.shape[1], v.shape[-1], layer.scale, alone)
+                groups.setdefault((shape, *(run.n for run in layer.held)), []).append(index)
         for indices in groups.values():
             self._flush_layers([self.layers[index] for index in indices], indices)
 
@@ -229,7 +247,7 @@ class Meter:
 
     def _start(self, layer: _Layer, index: int, stated: list[Mechanism], call: AttentionCall, shown: Visible) -> None:
         layer.started = True
-        layer.scale, layer.kv_heads = call.scale, call.key.shape[1]
+        layer.scale = call.scale
         announced = call.options.get("sliding_window")
         n = call.query.shape[2]
         if shown.window is not None:
@@ -239,6 +257,8 @@ class Meter:
         # Without its first tokens the softmax side is computed from the keys of each call anyway.
         if self._known and self.length == 0 and shown.mask is None and not self._drop:
             layer.states = [LinearState(m.for_layers([index]), window=layer.window, scale=call.scale) for m in stated]
+        complete = len(stated) == len(self._mechanisms)
+        layer.plain = complete and layer.window is None and not self._focus and not self._drop
 
     def _consistent(self, layer: _Layer, shown: Visible, n: int) -> bool:
         """Whether this call shows exactly the keys that the layer's states hold, and its own."""
@@ -284,7 +304,7 @@ class Meter:
         if n <= LONGEST_HELD:
             # A view of the cache would keep the whole of it alive, and static caches are written over.
             k, v = k.clone(), v.clone()
-        layer.held.append(_Held(q, k, v, output, valid))
+        layer.held.append(Run([q], [output.transpose(1, 2)], k, v, n, valid))
         self._numbers += q.numel() + k.numel() + v.numel() + output.numel()
         if n > LONGEST_HELD and self._numbers >= HELD_NUMBERS:
             self.flush()
@@ -293,61 +313,44 @@ class Meter:
         """Reduce what these layers hold, stacked along the batch (layer-major)."""
         if not layers[0].held or layers[0].states is None:
             return
-        count, batch = len(layers), layers[0].held[0].q.shape[0]
-
-        def stack(name: str) -> Tensor:
-            rows = [_joined([getattr(held, name) for held in layer.held], dim=2) for layer in layers]
-            return _joined(rows, dim=0)
-
-        q, k, v, o = (stack(name) for name in ("q", "k", "v", "o"))
-        valid = self._held_valid(layers, q.shape[2])
+        batch, heads, _, d = layers[0].held[0].q[0].shape
+        stated = [m for m in self._mechanisms if m.factorable(d)]
+        count, time = len(layers), sum(run.n for run in layers[0].held)
+        # First of all: what is kept then lies below what is freed again.
+        found = torch.empty(3, len(stated), count * batch, heads, time)
+        q, k, v, o, valid = stacked_runs([layer.held for layer in layers])
         # Before the states move on: an interrupted block is lost, never counted twice.
         for layer in layers:
             layer.held.clear()
-        stated = [m for m in self._mechanisms if m.factorable(q.shape[-1])]
-        found = []
-        for i, mechanism in enumerate(stated):
-            states = [layer.states[i] for layer in layers if layer.states is not None]
-            if count == 1:
-                state = states[0]
-            else:
-                state = LinearState.stacked(states, mechanism.for_layers(indices, repeat=batch))
-            found.append(compare_outputs(o, state.attend(q, k, v, valid).output))
-            if count > 1:
-                state.split_into(states)
-        for layer, part in zip(layers, _stacked(found).chunk(count, dim=2), strict=True):
-            layer.with_state.append(part.cpu())
-
-    def _held_valid(self, layers: list[_Layer], n: int) -> Bool[Tensor, "batch time"] | None:
-        parts = [held.valid for held in layers[0].held]
-        if all(part is None for part in parts):
-            return None
-        example = next(part for part in parts if part is not None)
-        rows = [
-            torch.ones(len(example), held.q.shape[2], dtype=torch.bool, device=example.device)
-            if held.valid is None
-            else held.valid
-            for held in layers[0].held
-        ]
-        return torch.cat(rows, dim=1).repeat(len(layers), 1)
+        columns = [[layer.states[i] for layer in layers if layer.states is not None] for i in range(len(stated))]
+        if count == 1:
+            states = [column[0] for column in columns]
+        else:
+            repeated = [mechanism.for_layers(indices, repeat=batch) for mechanism in stated]
+            states = [LinearState.stacked(c, m) for c, m in zip(columns, repeated, strict=True)]
+        step = max(POSITIONS, layers[0].window or 0)
+        for start in range(0, time, step):
+            part = slice(start, start + step)
+            shown = None if valid is None else valid[:, part]
+            asked = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
+            for i, state in enumerate(states):
+                found[:, i, :, :, part] = state.compare(*asked)
+        if count > 1:
+            for state, column in zip(states, columns, strict=True):
+                state.split_into(column)
+        for layer, share in zip(layers, found.chunk(count, dim=2), strict=True):
+            layer.with_state.append(share)
 
     def _direct(
         self, mechanisms: list[Mechanism], index: int, call: AttentionCall, shown: Visible, output: Tensor
     ) -> Float[Tensor, "quantity mechanism batch head time"]:
         """Compare with mechanisms computed from all the keys this call hands over."""
-        found = []
-        for mechanism in mechanisms:
-            linear = attend(
-                mechanism.for_layers([index]),
-                call.query.detach(),
-                call.key.detach(),
-                call.value.detach(),
-                visible=shown,
-                scale=call.scale,
-                check=False,
-            )
-            found.append(compare_outputs(output, linear.output))
-        return _stacked(found).cpu()
+        q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
+        found = [
+            attend(mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False).output
+            for mechanism in mechanisms
+        ]
+        return torch.stack([compare_heads(output, linear) for linear in found], dim=1).cpu()
 
     def _without_sinks(self, shown: Visible, batch: int, call: AttentionCall) -> Visible:
         """The same visible set less the first keys of each sequence."""
@@ -360,16 +363,3 @@ class Meter:
         if shown.mask is not None:
             return Visible(shown.offset, mask=shown.mask & kept[:, None, None])
         return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _stacked(comparisons: Sequence[Comparison]) -> Float[Tensor, "quantity mechanism batch head time"]:
-    return torch.stack(
-        [
-            torch.stack([getattr(found, name) for found in comparisons])
-            for name in ("divergence", "relative_l2", "norm_ratio")
-        ]
-    )

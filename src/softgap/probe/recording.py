@@ -19,8 +19,10 @@ from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.arguments import (
     by_name,
     cache_length,
+    cached_keys,
     fed_tokens,
     generation_config,
+    grows_by_copies,
     new_valid,
     prompt_length,
     row_lengths,
@@ -125,7 +127,8 @@ class Recording:
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        stream.begin(tokens, new_valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length))
+        valid = new_valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length)
+        stream.begin(tokens, valid, by_reference=grows_by_copies(cache))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
         if self._generating is not None:
@@ -148,6 +151,7 @@ class Recording:
             and cache is stream.cache()
             and tokens.shape[0] == stream.fed[0].shape[0]
             and cache_length(cache) == stream.meter.length
+            and cached_keys(cache) is stream.keys()
         )
 
     def _new_stream(self, cache: object) -> Stream:
@@ -163,9 +167,11 @@ class Recording:
 
     def _on_call(self, call: AttentionCall) -> None:
         # Part of a model may be called on its own, between two forwards of the whole: that is no step.
-        if not self._paused and self._active is not None and self._active.open:
-            with _arithmetic(call.query.device):
-                self._active.observe(call)
+        stream = self._active
+        if self._paused or stream is None or not stream.open or stream.observe_step(call):
+            return
+        with _arithmetic(call.query.device):
+            stream.observe(call)
 
     def _after_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -174,7 +180,8 @@ class Recording:
         if self._paused or stream is None:
             return
         cache = getattr(output, "past_key_values", None)
-        stream.cache = _weakly(cache) if cache is not None else stream.cache
+        if cache is not None:
+            stream.cache, stream.keys = _weakly(cache), _weakly(cached_keys(cache))
         with _arithmetic(self.model.device):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
@@ -337,9 +344,9 @@ def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
-def _weakly(cache: object) -> Callable[[], object]:
-    """A reference that does not keep a cache alive."""
+def _weakly(thing: object) -> Callable[[], object]:
+    """A reference that does not keep a cache or its keys alive."""
     try:
-        return weakref.ref(cache)
+        return weakref.ref(thing)
     except TypeError:  # tuples and None
-        return lambda: cache
+        return lambda: thing

@@ -38,6 +38,8 @@ class Stream:
         Whether a forward has begun and not ended.
     cache
         The cache its forwards fill, which is the caller's to keep.
+    keys
+        The first layer's keys as the last forward left them in the cache.
     """
 
     meter: Meter
@@ -47,6 +49,7 @@ class Stream:
     sequences: Int[Tensor, "batch time"] | None = None
     row_lengths: Sequence[int] | None = None
     cache: Callable[[], object] = lambda: None
+    keys: Callable[[], object] = lambda: None
     open: bool = False
     fed: list[Int[Tensor, "batch time"]] = field(default_factory=list)
     layer_ids: list[int | None] = field(default_factory=list)
@@ -66,13 +69,28 @@ class Stream:
         """Positions whose forward is over."""
         return self.meter.length - self.base
 
-    def begin(self, tokens: Int[Tensor, "batch time"], valid: Bool[Tensor, "batch time"] | None) -> None:
+    def begin(
+        self, tokens: Int[Tensor, "batch time"], valid: Bool[Tensor, "batch time"] | None, *, by_reference: bool = False
+    ) -> None:
         """A forward over these tokens starts; ``valid`` is False at padding, None where the caller does not say."""
         self.fed.append(tokens)
         self.open = True
-        self.meter.begin_forward(tokens.shape[1], valid)
+        self.meter.begin_forward(tokens.shape[1], valid, by_reference=by_reference)
         self._calls = 0
         self._sets = VisibleSets(self.meter.length)
+
+    def observe_step(self, call: AttentionCall) -> bool:
+        """One attention call of the present forward, if it is an ordinary step; False leaves it to observe."""
+        index = self._calls
+        # Steps are noted only at the calls that their layers made before.
+        if index >= len(self._modules) or self._modules[index] != id(call.module):
+            return False
+        if call.query.shape[0] != self.fed[-1].shape[0] or call.query.shape[2] != 1:
+            return False
+        if not self.meter.observe_step(index, call):
+            return False
+        self._calls += 1
+        return True
 
     def observe(self, call: AttentionCall) -> None:
         """One attention call of the present forward; calls are told apart by their order in it."""
@@ -222,7 +240,9 @@ class _Row:
         prompt: Trajectories | None = None,
     ) -> Trajectories:
         """The trajectory of these queries (indices into what was fed)."""
-        steps = torch.from_numpy(np.ascontiguousarray(queries))
+        # Nearly always a range: then it is cut out, not gathered.
+        together = len(queries) > 0 and queries[-1] - queries[0] == len(queries) - 1
+        steps = slice(queries[0], queries[-1] + 1) if together else torch.from_numpy(np.ascontiguousarray(queries))
         following = [int(self.tokens[i + 1]) if i + 1 < len(self.tokens) else -1 for i in queries]
         return Trajectories(
             mechanisms=self.mechanisms,
@@ -243,9 +263,9 @@ class _Row:
             manifest=manifest,
         )
 
-    def _padded(self, source: Sequence[Tensor], quantity: int, steps: Int[Tensor, " step"]) -> np.ndarray:
+    def _padded(self, source: Sequence[Tensor], quantity: int, steps: slice | Int[Tensor, " step"]) -> np.ndarray:
         """One quantity of every layer, ``[mechanism, layer, head, step]`` or without the first axis."""
-        layers = [x[quantity][..., self.row, :, :].index_select(-1, steps) for x in source]
+        layers = [x[quantity][..., self.row, :, :][..., steps] for x in source]
         widest = self.layout.kv_group.shape[1]
         padded = [
             torch.nn.functional.pad(x, (0, 0, 0, widest - x.shape[-2]), value=torch.nan) if x.shape[-2] < widest else x

@@ -63,6 +63,7 @@ class _Override:
     registry: AttentionInterface
     name: str
     previous: Attention | None
+    ours: Attention
     taps: int = 0
 
 
@@ -111,8 +112,9 @@ def _acquire(key: tuple[int, str], registry: AttentionInterface, name: str) -> N
     override = _overrides.get(key)
     if override is None:
         local: dict[str, Attention] = registry._local_mapping
-        override = _overrides[key] = _Override(registry, name, local.get(name))
-        registry[name] = _dispatcher(registry, name, override.previous)
+        previous = local.get(name)
+        ours = registry[name] = _dispatcher(registry, name, previous)
+        override = _overrides[key] = _Override(registry, name, previous, ours)
     override.taps += 1
 
 
@@ -122,6 +124,9 @@ def _release(key: tuple[int, str]) -> None:
     if override.taps:
         return
     del _overrides[key]
+    local: dict[str, Attention] = override.registry._local_mapping
+    if local.get(override.name) is not override.ours:
+        return  # somebody registered another function meanwhile: theirs to keep
     if override.previous is None:
         del override.registry[override.name]
     else:

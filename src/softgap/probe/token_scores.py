@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 __all__ = ["TokenScores", "forward_then_logits", "score"]
 
 ROWS = 128
-CACHED = 2**18
+# Logits scored at once: few enough to stay in the cache from one pass to the next.
+CACHED = 2**19
 
 LogitBlocks = Callable[[], Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]]
 
@@ -30,21 +31,19 @@ def score(
     rows, wanted = logits.flatten(0, 1), tokens.flatten()
     chosen = torch.empty(len(rows), device=logits.device)
     entropy = torch.empty_like(chosen)
-    # A few rows at a time stay in the cache from one pass to the next.
     step = max(1, CACHED // rows.shape[-1])
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         x = rows[part].float()
         x = x - x.amax(dim=-1, keepdim=True)
-        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0]
         e = x.exp()
         total = e.sum(dim=-1)
         log_total = total.log()
-        chosen[part] -= log_total
-        mean = x.mul_(e).sum(dim=-1) / total
+        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
+        mean = torch.linalg.vecdot(x, e) / total
         if bool(mean.isnan().any()):
             # A token that a model rules out has the logit -inf, and 0 * -inf counts as 0.
-            mean = x.nan_to_num_(nan=0.0).sum(dim=-1) / total
+            mean = x.mul_(e).nan_to_num_(nan=0.0).sum(dim=-1) / total
         entropy[part] = log_total - mean
     return chosen.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
@@ -57,57 +56,92 @@ class TokenScores:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self._waiting: list[tuple[int, Float[Tensor, "batch 1 vocabulary"]]] = []
-        self._done: list[tuple[int, Tensor, Tensor]] = []
+        # Copies of logits whose next token is not known yet, and the positions they belong to.
+        self._held: Float[Tensor, "batch waiting vocabulary"] | None = None
+        self._waiting: list[int] = []
+        self._scores: Float[Tensor, "quantity batch time"] | None = None
+        self._expected = self._stop = 0
 
     def add(self, first: int, logits: Float[Tensor, "batch time vocabulary"], fed: Int[Tensor, "batch total"]) -> None:
         """Take in the logits of the positions from ``first`` on; ``fed`` are all tokens up to their last position."""
-        known = logits.shape[1] - 1
+        known, self._expected = logits.shape[1] - 1, fed.shape[1]
         for start in range(0, known, ROWS):
             stop = min(known, start + ROWS)
             self._note(first + start, logits[:, start:stop], fed[:, first + start + 1 : first + stop + 1])
-        # A copy: the caller may go on to change its logits in place.
-        self._waiting.append((first + known, logits[:, -1:].clone()))
         if len(self._waiting) > self._block:
             self.settle(fed)
+        self._hold(first + known, logits[:, -1])
 
     def settle(self, tokens: Int[Tensor, "batch total"]) -> None:
         """Score every waiting position whose next token is among these."""
-        ready = [entry for entry in self._waiting if entry[0] + 1 < tokens.shape[1]]
-        self._waiting = [entry for entry in self._waiting if entry[0] + 1 >= tokens.shape[1]]
-        while ready:
+        ready = sum(position + 1 < tokens.shape[1] for position in self._waiting)
+        start = 0
+        while start < ready and self._held is not None:
             # Runs of neighbouring positions are scored together.
-            run = 1
-            while run < min(len(ready), ROWS) and ready[run][0] == ready[0][0] + run:
-                run += 1
-            first = ready[0][0]
-            logits = torch.cat([logits for _, logits in ready[:run]], dim=1)
-            self._note(first, logits, tokens[:, first + 1 : first + 1 + run])
-            ready = ready[run:]
+            first, stop = self._waiting[start], start + 1
+            while stop < min(ready, start + ROWS) and self._waiting[stop] == first + stop - start:
+                stop += 1
+            self._note(first, self._held[:, start:stop], tokens[:, first + 1 : first + 1 + stop - start])
+            start = stop
+        self._drop(ready)
 
     def close(self, tokens: Int[Tensor, "batch total"]) -> None:
         """Score all that waits, with or without its token: no more will come."""
         self.settle(tokens)
-        for position, logits in self._waiting:
-            self._note(position, logits, torch.full((len(tokens), 1), -1))
-        self._waiting = []
+        for i, position in enumerate(self._waiting):
+            if self._held is not None:
+                self._keep(position, _without_tokens(self._held[:, i : i + 1]))
+        self._waiting, self._held = [], None
+        if self._scores is not None:
+            self._scores = self._scores[..., : self._stop].clone()
 
     def result(self, tokens: Int[Tensor, "batch total"], n: int) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of positions 0..n-1, NaN where the model gave no logits."""
         self.settle(tokens)
-        batch = len(tokens)
+        scores = torch.full((2, len(tokens), n), torch.nan)
+        if self._scores is not None:
+            known = min(n, self._scores.shape[2])
+            scores[..., :known] = self._scores[..., :known]
         # What still waits is scored without its token, and goes on waiting.
-        waiting = [(at, *score(x, torch.full((batch, 1), -1, device=x.device))) for at, x in self._waiting]
-        logprob, entropy = torch.full((2, batch, n), torch.nan)
-        for first, chosen, spread in [*self._done, *waiting]:
-            stop = min(n, first + chosen.shape[1])
-            logprob[:, first:stop] = chosen[:, : stop - first]
-            entropy[:, first:stop] = spread[:, : stop - first]
-        return logprob, entropy
+        for i, position in enumerate(self._waiting):
+            if position < n and self._held is not None:
+                scores[..., position : position + 1] = _without_tokens(self._held[:, i : i + 1])
+        return scores[0], scores[1]
+
+    def _hold(self, position: int, logits: Float[Tensor, "batch vocabulary"]) -> None:
+        """Keep a copy: the caller may go on to change its logits in place."""
+        batch, vocabulary = logits.shape
+        if self._held is None:
+            # As many as will wait at most, made once: fresh memory at every step would cost more than the copy.
+            self._held = logits.new_empty(batch, self._block + 2, vocabulary)
+        self._held[:, len(self._waiting)] = logits
+        self._waiting.append(position)
+
+    def _drop(self, count: int) -> None:
+        """Forget the first ones that wait."""
+        if count and self._held is not None:
+            kept = len(self._waiting) - count
+            self._held[:, :kept] = self._held[:, count : count + kept].clone()
+            del self._waiting[:count]
 
     def _note(self, first: int, logits: Tensor, tokens: Tensor) -> None:
-        chosen, entropy = score(logits, tokens.to(logits.device))
-        self._done.append((first, chosen.cpu(), entropy.cpu()))
+        self._keep(first, torch.stack(score(logits, tokens.to(logits.device))))
+
+    def _keep(self, first: int, scores: Float[Tensor, "quantity batch time"]) -> None:
+        """Into one array that grows by doubling: a small tensor for every block would pin the memory between blocks."""
+        stop = first + scores.shape[2]
+        if self._scores is None or self._scores.shape[2] < stop:
+            grown = torch.full((*scores.shape[:2], max(stop, self._expected, 256)), torch.nan)
+            if self._scores is not None:
+                grown = torch.cat([self._scores, torch.full_like(grown, torch.nan)], dim=2)
+            self._scores = grown
+        self._scores[..., first:stop] = scores
+        self._stop = max(self._stop, stop)
+
+
+def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Tensor, "quantity batch time"]:
+    """The scores of positions whose next token is not known: entropy alone."""
+    return torch.stack(score(logits, torch.full(logits.shape[:2], -1, device=logits.device)))
 
 
 def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) -> LogitBlocks:

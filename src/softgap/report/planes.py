@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.analysis import Findings, HeadFinding
+from softgap.analysis import Findings, HeadFinding, SystemPoint
 from softgap.errors import ValueInputError
 from softgap.report.pictures import new_figure, save_figure
 from softgap.signal import complexity_bounds
@@ -40,9 +41,11 @@ def draw_plane(findings: Findings) -> Figure:
         points = _draw_heads(axes, heads)
         axes.set_xlabel("permutation entropy")
     whole.set_ylabel("statistical complexity")
-    _draw_systems(whole, findings, labelled=False)
     _zoom(near, findings)
-    _draw_systems(near, findings, labelled=True)
+    (left, right), (bottom, top) = near.get_xlim(), near.get_ylim()
+    close = [s for s in findings.systems if left <= s.entropy <= right and bottom <= s.complexity <= top]
+    _draw_systems(whole, findings.systems, [s for s in findings.systems if s not in close])
+    _draw_systems(near, findings.systems, close)
     whole.legend(loc="upper left", fontsize="small", frameon=False)
     figure.colorbar(points, ax=near, label="layer")
     figure.suptitle(_title(findings))
@@ -74,21 +77,29 @@ def _draw_heads(axes: Axes, heads: tuple[HeadFinding, ...]) -> Any:
     )
 
 
-def _draw_systems(axes: Axes, findings: Findings, *, labelled: bool) -> None:
+def _draw_systems(axes: Axes, systems: Sequence[SystemPoint], named: Sequence[SystemPoint]) -> None:
     for kind, mark in _MARKS.items():
-        some = [system for system in findings.systems if system.kind == kind]
-        if not some:
-            continue
-        entropy, complexity = [s.entropy for s in some], [s.complexity for s in some]
-        axes.scatter(
-            entropy, complexity, marker=mark, facecolors="none", edgecolors="#c2410c", s=28, label=f"known: {kind}", zorder=2
+        some = [system for system in systems if system.kind == kind]
+        if some:
+            entropy, complexity = [s.entropy for s in some], [s.complexity for s in some]
+            axes.scatter(
+                entropy,
+                complexity,
+                marker=mark,
+                facecolors="none",
+                edgecolors="#c2410c",
+                s=28,
+                zorder=2,
+                label=f"known: {kind}",
+            )
+    for i, system in enumerate(sorted(named, key=lambda system: system.entropy)):
+        # Names of neighbours are set at different heights, each with a line to its mark.
+        offset = (10, 6 + 11 * (i % 5))
+        line = {"arrowstyle": "-", "color": "#9a3412", "linewidth": 0.4}
+        place = (system.entropy, system.complexity)
+        axes.annotate(
+            system.name, place, offset, textcoords="offset points", fontsize=7, color="#9a3412", arrowprops=line
         )
-        if labelled:
-            (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-            for system in some:
-                if left <= system.entropy <= right and bottom <= system.complexity <= top:
-                    place = (system.entropy, system.complexity)
-                    axes.annotate(system.name, place, (4, 3), textcoords="offset points", fontsize=7, color="#9a3412")
 
 
 def _zoom(axes: Axes, findings: Findings) -> None:
@@ -106,5 +117,5 @@ def _title(findings: Findings) -> str:
     model = f"{source['model']}: " if source.get("model") else ""
     return (
         f"{model}{settings['quantity']} from {settings['mechanism']}, transform {settings['transform']}, "
-        f"order {settings['order']}, delay {settings['delay']}, {findings.samples} samples"
+        f"order {settings['order']}, delay {settings['delay']}, samples: {findings.samples}"
     )

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.signal.eligibility import least_windows
-from softgap.signal.kernels import count_rows, first_unusable_row, index_rows, weigh_rows
+from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, weigh_rows
 
 __all__ = ["TIES", "Batch", "Block", "Options", "checked_batch", "checked_order"]
 
@@ -84,6 +84,11 @@ class Batch:
         """Blocks whose table is [series, pattern]: how often each pattern occurs."""
         for where in self._slices(self.patterns):
             yield self._filled(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
+
+    def entropies(self) -> Iterator[Block]:
+        """Blocks whose table is [series, 1]: Shannon entropy in nats, without a table of counts."""
+        for where in self._slices(1):
+            yield self._filled(where, entropy_rows, np.empty((where.stop - where.start, 1)))
 
     def weights(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: the summed variance of the windows of each pattern."""

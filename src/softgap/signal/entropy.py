@@ -36,7 +36,7 @@ _LARGEST_Q = 500.0
 
 
 def measured(
-    batch: Batch, blocks: Iterable[Block], reduce: Reducer, trailing: tuple[int, ...] = ()
+    batch: Batch, blocks: Iterable[Block], reduce: Reducer, trailing: tuple[int, ...] = (), *, weighted: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Apply ``reduce`` [series, pattern] -> [series, *trailing] to the eligible series; NaN for the others.
 
@@ -47,7 +47,7 @@ def measured(
     windows, rate, eligible = np.empty(series, np.int64), np.empty(series), np.empty(series, bool)
     for block in blocks:
         some = block.eligible
-        if block.table.dtype.kind == "f":  # weights, unlike counts, may all be zero
+        if weighted:  # weights, unlike counts, may all be zero
             some = some & (block.table.sum(axis=1) > 0)
         values[block.where][some] = reduce(block.table if some.all() else block.table[some])
         windows[block.where], rate[block.where], eligible[block.where] = block.windows, block.tie_rate, some
@@ -79,7 +79,7 @@ def permutation_entropy(
     compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
     """
     batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.counts(), _shannon(batch, normalized)))
+    return Entropy(*measured(batch, batch.entropies(), _in_unit(batch, normalized)))
 
 
 def weighted_permutation_entropy(
@@ -91,7 +91,14 @@ def weighted_permutation_entropy(
     87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
     """
     batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.weights(), _shannon(batch, normalized)))
+    unit = _unit(batch, normalized)
+
+    def reduce(weights: np.ndarray) -> np.ndarray:
+        entropy = np.empty(len(weights))
+        shannon_rows(weights, entropy)
+        return entropy / unit
+
+    return Entropy(*measured(batch, batch.weights(), reduce, weighted=True))
 
 
 def renyi_entropy(
@@ -151,7 +158,7 @@ def multiscale_entropy(
         coarse = batch.rows[:, : steps * step].reshape(-1, steps, step).mean(axis=-1) if step > 1 else batch.rows
         kept: Options = {**options, "lengths": batch.lengths // step}
         cut = checked_batch(coarse, order, delay, kept, short=True)
-        results.append(measured(cut, cut.counts(), _shannon(cut, normalized)))
+        results.append(measured(cut, cut.entropies(), _in_unit(cut, normalized)))
     if not results:
         raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
     return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
@@ -227,12 +234,10 @@ def _tsallis_largest(q: float, patterns: int) -> float:
     return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
-def _shannon(batch: Batch, normalized: bool) -> Reducer:
-    unit = math.log(batch.patterns) if normalized else 1.0
+def _unit(batch: Batch, normalized: bool) -> float:
+    return math.log(batch.patterns) if normalized else 1.0
 
-    def reduce(counts: np.ndarray) -> np.ndarray:
-        entropy = np.empty(len(counts))
-        shannon_rows(counts, entropy)
-        return entropy / unit
 
-    return reduce
+def _in_unit(batch: Batch, normalized: bool) -> Reducer:
+    unit = _unit(batch, normalized)
+    return lambda entropy: np.asarray(entropy[:, 0] / unit)

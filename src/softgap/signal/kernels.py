@@ -16,6 +16,7 @@ from softgap.signal.compiling import compiled
 
 __all__ = [
     "count_rows",
+    "entropy_rows",
     "first_unusable_row",
     "index_rows",
     "link_rows",
@@ -144,6 +145,46 @@ def shannon(counts: Array, total: float) -> float:
             p = counts[i] / total
             entropy -= p * math.log(p)
     return min(entropy, math.log(counts.size))
+
+
+@compiled
+def entropy_rows(
+    rows: Array, lengths: Array, order: int, delay: int, keep_ties: bool, entropy: Array, ties: Array
+) -> None:
+    """Write the Shannon entropy in nats of each row to ``entropy`` [row, 1]; the rest as :func:`count_rows`.
+
+    One row of counts serves all series. Where patterns outnumber windows it is read and cleared through the windows,
+    so that a short series never pays for order! bins.
+    """
+    patterns = 1
+    for i in range(2, order + 1):
+        patterns *= i
+    count = np.zeros(patterns, np.int32)
+    scratch = np.empty(max(1, rows.shape[1]), np.int32)
+    marks = np.empty(max(1, rows.shape[1]), np.int32)
+    for row in range(rows.shape[0]):
+        windows = max(0, lengths[row] - (order - 1) * delay)
+        index, tied = scratch[:windows], marks[:windows]
+        encode(rows[row], order, delay, index, tied)
+        equal = 0
+        for t in range(windows):
+            equal += tied[t]
+            if keep_ties or tied[t] == 0:
+                count[index[t]] += 1
+        ties[row] = equal
+        total = windows if keep_ties else windows - equal
+        if windows < patterns:
+            found = 0.0
+            for t in range(windows):
+                seen = count[index[t]]
+                if seen > 0:
+                    p = seen / total
+                    found -= p * math.log(p)
+                    count[index[t]] = 0
+            entropy[row, 0] = min(found, math.log(patterns))
+        else:
+            entropy[row, 0] = shannon(count, total)
+            count[:] = 0
 
 
 @compiled
