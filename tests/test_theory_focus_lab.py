@@ -13,7 +13,7 @@ import torch
 
 from cli_examples import failure
 from model_examples import save_folder, tiny_llama
-from softgap.attention import attend, attention_weights
+from softgap.attention import attend, attention_weights, mechanisms
 from softgap.cli import main
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -66,6 +66,8 @@ def test_the_sources_are_right_and_wrong_where_they_are(found: FocusFindings) ->
 def test_verdicts_follow_the_numbers(found: FocusFindings) -> None:
     wrong = dataclasses.replace(found.checks[0], closed=found.checks[0].closed * (1 + 1e-8))
     assert synthetic_claims.closed_forms([wrong, *found.checks[1:]]).verdict == "does not hold"
+    off = dataclasses.replace(found.checks[0], simulated=found.checks[0].expected + 5 * found.checks[0].error)
+    assert synthetic_claims.closed_forms([off, *found.checks[1:]]).verdict == "does not hold"
     near = [dataclasses.replace(row, simulated=row.limit) for row in found.finite]
     assert synthetic_claims.exp_focuses(near).verdict == "holds"
     far = [dataclasses.replace(row, simulated=2 * row.limit) for row in found.finite]
@@ -73,14 +75,36 @@ def test_verdicts_follow_the_numbers(found: FocusFindings) -> None:
     assert synthetic_claims.identity_bound(found.curves["identity"] - 0.01).verdict == "does not hold"
     assert synthetic_claims.general_formula(1e-3).verdict == "does not hold"
     assert synthetic_claims.norm_ratio(0.1, 3.0, (0.1, 1.0)).verdict == "not decided"
-    flat = [dataclasses.replace(stop, weight_error=1.0) for stop in found.road]
-    assert synthetic_claims.features_close_gap(flat).verdict == "does not hold"
+    for last, verdict in ((0.6, "does not hold"), (0.4, "holds")):
+        ends = {"favor": 1024, "polynomial": 16, "shifted": 16}
+        road = [
+            dataclasses.replace(stop, weight_error=last if stop.setting == ends.get(stop.family) else 1.0)
+            for stop in found.road
+        ]
+        assert synthetic_claims.features_close_gap(road).verdict == verdict
+    assert synthetic_claims.relu2_needs_negative_bias((-1.0, 0.0), found.gammas, np.ones((2, 121))).verdict == (
+        "does not hold"
+    )
     low = [
-        Ranks(mechanism, mask, 64, 8, whole, whole // 2, 4)
+        Ranks(mechanism, mask, 64, 8, 0.5, whole, whole // 2, 4)
         for mechanism, whole in (("softmax", 64), ("elu1", 8))
         for mask in ("causal", "bidirectional")
     ]
     assert synthetic_claims.rank_argument(low).verdict == "holds"
+
+
+def test_every_mechanism_is_ranked_under_both_masks(found: FocusFindings) -> None:
+    rows = {(row.mechanism, row.mask): row for row in found.ranks}
+    weighted = {name for name, one in mechanisms().items() if not one.missing and one.kind != "constant"}
+    assert {name for name, _ in rows} == weighted
+    for mask in ("causal", "bidirectional"):
+        assert rows["uniform", mask].sparsity == pytest.approx(1)
+        assert rows["relu", mask].block <= found.settings["d"] < rows["softmax", mask].block
+    assert rows["uniform", "bidirectional"].whole == 1
+    assert rows["self_token", "causal"].whole == rows["self_token", "causal"].n
+    assert rows["self_token", "causal"].block == rows["self_token", "causal"].energy == 0
+    few = focus_lab(n=64, d=4, draws=10, mechanisms=["decay"], rng=np.random.default_rng(0))
+    assert few.settings["mechanisms"] == ["decay", "softmax", "elu1"]
 
 
 def test_the_lab_repeats_itself(found: FocusFindings) -> None:
@@ -182,7 +206,8 @@ def test_the_command_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--mechanism", "elu1"], "--mechanism goes with --model, got elu1 without one; add --model smollm2-135m"),
+        (["--mechanism", "zero"], "mechanism 'zero' has no weights: its output is a constant; leave it out"),
+        (["--mechanism", "fitted"], "mechanism 'fitted' needs the parameters query_weight, query_bias"),
         (["--keys", "8"], "the focus lab needs n from 64, d from 2 and draws from 10, got 8, 64 and 400"),
         (["--model", "nowhere/at-all", "--mechanism", "elu2"], "unknown mechanism 'elu2'; did you mean"),
         (["--model", "x", "--text", "/nowhere.txt"], "cannot read '/nowhere.txt'"),
@@ -194,7 +219,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 
 def test_mechanisms_that_the_lab_cannot_serve() -> None:
     model, rng = tiny_llama(), np.random.default_rng(0)
-    with pytest.raises(UnsupportedError, match=r"mechanism 'fitted' needs the parameters query_weight.*leave it out"):
+    with pytest.raises(UnsupportedError, match=r"'fitted' needs the parameters query_weight.*calibrate the model"):
         focus_in_model(model, [3] * 64, rng=rng, mechanisms=["fitted"])
     with pytest.raises(UnsupportedError, match="mechanism 'zero' has no weights"):
         focus_in_model(model, [3] * 64, rng=rng, mechanisms=["zero"])

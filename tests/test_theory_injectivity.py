@@ -11,8 +11,8 @@ import torch
 
 from softgap.attention import mechanisms, register_mechanism, registry, resolve
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError
-from softgap.theory.collision_search import find_collision, outside_proposition
-from softgap.theory.collisions import (
+from softgap.theory.injectivity.collision_search import find_collision, outside_proposition
+from softgap.theory.injectivity.collisions import (
     affine_collision,
     certify,
     elu1_collision,
@@ -20,7 +20,7 @@ from softgap.theory.collisions import (
     multiples_collision,
     softmax_collision,
 )
-from softgap.theory.inversion import (
+from softgap.theory.injectivity.inversion import (
     inline_query,
     key_condition,
     null_direction,
@@ -28,7 +28,7 @@ from softgap.theory.inversion import (
     softmax_weights,
     weight_margin,
 )
-from softgap.theory.margins import flat_keys, log_margin_sweep, prefixes, weight_margin_sweep
+from softgap.theory.injectivity.margins import flat_keys, log_margin_sweep, prefixes, weight_margin_sweep
 
 DIM, SCALE = 6, 6**-0.5
 

@@ -13,17 +13,17 @@ import torch
 
 from cli_examples import failure, loads_once
 from model_examples import save_folder, tiny_llama
-from softgap.attention import attend
+from softgap.attention import attend, resolve
 from softgap.attention.divergence import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
-from softgap.theory.confusion import confusion_rate, first_injective
-from softgap.theory.injectivity import Injectivity, injectivity
-from softgap.theory.injectivity_model import ModelInjectivity, injectivity_in_model
+from softgap.theory.injectivity.confusion import confusion_rate, first_injective
+from softgap.theory.injectivity.inversion import key_condition
+from softgap.theory.injectivity.model import ModelInjectivity, injectivity_in_model
+from softgap.theory.injectivity.synthetic import Injectivity, injectivity_lab
 from softgap.theory.intervals import Estimate, rank_correlation
-from softgap.theory.inversion import key_condition
 
 IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 
@@ -31,7 +31,7 @@ IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 @pytest.fixture(scope="module")
 def synthetic() -> Injectivity:
     names = ["softmax", "elu1", "relu2_scores", "hedgehog"]
-    return injectivity(rng=np.random.default_rng(0), dim=4, keys=20, draws=4, starts=3, queries=1, mechanisms=names)
+    return injectivity_lab(rng=np.random.default_rng(0), dim=4, keys=20, draws=4, starts=3, queries=1, mechanisms=names)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,40 @@ def test_heads_of_a_model_are_measured_as_they_are(in_model: ModelInjectivity) -
     assert np.isnan(in_model.rate[in_model.of("uniform")]).all()
 
 
+def test_parameters_of_layers_and_heads_are_those_of_the_head() -> None:
+    def drawn(*shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
+
+    mine = resolve("fitted").with_parameters(
+        query_weight=drawn(4, 6, 8, seed=1),
+        query_bias=drawn(4, 6, seed=2),
+        key_weight=drawn(2, 6, 8, seed=3),
+        key_bias=drawn(2, 6, seed=4),
+        rate=0.1 * drawn(2, 6, seed=5).abs(),
+    )
+    lab = injectivity_in_model(tiny_llama(), IDS, rng=np.random.default_rng(0), mechanisms=[mine, "zero"], queries=12)
+    layer = visit_layers(tiny_llama(), IDS, lambda seen: seen)[1]
+    half = len(IDS) // 2
+    asked = np.unique(np.linspace(half, len(IDS) - 1, 12).astype(int))
+    queries, ages = layer.query[:, asked].double(), torch.arange(half - 1, -1, -1).double()
+    rows = []
+    for head in range(4):
+        given = {
+            name: tensor[1, head if name.startswith("query") else head // 2] for name, tensor in mine.parameters.items()
+        }
+        q = torch.exp(queries[head] @ given["query_weight"].T + given["query_bias"])
+        k = torch.exp(layer.key[head // 2, :half].double() @ given["key_weight"].T + given["key_bias"])
+        weights = q @ (k * torch.exp(-ages[:, None] * given["rate"])).T
+        rows.append(weights / weights.sum(dim=-1, keepdim=True))
+    expected = confusion_rate(layer.query[:, asked], torch.stack(rows), near=0.2)
+    np.testing.assert_allclose(lab.rate[lab.of("fitted"), 1], expected)
+    assert np.isnan(lab.rate[lab.of("zero")]).all()
+    np.testing.assert_allclose(lab.divergence[lab.of("zero")], 1)
+    calibrated = next(claim for claim in lab.claims if claim.name == "calibrated divergence")
+    assert calibrated.numbers["heads"] == 8
+    assert calibrated.condition == ""
+
+
 def test_the_verdicts_in_a_model_follow_the_numbers(in_model: ModelInjectivity) -> None:
     found = verdicts(in_model.claims)
     assert found["rank condition"] == "holds only when"
@@ -154,6 +188,15 @@ def test_the_verdicts_in_a_model_follow_the_numbers(in_model: ModelInjectivity) 
     confusion[in_model.of("elu1")] = 0
     found = verdicts(dataclasses.replace(in_model, correlations=turned, confusion=confusion).claims)
     assert found["lost distinctions"] == "not decided"
+    linear = [i for i, name in enumerate(in_model.mechanisms) if in_model.linear[i]]
+    assert {in_model.mechanisms[i] for i in linear} == {"elu1", "taylor2", "relu"}
+    for more, verdict in (((), "does not hold"), (linear[:1], "holds only when"), (linear, "holds")):
+        confused = tuple(
+            Estimate(0.1, 0.05, 0.2, 8, 4) if i in more else Estimate(0.1, -0.05, 0.2, 8, 4)
+            for i in range(len(in_model.mechanisms))
+        )
+        changed = dataclasses.replace(in_model, confused=confused)
+        assert verdicts(changed.claims)["semantic confusion"] == verdict
     some = in_model.first.copy()
     some[0, 0] = -1
     assert verdicts(dataclasses.replace(in_model, first=some).claims)["rank condition"] == "not decided"

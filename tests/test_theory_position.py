@@ -17,10 +17,10 @@ from softgap.attention.divergence import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.probe.tensors import LayerTensors
-from softgap.theory.drift import TERMS, layer_series, normaliser_effect, predicted, synthetic_layer
 from softgap.theory.intervals import Estimate
-from softgap.theory.position import Position, position_in_model, position_synthetic
-from softgap.theory.trends import log_slopes
+from softgap.theory.position.drift import TERMS, layer_series, normaliser_effect, predicted, synthetic_layer
+from softgap.theory.position.lab import Position, position_in_model, position_lab
+from softgap.theory.position.trends import log_slopes
 
 IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 
@@ -36,7 +36,7 @@ def layer() -> LayerTensors:
 
 @pytest.fixture(scope="module")
 def synthetic() -> Position:
-    return position_synthetic(rng=rng(), heads=15, length=200, dim=32, mechanisms=["elu1", "taylor2"])
+    return position_lab(rng=rng(), heads=15, length=200, dim=32, mechanisms=["elu1", "taylor2"])
 
 
 def test_a_slope_is_per_doubling_and_its_interval_covers_it() -> None:
@@ -197,9 +197,9 @@ def test_the_command_prints_verdicts_and_saves_both(
 
 def test_bad_sizes_are_one_sentence() -> None:
     with pytest.raises(ValueInputError, match="heads must be at least 8 and dim at least 2, got 3 and 64"):
-        position_synthetic(rng=rng(), heads=3)
+        position_lab(rng=rng(), heads=3)
     with pytest.raises(ValueInputError, match="at least one mechanism, got none"):
-        position_synthetic(rng=rng(), mechanisms=[])
+        position_lab(rng=rng(), mechanisms=[])
     with pytest.raises(ValueInputError, match="start must be at least 1, got 0"):
         position_in_model(tiny_llama(), IDS, rng=rng(), start=0)
     with pytest.raises(ValueInputError, match="a trend needs at least 16 steps"):

@@ -39,7 +39,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "separation", *SMALL, "--cross", "--seed", "5", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["construction"]["cross"] is True
-    assert document["seed"] == 5
+    assert document["settings"] == {"draws": 6, "map_draws": 3, "seed": 5}
     assert {claim["name"] for claim in document["claims"]} >= {"softmax separates", "linear fails", "normaliser"}
 
 

@@ -14,10 +14,10 @@ import torch
 
 from softgap.attention import Visible, attend, resolve
 from softgap.errors import StoreError, UnknownNameError, UnsupportedError, ValueInputError
-from softgap.theory.trained import Trained, score_of, train_all
-from softgap.theory.trained_cells import Cell, Checkpoint, Training, stored_cell, train_cell
-from softgap.theory.trained_model import TRAINABLE, mix, parameters, trainable
-from softgap.theory.trained_tasks import DEFAULT_TASKS, expression, task
+from softgap.theory.separation.trained import Trained, score_of, train_all
+from softgap.theory.separation.trained_cells import Cell, Checkpoint, Training, stored_cell, train_cell
+from softgap.theory.separation.trained_model import TRAINABLE, mix, parameters, trainable
+from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, expression, task
 
 SHORT = Training(steps=4, batch=8, checkpoints=2)
 
@@ -196,8 +196,18 @@ def test_advantages_and_verdicts_follow_the_scores() -> None:
     verdicts = {claim.name: claim for claim in found.claims}
     assert [claim.verdict for claim in verdicts.values()] == ["holds"] * 3
     wins = verdicts["a task for linear"].numbers
-    assert "counting-8, equal time" in wins
-    assert "counting-8, equal size" not in wins
+    assert wins["advantage of softmax, counting-8, equal time"] == pytest.approx(0.8033 / 4 - 0.7, abs=1e-4)
+    assert not any("equal size" in words for words in wins)
+    shrinking = trained_with(
+        {
+            ("recall-4", "softmax"): [1.0, 1.0, 1.0],
+            ("recall-4", "elu1"): [0.5, 0.5, 0.52],
+            ("recall-64", "softmax"): [0.3, 0.3, 0.3],
+            ("recall-64", "elu1"): [0.3, 0.3, 0.3],
+        },
+        {"softmax": 1.0, "elu1": 1.0},
+    )
+    assert [claim.verdict for claim in shrinking.claims] == ["does not hold", "does not hold"]
     even = trained_with({("separation", name): [0.9, 0.8] for name in ("softmax", "elu1")}, {"softmax": 1, "elu1": 1})
     assert [claim.verdict for claim in even.claims] == ["does not hold", "does not hold"]
     single = trained_with({("separation", name): [0.9] for name in ("softmax", "elu1")}, {"softmax": 1, "elu1": 1})
@@ -216,6 +226,7 @@ def test_intervals_over_seeds() -> None:
     # t with 2 degrees of freedom: 4.3027 * 0.1 / sqrt 3.
     assert (found.mean, found.high) == pytest.approx((0.8, 0.8 + 0.248414), abs=1e-5)
     assert math.isnan(score_of([0.5]).low)
+    assert score_of([0.7, 0.8, 0.9], 0.99).high == pytest.approx(0.8 + 9.9248 * 0.1 / math.sqrt(3), abs=1e-5)
 
 
 def test_bad_training_input(tmp_path: Path) -> None:

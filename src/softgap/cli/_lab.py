@@ -20,14 +20,24 @@ if TYPE_CHECKING:
 
     from softgap.theory import Claim
 
-__all__ = ["LabOut", "LabResult", "present_lab"]
+__all__ = ["LabOut", "LabResult", "LabText", "LabTokens", "model_and_text", "present_lab", "reading_model"]
 
 _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
 
 LabOut = Annotated[
     str | None,
-    typer.Option("--out", help="Folder for result.json and figure.svg; nothing is saved without it.", show_default=False),
+    typer.Option("--out", help="Folder for result.json and figure.svg; without it none is saved.", show_default=False),
 ]
+LabText = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        help="A text file for the model, or - for standard input; a built-in page by default. Without --model the "
+        "embedded model reads it.",
+        show_default=False,
+    ),
+]
+LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: read no more than so many tokens.")]
 
 
 class LabResult(Protocol):
@@ -41,6 +51,28 @@ class LabResult(Protocol):
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values, the settings included."""
         ...
+
+
+def reading_model(model: str | None, text: str | None) -> str | None:
+    """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
+    return "smollm2-135m" if model is None and text is not None else model
+
+
+def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequence[str] | None) -> tuple[Any, list[int]]:
+    """The model and the token ids that it reads; what is wrong with text or mechanisms is said before it is loaded."""
+    import torch
+
+    from softgap.attention import resolve
+    from softgap.cli._texts import given_text, plain_text
+    from softgap.probe import load_model
+    from softgap.probe.capture import prompt_ids
+    from softgap.theory.passage import PASSAGE
+
+    page = PASSAGE if text is None else plain_text(*given_text(text))
+    for wanted in mechanisms or ():
+        resolve(wanted).site(torch.arange(1), torch.float32)
+    model, tokenizer = load_model(name)
+    return model, prompt_ids(tokenizer, page, chat=False)[:tokens]
 
 
 def present_lab(result: LabResult, draw: Callable[[], Figure], *, title: str, out: str | None, as_json: bool) -> None:

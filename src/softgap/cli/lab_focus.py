@@ -9,9 +9,8 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
 from softgap.cli._options import Json, Model
-from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,19 +23,12 @@ __all__ = ["focus_command"]
 
 def focus_command(
     model: Model = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="A text file for the model, or - for standard input; a built-in page by default. Without --model: "
-            "the embedded model reads it.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --model: read no more than so many tokens.")] = 512,
+    text: LabText = None,
+    tokens: LabTokens = 512,
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --model: what to compare with softmax; may be repeated. Default: every mechanism with weights.",
+            help="What to compare with softmax; may be repeated. Default: every mechanism with weights.",
             show_default=False,
         ),
     ] = None,
@@ -48,23 +40,22 @@ def focus_command(
     as_json: Json = False,
 ) -> None:
     """How far attention can focus: closed forms of the sparsity S, and S, entropy and rank of the heads of a model."""
-    if model is None and text is None:
-        if mechanism:
-            raise ValueInputError(
-                f"--mechanism goes with --model, got {', '.join(mechanism)} without one; add --model smollm2-135m"
-            )
-        found = _synthetic(keys, dim, draws, seed)
+    name = reading_model(model, text)
+    if name is None:
+        found = _synthetic(keys, dim, draws, mechanism, seed)
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
         present_lab(found, partial(_draw_synthetic, found), title=title, out=out, as_json=as_json)
+        if not as_json:
+            _output.console().print(_rank_table(found))
         return
-    lab = _in_model(model or "smollm2-135m", text, tokens, mechanism, seed)
+    lab = _in_model(name, text, tokens, mechanism, seed)
     title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
     if not as_json:
         _output.console().print(_mechanism_table(lab))
 
 
-def _synthetic(keys: int, dim: int, draws: int, seed: int) -> FocusFindings:
+def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:
     import numpy as np
 
     from softgap.cli._waiting import waiting
@@ -75,6 +66,7 @@ def _synthetic(keys: int, dim: int, draws: int, seed: int) -> FocusFindings:
             n=keys,
             d=dim,
             draws=draws,
+            mechanisms=mechanisms,
             rng=np.random.default_rng(seed),
             progress=lambda what, share: show(what, int(100 * share)),
         )
@@ -85,19 +77,10 @@ def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | 
 
     import numpy as np
 
-    from softgap.attention import resolve
-    from softgap.cli._texts import given_text, plain_text
     from softgap.cli._waiting import waiting
-    from softgap.probe import load_model
-    from softgap.probe.capture import prompt_ids
     from softgap.theory.focus.model import focus_in_model
-    from softgap.theory.passage import PASSAGE
 
-    page = PASSAGE if text is None else plain_text(*given_text(text))
-    for wanted in mechanisms or ():
-        resolve(wanted)
-    model, tokenizer = load_model(name)
-    ids = prompt_ids(tokenizer, page, chat=False)[:tokens]
+    model, ids = model_and_text(name, text, tokens, mechanisms)
     with waiting("reading", 100) as show:
         lab = focus_in_model(
             model,
@@ -107,6 +90,17 @@ def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | 
             progress=lambda what, share: show(what, int(100 * share)),
         )
     return dataclasses.replace(lab, settings={"model": name, "text": text, "seed": seed, **lab.settings})
+
+
+def _rank_table(found: FocusFindings) -> Table:
+    size = found.ranks[0]
+    table = Table(title=f"One random head of {size.n} keys, dimension {size.d}", title_justify="left")
+    for heading in ("mechanism", "mask", "S", "rank", "rank of a block", "99 % of its energy"):
+        table.add_column(heading, justify="left" if heading in ("mechanism", "mask") else "right", no_wrap=True)
+    for row in found.ranks:
+        counts = (str(count) for count in (row.whole, row.block, row.energy))
+        table.add_row(row.mechanism, row.mask, f"{row.sparsity:.3f}", *counts)
+    return table
 
 
 def _mechanism_table(lab: ModelFocus) -> Table:

@@ -9,25 +9,22 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from softgap.theory.injectivity import Injectivity
-    from softgap.theory.injectivity_model import ModelInjectivity
+    from softgap.theory.injectivity.model import ModelInjectivity
+    from softgap.theory.injectivity.synthetic import Injectivity
 
 __all__ = ["injectivity_command"]
 
 
 def injectivity_command(
     model: Model = None,
-    text: Annotated[
-        str | None,
-        typer.Option(help="With --model: a text file, or - for standard input; a built-in page by default."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --model: read no more than so many tokens.")] = 512,
+    text: LabText = None,
+    tokens: LabTokens = 512,
     near: Annotated[
         float, typer.Option(help="With --model: share of a mechanism's mean distance that counts as nearly the same.")
     ] = 0.2,
@@ -51,15 +48,16 @@ def injectivity_command(
     as_json: Json = False,
 ) -> None:
     """Which mechanisms give different queries different distributions: margins, collisions, confusion in real heads."""
-    if model is None:
+    name = reading_model(model, text)
+    if name is None:
         found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
         draw = partial(_draw_synthetic, found)
         present_lab(found, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
         if not as_json:
             _output.console().print(_search_table(found))
         return
-    lab = _in_model(model, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
-    title = f"Injectivity in {model} over {lab.settings['tokens']} tokens"
+    lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
+    title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
 
 
@@ -67,10 +65,10 @@ def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, 
     import numpy as np
 
     from softgap.cli._waiting import waiting
-    from softgap.theory.injectivity import injectivity
+    from softgap.theory.injectivity.synthetic import injectivity_lab
 
     with waiting("looking for collisions", 100) as show:
-        return injectivity(
+        return injectivity_lab(
             rng=np.random.default_rng(seed),
             dim=dim,
             keys=keys,
@@ -88,19 +86,10 @@ def _in_model(
 
     import numpy as np
 
-    from softgap.attention import resolve
-    from softgap.cli._texts import given_text, plain_text
     from softgap.cli._waiting import waiting
-    from softgap.probe import load_model
-    from softgap.probe.capture import prompt_ids
-    from softgap.theory.injectivity_model import injectivity_in_model
-    from softgap.theory.passage import PASSAGE
+    from softgap.theory.injectivity.model import injectivity_in_model
 
-    page = PASSAGE if text is None else plain_text(*given_text(text))
-    for wanted in mechanisms or ():
-        resolve(wanted)
-    model, tokenizer = load_model(name)
-    ids = prompt_ids(tokenizer, page, chat=False)[:tokens]
+    model, ids = model_and_text(name, text, tokens, mechanisms)
     with waiting("reading", 100) as show:
         lab = injectivity_in_model(
             model,

@@ -10,23 +10,20 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._lab import LabOut, LabText, model_and_text, present_lab, reading_model
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from softgap.theory.position import Position
+    from softgap.theory.position.lab import Position
 
 __all__ = ["position_command"]
 
 
 def position_command(
     model: Model = None,
-    text: Annotated[
-        str | None,
-        typer.Option(help="With --model: a text file, or - for standard input; a built-in page by default."),
-    ] = None,
+    text: LabText = None,
     tokens: Annotated[int, typer.Option(min=1, help="Read, or draw, no more than so many tokens.")] = 512,
     start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
     mechanism: Annotated[
@@ -44,11 +41,12 @@ def position_command(
     as_json: Json = False,
 ) -> None:
     """Why divergence changes with position: the normaliser, the running mean of values, or softmax's concentration."""
-    if model is None:
+    name = reading_model(model, text)
+    if name is None:
         lab = _synthetic(mechanism, heads, tokens, dim, start, seed)
     else:
-        lab = _in_model(model, text, tokens, mechanism, start, seed)
-    title = f"Position in {model or 'i.i.d. heads'} over {lab.settings['tokens']} tokens"
+        lab = _in_model(name, text, tokens, mechanism, start, seed)
+    title = f"Position in {name or 'i.i.d. heads'} over {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
     if not as_json:
         _output.console().print(_shares_table(lab))
@@ -58,10 +56,10 @@ def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, 
     import numpy as np
 
     from softgap.cli._waiting import waiting
-    from softgap.theory.position import position_synthetic
+    from softgap.theory.position.lab import position_lab
 
     with waiting("drawing heads", 100) as show:
-        return position_synthetic(
+        return position_lab(
             rng=np.random.default_rng(seed),
             heads=heads,
             length=tokens,
@@ -77,19 +75,10 @@ def _in_model(
 ) -> Position:
     import numpy as np
 
-    from softgap.attention import resolve
-    from softgap.cli._texts import given_text, plain_text
     from softgap.cli._waiting import waiting
-    from softgap.probe import load_model
-    from softgap.probe.capture import prompt_ids
-    from softgap.theory.passage import PASSAGE
-    from softgap.theory.position import position_in_model
+    from softgap.theory.position.lab import position_in_model
 
-    page = PASSAGE if text is None else plain_text(*given_text(text))
-    for wanted in mechanisms or ():
-        resolve(wanted)
-    model, tokenizer = load_model(name)
-    ids = prompt_ids(tokenizer, page, chat=False)[:tokens]
+    model, ids = model_and_text(name, text, tokens, mechanisms)
     with waiting("reading", 100) as show:
         lab = position_in_model(
             model,
@@ -103,7 +92,7 @@ def _in_model(
 
 
 def _shares_table(lab: Position) -> Table:
-    from softgap.theory.drift import TERMS
+    from softgap.theory.position.drift import TERMS
 
     table = Table(title="Shares of the trend, over the heads that have one", title_justify="left")
     for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):

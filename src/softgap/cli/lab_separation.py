@@ -12,10 +12,31 @@ from softgap.cli._lab import LabOut, present_lab
 from softgap.cli._options import Json
 
 if TYPE_CHECKING:
-    from softgap.theory.separation import Separation
-    from softgap.theory.trained import Trained
+    from softgap.theory.separation.lab import Separation
+    from softgap.theory.separation.trained import Trained
 
 __all__ = ["separation_command"]
+
+_Cross = Annotated[bool, typer.Option("--cross", help="Queries from one sequence, keys and values from another.")]
+_Breaks = Annotated[
+    bool, typer.Option("--allow-breaks", help="Take sizes outside the construction, n not (d - 2) t or b + c not 1.")
+]
+_Mechanisms = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="In the network, the map and training, beside softmax and identity; may be repeated. Default: all in "
+        "the network, softmax and identity in the map, softmax and elu1 in training.",
+        show_default=False,
+    ),
+]
+_Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Tasks for --train: separation, separation_levels, separation_number, recall-<pairs>, "
+        "counting-<length>, listops; may be repeated. Default: all.",
+        show_default=False,
+    ),
+]
 
 
 def separation_command(
@@ -27,35 +48,16 @@ def separation_command(
     a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0,
     b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5,
     c: Annotated[float | None, typer.Option(help="Level of the last column; 1 - b.", show_default=False)] = None,
-    cross: Annotated[
-        bool, typer.Option("--cross", help="Queries from one sequence, keys and values from another.")
-    ] = False,
-    allow_breaks: Annotated[
-        bool,
-        typer.Option("--allow-breaks", help="Take sizes outside the construction, n not (d - 2) t or b + c not 1."),
-    ] = False,
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="In the network, the map and training, beside softmax and identity; may be repeated. Default: all in "
-            "the network, softmax and identity in the map, softmax and elu1 in training.",
-            show_default=False,
-        ),
-    ] = None,
+    cross: _Cross = False,
+    allow_breaks: _Breaks = False,
+    mechanism: _Mechanisms = None,
     axes: Annotated[str, typer.Option("--map", help="Two axes, such as d,b or a1=0.5/0.7/1,n=512/8192/32768.")] = "d,b",
     draws: Annotated[int, typer.Option(help="Draws of marked rows and signs.")] = 30,
     map_draws: Annotated[int, typer.Option(help="Draws in each cell of the map, and at each n.")] = 20,
     train: Annotated[bool, typer.Option("--train", help="Also train small models: minutes.")] = False,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tasks for --train: separation, separation_levels, separation_number, recall-<pairs>, "
-            "counting-<length>, listops; may be repeated. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of every model.")] = 600,
-    seeds: Annotated[int, typer.Option(help="Models of every kind, from seeds 0, 1, ...")] = 3,
+    task: _Tasks = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of every model.")] = 600,
+    seeds: Annotated[int, typer.Option(min=1, help="Models of every kind, from seeds 0, 1, ...")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
@@ -64,7 +66,7 @@ def separation_command(
 
     With --train and --out, finished models are kept in the folder's cells/ and not trained again.
     """
-    from softgap.theory.phase_map import parse_axes
+    from softgap.theory.separation.phase_map import parse_axes
 
     sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
     # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
@@ -75,12 +77,11 @@ def separation_command(
         "axes": chosen,
         "draws": draws,
         "map_draws": map_draws,
-        "seed": seed,
         "allow_breaks": allow_breaks,
     }
     if train:
         _check_training(task, mechanism)
-    found = _separated(sizes, settings)
+    found = _separated(sizes, settings, seed)
     if train:
         found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
 
@@ -92,18 +93,26 @@ def separation_command(
     present_lab(found, draw, title="Separation", out=out, as_json=as_json)
 
 
-def _separated(sizes: dict[str, Any], settings: dict[str, Any]) -> Separation:
+def _separated(sizes: dict[str, Any], settings: dict[str, Any], seed: int) -> Separation:
+    import numpy as np
+
     from softgap.cli._waiting import waiting
-    from softgap.theory.separation import separation
+    from softgap.theory.separation.lab import separation_lab
 
     with waiting("separating", 100) as show:
-        return separation(sizes, **settings, progress=lambda stage, part: show(stage, int(100 * part)))
+        found = separation_lab(
+            sizes,
+            **settings,
+            rng=np.random.default_rng(seed),
+            progress=lambda stage, part: show(stage, int(100 * part)),
+        )
+    return replace(found, settings={**found.settings, "seed": seed})
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:
     """Refuse what cannot be trained before anything runs."""
-    from softgap.theory.trained_model import trainable
-    from softgap.theory.trained_tasks import task
+    from softgap.theory.separation.trained_model import trainable
+    from softgap.theory.separation.trained_tasks import task
 
     for name in mechanisms or ():
         trainable(name)
@@ -113,8 +122,8 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
 
 def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
     from softgap.cli._waiting import waiting
-    from softgap.theory.trained import train_all
-    from softgap.theory.trained_cells import Training
+    from softgap.theory.separation.trained import train_all
+    from softgap.theory.separation.trained_cells import Training
 
     with waiting("training", 100) as show:
         return train_all(

@@ -8,6 +8,7 @@ import numpy as np
 
 from softgap.report.pictures import new_figure
 from softgap.theory.focus.interventions import AMOUNTS
+from softgap.theory.focus.road import FAMILIES
 from softgap.theory.focus.synthetic import BETAS
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _draw_exp(axes: Axes, found: FocusFindings) -> None:
 
 
 def _draw_road(axes: Axes, road: Sequence[Milestone]) -> None:
-    for colour, family in zip(_COLOURS, ("favor", "polynomial", "shifted"), strict=False):
+    for colour, family in zip(_COLOURS, FAMILIES, strict=False):
         stops = [stop for stop in road if stop.family == family]
         features = [stop.features for stop in stops]
         label = {"shifted": "(1 + s/p)^p", "polynomial": "s^p"}.get(family, family)

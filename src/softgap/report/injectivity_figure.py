@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from softgap.report.pictures import new_figure
-from softgap.theory.injectivity import Injectivity
-from softgap.theory.injectivity_model import ModelInjectivity
+from softgap.theory.injectivity.model import ModelInjectivity
+from softgap.theory.injectivity.synthetic import Injectivity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from softgap.report.pictures import new_figure
-from softgap.theory.drift import TERMS
-from softgap.theory.position import Position
+from softgap.theory.position.drift import TERMS
+from softgap.theory.position.lab import Position
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

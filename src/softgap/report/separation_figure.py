@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from softgap.report.pictures import new_figure
-from softgap.theory.phase_map import PhaseMap
-from softgap.theory.separation import Separation
-from softgap.theory.trained import Trained
-from softgap.theory.trained_tasks import task
+from softgap.theory.separation.lab import Separation
+from softgap.theory.separation.phase_map import PhaseMap
+from softgap.theory.separation.trained import Trained
+from softgap.theory.separation.trained_tasks import task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def draw_separation(found: Separation) -> Figure:
     kind = "cross-attention" if size.cross else "self-attention"
     figure.suptitle(
         f"Separation, {kind}: n = {size.n}, d = {size.d}, t = {size.t}, m = {size.m}, a0 = {size.a0:g}, "
-        f"a1 = {size.a1:g}, b = {size.b:g}, c = {size.c:g}; {found.draws} draws, seed {found.seed}"
+        f"a1 = {size.a1:g}, b = {size.b:g}, c = {size.c:g}; {found.settings['draws']} draws"
     )
     return figure
 

@@ -10,15 +10,22 @@ from softgap.theory.focus.closed_forms import (
     sparsity,
 )
 from softgap.theory.focus.finite import GaussianTable, Simulated, finite_sparsity, simulate_sparsity
+from softgap.theory.focus.model import ModelFocus, focus_in_model
+from softgap.theory.focus.off_diagonal import BlockSpectra, block_spectra, capacity_exponent
 from softgap.theory.focus.synthetic import FocusFindings, focus_lab
 
 __all__ = [
     "FUNCTIONS",
+    "BlockSpectra",
     "FocusFindings",
     "GaussianTable",
+    "ModelFocus",
     "Simulated",
+    "block_spectra",
+    "capacity_exponent",
     "decay_sparsity",
     "finite_sparsity",
+    "focus_in_model",
     "focus_lab",
     "iid_sparsity",
     "linear_sparsity",

@@ -5,16 +5,38 @@ Rows may see different numbers of keys: everything takes the number of visible k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from softgap.attention import Mechanism
+from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.features import featurise
+from softgap.errors import UnsupportedError
 
-__all__ = ["Concentration", "ScoreMoments", "concentration", "feature_prediction", "score_moments"]
+__all__ = [
+    "Concentration",
+    "ScoreMoments",
+    "concentration",
+    "feature_prediction",
+    "score_moments",
+    "with_weights",
+]
+
+
+def with_weights(given: Sequence[str] | None, always: Sequence[str]) -> tuple[str, ...]:
+    """The mechanisms asked for (all that have weights, if none) and those always compared; refused without weights."""
+    if given is None:
+        wanted = [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
+        return tuple(dict.fromkeys([*always, *wanted]))
+    for name in given:
+        found = resolve(name)
+        found.site(torch.arange(1), torch.float32)
+        if found.kind == "constant":
+            raise UnsupportedError(f"mechanism '{name}' has no weights: its output is a constant; leave it out")
+    return tuple(dict.fromkeys([*given, *always]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.attention import mechanisms, resolve
-from softgap.errors import UnsupportedError, ValueInputError
+from softgap.attention import resolve
+from softgap.errors import ValueInputError
 from softgap.probe.capture import check_lengths
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import sparsity
+from softgap.theory.focus.concentration import with_weights
 from softgap.theory.focus.finite import GaussianTable
 from softgap.theory.focus.interventions import Effect
 from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
@@ -29,6 +30,8 @@ __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", 
 Reals = NDArray[np.float64]
 Progress = Callable[[str, float], None]
 _SHORTEST = 64
+# Needed by verdicts.
+_ALWAYS = ("elu1", "relu2_scores", "uniform")
 LOST = 0.01
 ERROR = 0.1
 
@@ -222,7 +225,7 @@ def focus_in_model(
     progress
         Called with a stage and the share of the whole that is done.
     """
-    names = _names(mechanisms)
+    names = tuple(name for name in with_weights(mechanisms, _ALWAYS) if name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(
             f"a text must hold at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
@@ -250,24 +253,6 @@ def focus_in_model(
     )
     progress("done", 1.0)
     return ModelFocus(claims, predictions, failure, without, measured, capacity, ranks, effects, road, settings)
-
-
-def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    registry = mechanisms()
-    if given is None:
-        wanted = [name for name, found in registry.items() if not found.missing and found.kind != "constant"]
-    else:
-        for name in given:
-            found = resolve(name)
-            if found.missing:
-                raise UnsupportedError(
-                    f"mechanism '{name}' needs the parameters {', '.join(found.missing)}, which this lab "
-                    "has none of; leave it out"
-                )
-            if found.kind == "constant":
-                raise UnsupportedError(f"mechanism '{name}' has no weights: its output is a constant; leave it out")
-        wanted = [*given, "elu1", "relu2_scores", "uniform"]
-    return tuple(dict.fromkeys(name for name in wanted if name != "softmax"))
 
 
 def _dim(model: Any) -> int:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softgap.theory.claims import Claim, Verdict
+from softgap.theory.focus.road import FAMILIES, Milestone, closes_gap
 
 if TYPE_CHECKING:
     from softgap.theory.focus.interventions import Effect
     from softgap.theory.focus.model import Capacity, Failure, MechanismFocus, Prediction
-    from softgap.theory.focus.road import Milestone
 
 __all__ = ["all_claims"]
 
@@ -311,21 +311,20 @@ def absolute_positions(mechanisms: Sequence[MechanismFocus]) -> Claim:
 
 def more_features(road: Sequence[Milestone]) -> Claim:
     """What favor and polynomial maps gain on real heads."""
-    numbers, falling = {}, {}
-    for family in ("favor", "polynomial", "shifted"):
+    numbers = {}
+    for family in FAMILIES:
         stops = [stop for stop in road if stop.family == family]
-        falling[family] = stops[-1].weight_error < 0.5 * stops[0].weight_error
         for stop in (stops[0], stops[-1]):
             numbers[f"{family} {stop.setting:g}: weight error"] = stop.weight_error
             numbers[f"{family} {stop.setting:g}: S"] = stop.sparsity
     numbers["softmax: S"] = road[-1].sparsity
-    closing = [family for family, fell in falling.items() if fell]
+    closing = [family for family in FAMILIES if closes_gap(road, family)]
     return Claim(
         "more features",
         _ARTICLE,
         "More features close the gap to softmax in real heads (the error of the weights at least halves).",
-        "holds" if len(closing) == 3 else "holds only when" if closing else "does not hold",
-        f"the family is {' or '.join(closing)}" if 0 < len(closing) < 3 else "",
+        "holds" if len(closing) == len(FAMILIES) else "holds only when" if closing else "does not hold",
+        f"the family is {' or '.join(closing)}" if 0 < len(closing) < len(FAMILIES) else "",
         numbers,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,15 +16,19 @@ from softgap.errors import ValueInputError
 from softgap.theory.claims import Claim
 from softgap.theory.focus import synthetic_claims
 from softgap.theory.focus.closed_forms import FUNCTIONS, decay_sparsity, linear_sparsity, norm_ratio_bounds, sparsity
+from softgap.theory.focus.concentration import concentration, with_weights
 from softgap.theory.focus.finite import finite_sparsity, simulate_sparsity
 from softgap.theory.focus.off_diagonal import block_spectra, numerical_rank
-from softgap.theory.focus.reference import quadrature_sparsity
+from softgap.theory.focus.reference import quadrature_sparsity, sample_bias
 from softgap.theory.focus.road import Milestone, feature_road
 
 __all__ = ["Check", "FiniteValue", "FocusFindings", "Ranks", "SeparationFocus", "focus_lab"]
 
 BETAS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 DECAYS = (0.5, 0.9, 0.99, 0.999)
+_CHECKED = 2**14
+# The verdicts on rank compare these two.
+_ALWAYS = ("softmax", "elu1")
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class Check:
 
     Attributes
     ----------
+    expected
+        Mean of S over samples of 16,384 keys: the closed form with its first correction in 1 / n.
     simulated, error
-        Mean over draws of 16,384 keys, and its standard error.
+        That mean simulated, and its standard error.
     """
 
     function: str
@@ -42,6 +48,7 @@ class Check:
     gamma: float
     closed: float
     quadrature: float
+    expected: float
     simulated: float
     error: float
 
@@ -60,10 +67,12 @@ class FiniteValue:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numerical rank of one random head's weights under one mask.
+    """The weights of one random head under one mask.
 
     Attributes
     ----------
+    sparsity
+        Mean S of its rows.
     whole
         Of the n x n matrix.
     block
@@ -76,6 +85,7 @@ class Ranks:
     mask: str
     n: int
     d: int
+    sparsity: float
     whole: int
     block: int
     energy: int
@@ -133,6 +143,7 @@ def focus_lab(
     n: int = 512,
     d: int = 64,
     draws: int = 400,
+    mechanisms: Sequence[str] | None = None,
     rng: np.random.Generator,
     progress: Callable[[str, float], None] = lambda stage, share: None,
 ) -> FocusFindings:
@@ -144,11 +155,15 @@ def focus_lab(
         Number of keys and dimension of the random heads.
     draws
         Simulated rows per check.
+    mechanisms
+        Whose sparsity and ranks are compared, beside softmax and elu1; every one that has weights and waits for no
+        parameters by default.
     progress
         Called with a stage and the share of the whole that is done.
     """
     if n < 64 or d < 2 or draws < 10:
         raise ValueInputError(f"the focus lab needs n from 64, d from 2 and draws from 10, got {n}, {d} and {draws}")
+    names = with_weights(mechanisms, _ALWAYS)
     gammas = np.geomspace(0.05, 10, 121)
     curves = {name: np.stack([sparsity(name, beta=beta, gamma=gammas) for beta in BETAS]) for name in FUNCTIONS}
     progress("closed forms against quadrature and simulation", 0.05)
@@ -158,7 +173,7 @@ def focus_lab(
     progress("feature road", 0.6)
     road = _road(n, d, rng)
     progress("ranks", 0.8)
-    ranks = _ranks(min(n, 256), d, rng)
+    ranks = _ranks(min(n, 256), d, names, rng)
     lengths = np.unique(np.geomspace(1, 1e5, 60).astype(np.int64))
     decays = {decay: decay_sparsity(decay, lengths) for decay in DECAYS}
     separation = tuple(_separation(count) for count in (512, 2048, 8192))
@@ -175,7 +190,7 @@ def focus_lab(
         synthetic_claims.rank_argument(ranks),
         synthetic_claims.separation_is_focus(separation),
     )
-    settings = {"n": n, "d": d, "draws": draws}
+    settings = {"n": n, "d": d, "draws": draws, "mechanisms": list(names)}
     progress("done", 1.0)
     return FocusFindings(claims, gammas, curves, checks, finite, decays, lengths, road, ranks, separation, settings)
 
@@ -184,11 +199,11 @@ def _checks(draws: int, rng: np.random.Generator) -> tuple[Check, ...]:
     rows = []
     for function in FUNCTIONS:
         for beta, gamma in ((0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (-2.0, 1.0), (0.5, 0.4)):
-            seen = simulate_sparsity(function, beta=beta, gamma=gamma, n=2**14, draws=draws, rng=rng)
+            seen = simulate_sparsity(function, beta=beta, gamma=gamma, n=_CHECKED, draws=draws, rng=rng)
             closed = float(sparsity(function, beta=beta, gamma=gamma))
-            rows.append(
-                Check(function, beta, gamma, closed, quadrature_sparsity(function, beta, gamma), seen.value, seen.error)
-            )
+            expected = closed * (1 + sample_bias(function, beta, gamma) / _CHECKED)
+            exact = quadrature_sparsity(function, beta, gamma)
+            rows.append(Check(function, beta, gamma, closed, exact, expected, seen.value, seen.error))
     return tuple(rows)
 
 
@@ -216,19 +231,21 @@ def _road(n: int, d: int, rng: np.random.Generator) -> tuple[Milestone, ...]:
     return tuple(feature_road(query[:, -64:], key, value, scale=d**-0.5))
 
 
-def _ranks(n: int, d: int, rng: np.random.Generator) -> tuple[Ranks, ...]:
+def _ranks(n: int, d: int, names: Sequence[str], rng: np.random.Generator) -> tuple[Ranks, ...]:
     small = min(d, n // 4)
     query, key = (_gaussian(1, n, small, rng).double()[None] for _ in range(2))
     rows = []
     for mask in ("causal", "bidirectional"):
-        visible = Visible() if mask == "causal" else Visible(mask=torch.ones(1, 1, n, n, dtype=torch.bool))
-        for mechanism in ("softmax", "elu1", "relu"):
-            a = attention_weights(mechanism, query, key, visible=visible, dtype=torch.float64)[0]
+        seen = torch.ones(n, n, dtype=torch.bool)
+        visible = Visible(mask=(seen.tril() if mask == "causal" else seen)[None, None])
+        count = (seen.tril() if mask == "causal" else seen).sum(dim=-1).double()
+        for name in names:
+            a = attention_weights(name, query, key, visible=visible, dtype=torch.float64)[0]
             block = a[:, n // 2 :, : n // 2]
-            energy = int(block_spectra(a, n // 2).energy_rank(n // 2, 0.01)[0])
-            rows.append(
-                Ranks(mechanism, mask, n, small, int(numerical_rank(a)[0]), int(numerical_rank(block)[0]), energy)
-            )
+            s = concentration(a, count).sparsity.nanmean().item()
+            ranks = int(numerical_rank(a)[0]), int(numerical_rank(block)[0])
+            energy = int(block_spectra(a, n // 2).energy_rank(n // 2, 0.01)[0]) if ranks[1] else 0
+            rows.append(Ranks(name, mask, n, small, s, *ranks, energy))
     return tuple(rows)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from softgap.theory.claims import Claim
-from softgap.theory.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
-from softgap.theory.separation_claims import separation_claims
-from softgap.theory.separation_data import Construction, construct
-from softgap.theory.separation_probe import Ablation, Probe, normaliser_ablation, probe_outputs
-from softgap.theory.separation_trials import Trial, named, trials
-from softgap.theory.trained import Trained
+from softgap.theory.separation.claims import separation_claims
+from softgap.theory.separation.data import Construction, construct
+from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
+from softgap.theory.separation.probe import Ablation, Probe, normaliser_ablation, probe_outputs
+from softgap.theory.separation.trained import Trained
+from softgap.theory.separation.trials import Trial, named, trials
 
-__all__ = ["Scaled", "Separation", "separation"]
+__all__ = ["Scaled", "Separation", "separation_lab"]
 
 Progress = Callable[[str, float], None]
 
@@ -56,8 +56,7 @@ class Separation:
     """
 
     construction: Construction
-    draws: int
-    seed: int
+    settings: Mapping[str, Any]
     trials: tuple[Trial, ...]
     maps: tuple[PhaseMap, ...]
     scaled: tuple[Scaled, ...]
@@ -76,8 +75,7 @@ class Separation:
         return {
             "lab": "separation",
             "construction": self.construction.to_json(),
-            "draws": self.draws,
-            "seed": self.seed,
+            "settings": dict(self.settings),
             "claims": [claim.to_json() for claim in self.claims],
             "trials": [one.to_json() for one in self.trials],
             "maps": [one.to_json() for one in self.maps],
@@ -89,7 +87,7 @@ class Separation:
         }
 
 
-def separation(
+def separation_lab(
     sizes: Mapping[str, Any] | None = None,
     *,
     mechanisms: Sequence[str] | None = None,
@@ -97,8 +95,8 @@ def separation(
     mapped: Sequence[str] | None = None,
     draws: int = 30,
     map_draws: int = 20,
-    seed: int = 0,
     allow_breaks: bool = False,
+    rng: np.random.Generator,
     progress: Progress | None = None,
 ) -> Separation:
     """Run the lab.
@@ -106,7 +104,7 @@ def separation(
     Parameters
     ----------
     sizes
-        What :func:`softgap.theory.separation_data.construct` takes: n, d, t, m, a0, a1, b, c, cross.
+        What :func:`softgap.theory.separation.construct` takes: n, d, t, m, a0, a1, b, c, cross.
     mechanisms
         Names to put in the network beside softmax and identity; every one that can be computed by default.
     axes
@@ -121,17 +119,14 @@ def separation(
     construction = construct(**given, allow_breaks=allow_breaks)
     names = named(mechanisms)
     # A stream per part, so that asking for another map does not change the trials.
-    streams = np.random.default_rng(seed).spawn(5)
+    streams = rng.spawn(5)
     show("every mechanism", 0.0)
     found = trials(names, construction, draws, rng=streams[0])
-    x, y = axes or parse_axes("d,b")
-    # The default map spans d itself, so a given n or d is not held against it.
-    fixed = {name: value for name, value in given.items() if axes is not None or name not in ("n", "d")}
     maps = phase_maps(
         tuple(dict.fromkeys(mapped or _MAPPED)),
-        x,
-        y,
-        fixed,
+        *(axes or parse_axes("d,b")),
+        # The default map spans d itself, so a given n or d is not held against it.
+        {name: value for name, value in given.items() if axes is not None or name not in ("n", "d")},
         map_draws,
         rng=streams[1],
         allow_breaks=allow_breaks,
@@ -144,8 +139,7 @@ def separation(
     probed = construct(n=_PROBE_ROWS, t=1, a0=construction.a0, a1=construction.a1)
     return Separation(
         construction,
-        draws,
-        seed,
+        {"draws": draws, "map_draws": map_draws},
         found,
         maps,
         scaled,

@@ -11,10 +11,10 @@ from jaxtyping import Float
 
 from softgap.attention import resolve
 from softgap.errors import ValueInputError
-from softgap.theory.separation_classes import dense_outputs
-from softgap.theory.separation_data import Construction, Draw, draw_many
-from softgap.theory.separation_network import fire
-from softgap.theory.separation_trials import Share, share
+from softgap.theory.separation.classes import dense_outputs
+from softgap.theory.separation.data import Construction, Draw, draw_many
+from softgap.theory.separation.network import fire
+from softgap.theory.separation.trials import Share, share
 
 __all__ = ["Ablation", "Probe", "normaliser_ablation", "probe_outputs"]
 

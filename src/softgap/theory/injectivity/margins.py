@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
-from softgap.theory.collisions import softmax_collision
-from softgap.theory.inversion import key_condition, softmax_query, softmax_weights, weight_direction
+from softgap.theory.injectivity.collisions import softmax_collision
+from softgap.theory.injectivity.inversion import key_condition, softmax_query, softmax_weights, weight_direction
 
 __all__ = ["MarginSweep", "Prefix", "flat_keys", "log_margin_sweep", "prefixes", "weight_margin_sweep"]
 

@@ -15,12 +15,12 @@ from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.capture import check_lengths
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
-from softgap.theory.drift import TERMS, LayerSeries, layer_series, synthetic_layer
 from softgap.theory.intervals import Estimate, cluster_interval, ratio
-from softgap.theory.position_claims import position_claims
-from softgap.theory.trends import Slopes, log_slopes
+from softgap.theory.position.claims import position_claims
+from softgap.theory.position.drift import TERMS, LayerSeries, layer_series, synthetic_layer
+from softgap.theory.position.trends import Slopes, log_slopes
 
-__all__ = ["Correction", "MechanismTrend", "Position", "fixed_maps", "position_in_model", "position_synthetic"]
+__all__ = ["Correction", "MechanismTrend", "Position", "fixed_maps", "position_in_model", "position_lab"]
 
 Progress = Callable[[str, float], None]
 GAINS = (0.3, 1.0, 2.0, 3.0, 4.5)
@@ -131,7 +131,7 @@ def fixed_maps() -> list[str]:
     return ["elu1", *(name for name in found if name != "elu1")]
 
 
-def position_synthetic(
+def position_lab(
     *,
     rng: np.random.Generator,
     heads: int = 20,

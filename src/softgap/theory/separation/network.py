@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from softgap.attention import Mechanism
 from softgap.errors import unknown_name
-from softgap.theory.separation_classes import (
+from softgap.theory.separation.classes import (
     ClassOutputs,
     class_outputs,
     dense_products,
@@ -20,7 +20,7 @@ from softgap.theory.separation_classes import (
     form_of,
     same_column,
 )
-from softgap.theory.separation_data import GAP, Construction, Draw, block_column
+from softgap.theory.separation.data import GAP, Construction, Draw, block_column
 
 __all__ = ["Firing", "argument", "fire", "hoeffding", "missing_bound", "signal_margin"]
 

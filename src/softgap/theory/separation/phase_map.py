@@ -12,10 +12,10 @@ from jaxtyping import Float
 
 from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
-from softgap.theory.separation_classes import class_outputs, form_of
-from softgap.theory.separation_data import Construction, construct, draw_many
-from softgap.theory.separation_network import argument, signal_margin
-from softgap.theory.separation_trials import Trial, trial
+from softgap.theory.separation.classes import class_outputs, form_of
+from softgap.theory.separation.data import Construction, construct, draw_many
+from softgap.theory.separation.network import argument, signal_margin
+from softgap.theory.separation.trials import Trial, trial
 
 __all__ = ["AXES", "Axis", "PhaseMap", "parse_axes", "phase_maps", "turning_point"]
 

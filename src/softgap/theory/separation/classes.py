@@ -18,7 +18,7 @@ from softgap.attention import Mechanism, Visible, attend
 from softgap.attention.features import featurise
 from softgap.attention.row_weights import top_k
 from softgap.errors import UnsupportedError
-from softgap.theory.separation_data import Construction, Draw, block_column, sequences
+from softgap.theory.separation.data import Construction, Draw, block_column, sequences
 
 __all__ = [
     "ClassOutputs",

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from softgap.attention import Mechanism
 from softgap.errors import StoreError
-from softgap.theory.trained_model import HEADS, WIDTH, Parameters, answer, parameters, trainable
-from softgap.theory.trained_tasks import TrainedTask, task
+from softgap.theory.separation.trained_model import HEADS, WIDTH, Parameters, answer, parameters, trainable
+from softgap.theory.separation.trained_tasks import TrainedTask, task
 
 __all__ = ["Cell", "Checkpoint", "Training", "stored_cell", "train_cell"]
 

@@ -17,7 +17,7 @@ from jaxtyping import Float64
 from softgap.attention import Mechanism, attention_weights, resolve
 from softgap.attention.feature_maps import seeded_affine
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError
-from softgap.theory.inversion import checked_keys, null_direction
+from softgap.theory.injectivity.inversion import checked_keys, null_direction
 
 __all__ = [
     "EXACT",

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from softgap.attention import Mechanism, resolve
 from softgap.errors import UnsupportedError
-from softgap.theory.trained_tasks import TrainedTask
+from softgap.theory.separation.trained_tasks import TrainedTask
 
 __all__ = ["TRAINABLE", "answer", "mix", "parameters", "trainable"]
 

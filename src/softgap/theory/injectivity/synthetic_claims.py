@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from softgap.theory.claims import Claim, Verdict
-from softgap.theory.collisions import EXACT, Collision
+from softgap.theory.injectivity.collisions import EXACT, Collision
 
 if TYPE_CHECKING:
-    from softgap.theory.collision_search import Search
-    from softgap.theory.injectivity import Injectivity
+    from softgap.theory.injectivity.collision_search import Search
+    from softgap.theory.injectivity.synthetic import Injectivity
 
 __all__ = ["synthetic_claims"]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError
-from softgap.theory.separation_classes import class_outputs, form_of
-from softgap.theory.separation_data import Construction, Draw, draw_many
-from softgap.theory.separation_network import fire, hoeffding, missing_bound, signal_margin
+from softgap.theory.separation.classes import class_outputs, form_of
+from softgap.theory.separation.data import Construction, Draw, draw_many
+from softgap.theory.separation.network import fire, hoeffding, missing_bound, signal_margin
 
 __all__ = ["Share", "Trial", "computable", "named", "share", "trial", "trials"]
 

@@ -60,10 +60,12 @@ def log_slopes(
     left = flat - flat.mean(axis=1, keepdims=True) - np.outer(value, x - x.mean())
     block = 2 * math.ceil(steps ** (1 / 3))
     starts = rng.integers(0, steps, (replicates, -(-steps // block)))
-    drawn = np.empty((len(flat), replicates))
+    # A slope weighs steps; drawing steps anew is weighing them anew, so that all draws are one product.
+    weights = np.empty((steps, replicates))
     for i, begin in enumerate(starts):
         index = ((begin[:, None] + np.arange(block)) % steps).ravel()[:steps]
-        drawn[:, i] = value + left[:, index] @ weight
+        weights[:, i] = np.bincount(index, weight, minlength=steps)
+    drawn = value[:, None] + left @ weights
     low, high = np.quantile(drawn, [0.025, 0.975], axis=1)
     shape = series.shape[:-1]
     return Slopes(value.reshape(shape), low.reshape(shape), high.reshape(shape), drawn.reshape(*shape, -1))

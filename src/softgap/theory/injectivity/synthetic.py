@@ -14,8 +14,8 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention import feature_maps as maps
 from softgap.errors import ValueInputError
 from softgap.theory.claims import Claim
-from softgap.theory.collision_search import Search, find_collision
-from softgap.theory.collisions import (
+from softgap.theory.injectivity.collision_search import Search, find_collision
+from softgap.theory.injectivity.collisions import (
     Collision,
     affine_collision,
     certify,
@@ -24,11 +24,18 @@ from softgap.theory.collisions import (
     multiples_collision,
     softmax_collision,
 )
-from softgap.theory.injectivity_claims import synthetic_claims
-from softgap.theory.inversion import KeyCondition, inline_query, key_condition
-from softgap.theory.margins import MarginSweep, Prefix, flat_keys, log_margin_sweep, prefixes, weight_margin_sweep
+from softgap.theory.injectivity.inversion import KeyCondition, inline_query, key_condition
+from softgap.theory.injectivity.margins import (
+    MarginSweep,
+    Prefix,
+    flat_keys,
+    log_margin_sweep,
+    prefixes,
+    weight_margin_sweep,
+)
+from softgap.theory.injectivity.synthetic_claims import synthetic_claims
 
-__all__ = ["Injectivity", "InlineShown", "injectivity", "searchable"]
+__all__ = ["Injectivity", "InlineShown", "injectivity_lab", "searchable"]
 
 Progress = Callable[[str, float], None]
 
@@ -100,7 +107,7 @@ class Injectivity:
         }
 
 
-def injectivity(
+def injectivity_lab(
     *,
     rng: np.random.Generator,
     dim: int = 8,
@@ -126,17 +133,8 @@ def injectivity(
     progress
         Called with what is being done and the share of it that is done.
     """
-    if dim < 2 or keys < dim + 2:
-        raise ValueInputError(
-            f"dim must be at least 2 and keys at least dim + 2, got dim {dim} and keys {keys}; use more keys"
-        )
-    if draws < 1:
-        raise ValueInputError(f"draws must be at least 1, got {draws}")
+    chosen = _checked(dim, keys, draws, mechanisms)
     tell = progress or (lambda *_: None)
-    chosen = [resolve(name) for name in (searchable() if mechanisms is None else mechanisms)]
-    for mechanism in chosen:
-        # Says what is missing, before any work is done.
-        mechanism.site(torch.arange(1), torch.float64)
     scale = dim**-0.5
     tell("margins", 0.0)
     lengths = sorted({2, *range(max(2, dim - 3), dim + 5), 2 * dim, keys})
@@ -157,14 +155,25 @@ def injectivity(
         searches=tuple(searches),
         wide=find_collision(_wide(dim, rng), matrix, rng=rng, queries=queries, starts=starts),
         settings={
-            "dim": dim,
-            "keys": keys,
-            "draws": draws,
-            "starts": starts,
-            "queries": queries,
+            **{"dim": dim, "keys": keys, "draws": draws, "starts": starts, "queries": queries},
             "mechanisms": [mechanism.name for mechanism in chosen],
         },
     )
+
+
+def _checked(dim: int, keys: int, draws: int, wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
+    """The mechanisms, if they and the sizes can be worked with."""
+    if dim < 2 or keys < dim + 2:
+        raise ValueInputError(
+            f"dim must be at least 2 and keys at least dim + 2, got dim {dim} and keys {keys}; use more keys"
+        )
+    if draws < 1:
+        raise ValueInputError(f"draws must be at least 1, got {draws}")
+    chosen = [resolve(name) for name in (searchable() if wanted is None else wanted)]
+    for mechanism in chosen:
+        # Says what is missing, before any work is done.
+        mechanism.site(torch.arange(1), torch.float64)
+    return chosen
 
 
 def searchable() -> list[str]:

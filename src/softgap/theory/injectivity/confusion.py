@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from softgap.attention import Mechanism, attend, attention_weights, compare_outputs
+from softgap.attention import Mechanism, attend, attention_weights, compare_outputs, resolve
 from softgap.errors import ValueInputError
 from softgap.probe.tensors import LayerTensors
-from softgap.theory.inversion import key_condition, weight_margin
+from softgap.theory.injectivity.inversion import key_condition, weight_margin
 
-__all__ = ["LayerMeasures", "LayerPlan", "confusion_rate", "first_injective", "measure_layer"]
+__all__ = ["LayerMeasures", "LayerPlan", "common_weights", "confusion_rate", "first_injective", "measure_layer"]
 
 _FLOAT32 = float(np.finfo(np.float32).eps)
 _WEIGHT_MARGINS = 6
@@ -62,7 +62,8 @@ class LayerMeasures:
     focus
         Mean of S(a) = 1 / sqrt(n sum a^2) of the softmax weights over it: 1 is even, small is concentrated.
     confusion
-        Rate of each mechanism (first axis) at every prefix length; NaN where a mechanism ignores the query.
+        Rate of each mechanism (first axis) at every prefix length; NaN where a mechanism ignores the query or has no
+        weights.
     divergence
         Mean of 1 - cos to the model's own output.
     """
@@ -95,12 +96,13 @@ def measure_layer(layer: LayerTensors, plan: LayerPlan) -> LayerMeasures:
     common = [n for n in lengths if n <= time // 2]
     confusion = np.full((len(plan.mechanisms), heads, len(lengths)), np.nan)
     for i, mechanism in enumerate(plan.mechanisms):
-        if any(tensor.shape[:2] != (1, 1) for tensor in mechanism.parameters.values()):
-            continue  # each query is made a head of its own below, and such parameters belong to the model's heads
+        if mechanism.kind == "constant":
+            continue  # there are no weights to confuse
+        here = mechanism.for_layers([layer.layer])
         for j, n in enumerate(common):
-            weights = _common_weights(mechanism, queries, layer.key[:, :n], layer.scale)
+            weights = common_weights(here, queries, layer.key[:, :n], layer.scale)
             confusion[i, :, j] = confusion_rate(queries, weights, near=plan.near)
-    softmax = _common_weights("softmax", queries, layer.key[:, : common[-1]], layer.scale).double()
+    softmax = common_weights(resolve("softmax"), queries, layer.key[:, : common[-1]], layer.scale).double()
     focus = (1 / (common[-1] * softmax.square().sum(dim=-1)).sqrt()).mean(dim=-1)
     return LayerMeasures(
         lengths=lengths,
@@ -153,16 +155,27 @@ def confusion_rate(
     return np.asarray(np.where(spread > 1e-6, rate, np.nan))
 
 
-def _common_weights(
-    mechanism: str | Mechanism,
+def common_weights(
+    mechanism: Mechanism,
     queries: Float[Tensor, "head query dim"],
     keys: Float[Tensor, "kv_head key dim"],
     scale: float,
 ) -> Float[Tensor, "head query key"]:
-    """Every query over the same keys, at the position of the last of them: each one a head of its own."""
+    """Every query over the same keys, at the position of the last of them.
+
+    Parameters
+    ----------
+    mechanism
+        With the parameters of one layer, if it has any.
+    """
     heads, count, dim = queries.shape
-    flat = queries.reshape(1, heads * count, 1, dim)
-    return attention_weights(mechanism, flat, keys[None], scale=scale)[0, :, 0].view(heads, count, -1)
+    if all(tensor.shape[1] == 1 for tensor in mechanism.parameters.values()):
+        # Each query is a head of its own, so that the features of the keys are made once.
+        flat = queries.reshape(1, heads * count, 1, dim)
+        return attention_weights(mechanism, flat, keys[None], scale=scale)[0, :, 0].view(heads, count, -1)
+    # Parameters that belong to heads leave the heads as they are: each query is a sequence of its own.
+    apart, repeated = queries.transpose(0, 1)[:, :, None], keys.expand(count, *keys.shape)
+    return attention_weights(mechanism, apart, repeated, scale=scale)[:, :, 0].transpose(0, 1)
 
 
 def _weight_margins(

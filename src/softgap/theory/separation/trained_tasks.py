@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from softgap.errors import ValueInputError, unknown_name
-from softgap.theory.separation_data import construct
+from softgap.theory.separation.data import construct
 
 __all__ = ["DEFAULT_TASKS", "TASKS", "TrainedTask", "task"]
 

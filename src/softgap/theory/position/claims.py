@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from softgap.theory.claims import Claim, Verdict
-from softgap.theory.drift import TERMS
+from softgap.theory.position.drift import TERMS
 
 if TYPE_CHECKING:
-    from softgap.theory.position import MechanismTrend, Position
+    from softgap.theory.position.lab import MechanismTrend, Position
 
 __all__ = ["position_claims"]
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from softgap.theory.claims import Claim, Verdict
-from softgap.theory.phase_map import PhaseMap
+from softgap.theory.separation.phase_map import PhaseMap
 
 if TYPE_CHECKING:
-    from softgap.theory.separation import Separation
-    from softgap.theory.separation_trials import Trial
+    from softgap.theory.separation.lab import Separation
+    from softgap.theory.separation.trials import Trial
 
 __all__ = ["separation_claims"]
 

@@ -15,9 +15,9 @@ from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.capture import check_lengths
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
-from softgap.theory.collisions import Collision, multiples_collision
-from softgap.theory.confusion import LayerMeasures, LayerPlan, measure_layer
-from softgap.theory.injectivity_model_claims import model_claims
+from softgap.theory.injectivity.collisions import Collision, multiples_collision
+from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
+from softgap.theory.injectivity.model_claims import model_claims
 from softgap.theory.intervals import Estimate, cluster_interval, rank_correlation, weighted_mean
 
 __all__ = ["Correlation", "ModelInjectivity", "comparable", "injectivity_in_model"]
@@ -52,6 +52,10 @@ class ModelInjectivity:
         Prefix lengths (numbers of keys) of ``margin`` and ``confusion``.
     margin, first, weight_margin, focus, confusion, divergence
         As in :class:`LayerMeasures`; ``confusion`` and ``divergence`` by mechanism.
+    linear
+        Which of the mechanisms are linear maps, phi(q).phi(k).
+    confused
+        By mechanism, mean over heads of its confusion minus that of softmax, over the longest common key set.
     correlations
         Every measure against every divergence asked for.
     nearer
@@ -62,6 +66,7 @@ class ModelInjectivity:
     """
 
     mechanisms: tuple[str, ...]
+    linear: tuple[bool, ...]
     lengths: tuple[int, ...]
     margin: Float64[np.ndarray, "layer head length"]
     first: Int[np.ndarray, "layer head"]
@@ -69,6 +74,7 @@ class ModelInjectivity:
     focus: Float64[np.ndarray, "layer head"]
     confusion: Float64[np.ndarray, "mechanism layer head length"]
     divergence: Float64[np.ndarray, "mechanism layer head"]
+    confused: tuple[Estimate, ...]
     correlations: tuple[Correlation, ...]
     nearer: Estimate
     collision: Collision
@@ -115,6 +121,7 @@ class ModelInjectivity:
                 for i, name in enumerate(self.mechanisms)
             },
             "divergence": {name: self.divergence[i].tolist() for i, name in enumerate(self.mechanisms)},
+            "confused": {name: asdict(self.confused[i]) for i, name in enumerate(self.mechanisms)},
             "correlations": [asdict(correlation) for correlation in self.correlations],
             "nearer": asdict(self.nearer),
             "collision": self.collision.to_json(),
@@ -147,8 +154,8 @@ def injectivity_in_model(
         The text; at least 2 (d + 2) tokens for heads of dimension d, and no more than the model's context.
     mechanisms
         Compared beside softmax, elu1, relu2_scores, taylor2 and uniform, which always are; every mechanism that looks
-        at the query by default. A :class:`Mechanism` that carries the parameters of a calibration gives the
-        calibrated divergence; its confusion is not measured.
+        at the query by default. A :class:`Mechanism` may carry parameters for every layer and head: ``fitted`` with
+        those of a calibration gives the calibrated divergence.
     queries
         Queries of the second half of the text whose distributions are compared pairwise.
     near
@@ -178,12 +185,12 @@ def injectivity_in_model(
     query, keys, scale = kept[0]
     collision = multiples_collision(query, keys, scale=scale, factors=(1.0, 7.0), mechanism="relu2_scores")
     settings = {"tokens": len(token_ids), "queries": queries, "near": near, "start": plan.start}
-    return _assembled(layers, tuple(m.name for m in chosen), collision, keys.shape[1], settings, rng)
+    return _assembled(layers, chosen, collision, keys.shape[1], settings, rng)
 
 
 def _assembled(
     layers: Sequence[LayerMeasures],
-    names: tuple[str, ...],
+    chosen: Sequence[Mechanism],
     collision: Collision,
     dim: int,
     settings: dict[str, Any],
@@ -194,6 +201,7 @@ def _assembled(
         raise UnsupportedError(
             "this lab needs the same heads in every layer, got layers that differ; use another model"
         )
+    names = tuple(m.name for m in chosen)
     stacked = {
         field: np.stack([getattr(layer, field) for layer in layers])
         for field in ("margin", "first", "weight_margin", "focus")
@@ -204,15 +212,18 @@ def _assembled(
     # Heads of one KV group share their keys: an interval draws whole groups.
     clusters = (np.arange(len(layers))[:, None] * kv_heads + np.arange(heads) // (heads // kv_heads)).ravel()
     common = int(np.flatnonzero(np.isfinite(confusion).any(axis=(0, 1, 2)))[-1])
+    rate = confusion[..., common].reshape(len(names), -1)
     difference = (divergence[names.index("taylor2")] - divergence[names.index("relu2_scores")]).ravel()
     return ModelInjectivity(
         mechanisms=names,
+        linear=tuple(m.kind == "features" and not m.query_free for m in chosen),
         lengths=layers[0].lengths,
         **stacked,
         confusion=confusion,
         divergence=divergence,
+        confused=tuple(_mean_over_heads(row - rate[names.index("softmax")], clusters, rng) for row in rate),
         correlations=_correlations(names, confusion[..., common], divergence, stacked, clusters, rng),
-        nearer=cluster_interval(difference[None], clusters, weighted_mean, rng=rng),
+        nearer=_mean_over_heads(difference, clusters, rng),
         collision=collision,
         dim=dim,
         settings={**settings, "layers": len(layers), "heads": heads, "kv_heads": kv_heads},
@@ -244,6 +255,11 @@ def _correlations(
             partial = rank_correlation(x, y, clusters, rng=rng, given=stacked["focus"].ravel())
             found.append(Correlation(measure, mechanism, plain, partial))
     return tuple(found)
+
+
+def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, rng: np.random.Generator) -> Estimate:
+    known = np.isfinite(values)
+    return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng)
 
 
 def _mean(values: np.ndarray) -> float:

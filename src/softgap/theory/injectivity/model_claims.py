@@ -9,7 +9,7 @@ import numpy as np
 from softgap.theory.claims import Claim, Verdict
 
 if TYPE_CHECKING:
-    from softgap.theory.injectivity_model import Correlation, ModelInjectivity
+    from softgap.theory.injectivity.model import Correlation, ModelInjectivity
 
 __all__ = ["model_claims"]
 
@@ -18,7 +18,7 @@ _SAD = "navi-SAD, capacity gap"
 
 def model_claims(lab: ModelInjectivity) -> tuple[Claim, ...]:
     """One claim after the other."""
-    return (_rank(lab), _distinguishable(lab), *_confused(lab), *_central(lab), _calibrated(lab), _matters(lab))
+    return (_rank(lab), _distinguishable(lab), _confused(lab), *_central(lab), _calibrated(lab), _matters(lab))
 
 
 def _rank(lab: ModelInjectivity) -> Claim:
@@ -67,26 +67,27 @@ def _distinguishable(lab: ModelInjectivity) -> Claim:
     )
 
 
-def _confused(lab: ModelInjectivity) -> tuple[Claim, ...]:
+def _confused(lab: ModelInjectivity) -> Claim:
     """Whether linear maps confuse more queries than softmax, over all heads."""
     rate = lab.rate
-    softmax = rate[lab.of("softmax")]
-    means = {
-        name: float(np.nanmean(rate[i]))
+    known = {
+        name: lab.confused[i]
         for i, name in enumerate(lab.mechanisms)
-        if name != "softmax" and np.isfinite(rate[i]).any()
+        if lab.linear[i] and np.isfinite(lab.confused[i].value)
     }
-    worse = [name for name, mean in means.items() if mean > float(np.nanmean(softmax))]
-    verdict: Verdict = "holds" if len(worse) == len(means) else "does not hold" if not worse else "holds only when"
-    return (
-        Claim(
-            name="semantic confusion",
-            source=_SAD,
-            statement="Linear attention confuses queries of a real text that softmax tells apart.",
-            verdict=verdict,
-            condition=f"the map is one of: {', '.join(worse)}" if verdict == "holds only when" else "",
-            numbers={"softmax": float(np.nanmean(softmax)), **means},
-        ),
+    worse = [name for name, difference in known.items() if difference.sign > 0]
+    verdict: Verdict = "not decided"
+    if known:
+        verdict = "holds" if len(worse) == len(known) else "does not hold" if not worse else "holds only when"
+    return Claim(
+        name="semantic confusion",
+        source=_SAD,
+        statement="Linear attention confuses queries of a real text that softmax tells apart.",
+        verdict=verdict,
+        condition=f"the map is one of: {', '.join(worse)}" if verdict == "holds only when" else "",
+        numbers={
+            name: float(np.nanmean(rate[i])) for i, name in enumerate(lab.mechanisms) if np.isfinite(rate[i]).any()
+        },
     )
 
 

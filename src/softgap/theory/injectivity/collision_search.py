@@ -11,8 +11,8 @@ from scipy.optimize import least_squares
 
 from softgap.attention import Mechanism, resolve
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.theory.collisions import EXACT, Collision, certify, mechanism_weights
-from softgap.theory.inversion import checked_keys
+from softgap.theory.injectivity.collisions import EXACT, Collision, certify, mechanism_weights
+from softgap.theory.injectivity.inversion import checked_keys
 
 __all__ = ["Search", "find_collision", "outside_proposition"]
 
