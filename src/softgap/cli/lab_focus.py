@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +63,7 @@ def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, se
     from softgap.theory.focus.synthetic import focus_lab
 
     with waiting("checking", 100) as show:
-        return focus_lab(
+        found = focus_lab(
             n=keys,
             d=dim,
             draws=draws,
@@ -70,11 +71,10 @@ def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, se
             rng=np.random.default_rng(seed),
             progress=lambda what, share: show(what, int(100 * share)),
         )
+    return dataclasses.replace(found, settings={**found.settings, "seed": seed})
 
 
 def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | None, seed: int) -> ModelFocus:
-    import dataclasses
-
     import numpy as np
 
     from softgap.cli._waiting import waiting
@@ -89,7 +89,7 @@ def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | 
             mechanisms=mechanisms,
             progress=lambda what, share: show(what, int(100 * share)),
         )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, "seed": seed, **lab.settings})
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
 
 
 def _rank_table(found: FocusFindings) -> Table:

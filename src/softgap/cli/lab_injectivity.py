@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +69,7 @@ def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, 
     from softgap.theory.injectivity.synthetic import injectivity_lab
 
     with waiting("looking for collisions", 100) as show:
-        return injectivity_lab(
+        lab = injectivity_lab(
             rng=np.random.default_rng(seed),
             dim=dim,
             keys=keys,
@@ -77,13 +78,12 @@ def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, 
             starts=starts,
             progress=lambda what, share: show(what, int(100 * share)),
         )
+    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
 
 
 def _in_model(
     name: str, text: str | None, tokens: int, mechanisms: list[str] | None, queries: int, near: float, seed: int
 ) -> ModelInjectivity:
-    import dataclasses
-
     import numpy as np
 
     from softgap.cli._waiting import waiting
@@ -100,7 +100,7 @@ def _in_model(
             near=near,
             progress=lambda what, share: show(what, int(100 * share)),
         )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings})
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
 
 
 def _search_table(lab: Injectivity) -> Table:

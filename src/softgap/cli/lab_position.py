@@ -59,7 +59,7 @@ def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, 
     from softgap.theory.position.lab import position_lab
 
     with waiting("drawing heads", 100) as show:
-        return position_lab(
+        lab = position_lab(
             rng=np.random.default_rng(seed),
             heads=heads,
             length=tokens,
@@ -68,6 +68,7 @@ def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, 
             mechanisms=mechanisms,
             progress=lambda what, share: show(what, int(100 * share)),
         )
+    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
 
 
 def _in_model(
@@ -88,7 +89,7 @@ def _in_model(
             mechanisms=mechanisms,
             progress=lambda what, share: show(what, int(100 * share)),
         )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings})
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
 
 
 def _shares_table(lab: Position) -> Table:

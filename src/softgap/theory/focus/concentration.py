@@ -21,6 +21,7 @@ __all__ = [
     "ScoreMoments",
     "concentration",
     "feature_prediction",
+    "row_sparsity",
     "score_moments",
     "with_weights",
 ]
@@ -58,13 +59,17 @@ class Concentration:
     largest: Float[Tensor, "... query"]
 
 
+def row_sparsity(weights: Float[Tensor, "... query key"], n: Float[Tensor, " query"]) -> Float[Tensor, "... query"]:
+    """S = sum |a| / sqrt(n sum a^2) of every row; NaN where a row has no weight."""
+    return weights.abs().sum(dim=-1) / (n * weights.square().sum(dim=-1)).sqrt()
+
+
 def concentration(weights: Float[Tensor, "... query key"], n: Float[Tensor, " query"]) -> Concentration:
     """S, entropy and largest share of weights whose hidden entries are zero; signs are dropped."""
     size = weights.abs()
     total = size.sum(dim=-1)
     share = size / total[..., None]
-    s = (n * share.square().sum(dim=-1)).rsqrt()
-    return Concentration(s, torch.special.entr(share).sum(dim=-1), share.amax(dim=-1))
+    return Concentration(row_sparsity(share, n), torch.special.entr(share).sum(dim=-1), share.amax(dim=-1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention import Visible, attention_weights
+from softgap.theory.focus.concentration import row_sparsity
 
 __all__ = ["AMOUNTS", "Effect", "intervene", "intervened"]
 
@@ -73,14 +74,13 @@ def intervened(
     visible: Visible | None = None,
 ) -> list[Effect]:
     """Every change at every amount for every mechanism; the queries are the last of the keys' positions."""
-    n = (attention_weights("uniform", query[None], key[None], visible=visible, scale=scale)[0] > 0).sum(dim=-1)
+    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    n = (even[0, 0] > 0).sum(dim=-1)
     found = []
     for change, amounts in AMOUNTS.items():
         for amount in amounts:
             q, k = intervene(change, amount, query, key)
             for name in mechanisms:
-                a = attention_weights(name, q[None], k[None], visible=visible, scale=scale)[0].abs()
-                s = a.sum(dim=-1) / (n * a.square().sum(dim=-1)).sqrt()
-                empty = (a.amax(dim=-1) == 0).float().mean()
-                found.append(Effect(change, amount, name, s.nanmean().item(), empty.item()))
+                s = row_sparsity(attention_weights(name, q[None], k[None], visible=visible, scale=scale)[0], n)
+                found.append(Effect(change, amount, name, s.nanmean().item(), s.isnan().float().mean().item()))
     return found

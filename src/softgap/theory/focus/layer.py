@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softgap.attention import Visible, attention_weights, compare_outputs, resolve
 from softgap.probe.tensors import LayerTensors
-from softgap.theory.focus.concentration import concentration, feature_prediction, score_moments
+from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
 from softgap.theory.focus.interventions import Effect, intervened
 from softgap.theory.focus.off_diagonal import BlockSpectra, block_spectra, dyadic_blocks, numerical_rank
 from softgap.theory.focus.placement import column_share, distance_share
@@ -163,7 +163,7 @@ def _mechanism(
 ) -> MechanismLayer:
     weights = exact if name == "softmax" else _weights(name, layer)
     n, some = seen.sum(dim=-1), slice(plan.first, None)
-    s = concentration(weights, n).sparsity
+    s = row_sparsity(weights, n)
     value = _shared(layer, layer.value)
     output = weights @ value
     predicted = feature_prediction(resolve(name), layer.query, _shared(layer, layer.key), seen, layer.scale)
@@ -192,8 +192,9 @@ def _mechanism(
 def _block_error(weights: Tensor, exact: Tensor, smallest: int) -> Reals:
     lost, whole = torch.zeros(len(exact)), torch.zeros(len(exact))
     for rows, columns in dyadic_blocks(exact.shape[1], smallest):
-        lost += (weights - exact)[:, rows, columns].square().sum(dim=(-1, -2))
-        whole += exact[:, rows, columns].square().sum(dim=(-1, -2))
+        block = exact[:, rows, columns]
+        lost += (weights[:, rows, columns] - block).square().sum(dim=(-1, -2))
+        whole += block.square().sum(dim=(-1, -2))
     return np.asarray((lost / whole).sqrt().double().numpy())
 
 

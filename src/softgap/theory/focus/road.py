@@ -12,6 +12,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
 from softgap.attention.mechanism import Options
+from softgap.theory.focus.concentration import row_sparsity
 
 __all__ = ["FAMILIES", "Milestone", "closes_gap", "feature_road", "milestones"]
 
@@ -73,11 +74,13 @@ def feature_road(
     road = milestones(query.shape[-1]) if stops is None else stops
     exact = attention_weights("softmax", query[None], key[None], visible=visible, scale=scale)[0]
     output = exact @ v
-    n = (exact > 0).sum(dim=-1)
+    # Counted on uniform weights: those of softmax may underflow.
+    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    n = (even[0, 0] > 0).sum(dim=-1)
     found = []
     for family, setting, features, mechanism in road:
         weights = attention_weights(mechanism, query[None], key[None], visible=visible, scale=scale)[0]
-        s = weights.abs().sum(dim=-1) / (n * weights.square().sum(dim=-1)).sqrt()
+        s = row_sparsity(weights, n)
         error = (weights - exact).norm() / exact.norm()
         far = compare_outputs(output, weights @ v).divergence.mean()
         found.append(Milestone(family, setting, features, s.nanmean().item(), error.item(), far.item()))

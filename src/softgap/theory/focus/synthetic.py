@@ -16,7 +16,7 @@ from softgap.errors import ValueInputError
 from softgap.theory.claims import Claim
 from softgap.theory.focus import synthetic_claims
 from softgap.theory.focus.closed_forms import FUNCTIONS, decay_sparsity, linear_sparsity, norm_ratio_bounds, sparsity
-from softgap.theory.focus.concentration import concentration, with_weights
+from softgap.theory.focus.concentration import row_sparsity, with_weights
 from softgap.theory.focus.finite import finite_sparsity, simulate_sparsity
 from softgap.theory.focus.off_diagonal import block_spectra, numerical_rank
 from softgap.theory.focus.reference import quadrature_sparsity, sample_bias
@@ -162,7 +162,9 @@ def focus_lab(
         Called with a stage and the share of the whole that is done.
     """
     if n < 64 or d < 2 or draws < 10:
-        raise ValueInputError(f"the focus lab needs n from 64, d from 2 and draws from 10, got {n}, {d} and {draws}")
+        raise ValueInputError(
+            f"the focus lab needs n from 64, d from 2 and draws from 10, got {n}, {d} and {draws}; use more"
+        )
     names = with_weights(mechanisms, _ALWAYS)
     gammas = np.geomspace(0.05, 10, 121)
     curves = {name: np.stack([sparsity(name, beta=beta, gamma=gammas) for beta in BETAS]) for name in FUNCTIONS}
@@ -242,7 +244,7 @@ def _ranks(n: int, d: int, names: Sequence[str], rng: np.random.Generator) -> tu
         for name in names:
             a = attention_weights(name, query, key, visible=visible, dtype=torch.float64)[0]
             block = a[:, n // 2 :, : n // 2]
-            s = concentration(a, count).sparsity.nanmean().item()
+            s = row_sparsity(a, count).nanmean().item()
             ranks = int(numerical_rank(a)[0]), int(numerical_rank(block)[0])
             energy = int(block_spectra(a, n // 2).energy_rank(n // 2, 0.01)[0]) if ranks[1] else 0
             rows.append(Ranks(name, mask, n, small, s, *ranks, energy))

@@ -163,6 +163,10 @@ def injectivity_lab(
 
 def _checked(dim: int, keys: int, draws: int, wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
     """The mechanisms, if they and the sizes can be worked with."""
+    if keys < 2:
+        raise ValueInputError(
+            f"a key matrix needs at least 2 rows, got {keys}; with one key every query has the same weights"
+        )
     if dim < 2 or keys < dim + 2:
         raise ValueInputError(
             f"dim must be at least 2 and keys at least dim + 2, got dim {dim} and keys {keys}; use more keys"
