@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from softgap.attention import Visible, attention_weights, mechanisms, resolve
 from softgap.errors import ShapeError, ValueInputError
+from softgap.theory.focus.closed_forms import iid_sparsity
 from softgap.theory.focus.concentration import concentration, feature_prediction, score_moments
 from softgap.theory.focus.interventions import intervene, intervened
 from softgap.theory.focus.off_diagonal import block_spectra, capacity_exponent, dyadic_blocks, numerical_rank
@@ -77,7 +78,16 @@ def test_the_general_formula_is_the_sparsity_of_every_map(name: str) -> None:
     weights = attention_weights(name, q[None], k[None], scale=0.3, dtype=torch.float64)[0]
     measured = concentration(weights, causal(LENGTH).sum(dim=-1)).sparsity
     torch.testing.assert_close(predicted[0], measured, rtol=1e-9, atol=0, equal_nan=True)
-    assert float((predicted[1] - measured).abs().nanmean()) < 0.2
+
+
+def test_the_iid_formula_takes_all_features_for_alike() -> None:
+    q, k = drawn(2, LENGTH, DIM).double(), drawn(2, LENGTH, DIM, seed=1).double()
+    predicted = feature_prediction(resolve("elu1"), q, k, causal(LENGTH), 0.3)
+    assert predicted is not None
+    row, head = 40, 1
+    phi_q, phi_k = (np.where(x > 0, x + 1, np.exp(x)) for x in (q[head, row].numpy(), k[head, : row + 1].numpy()))
+    expected = iid_sparsity(phi_q, phi_k.std() / phi_k.mean())
+    assert predicted[1][head, row].item() == pytest.approx(float(expected), rel=1e-10)
 
 
 def test_maps_outside_the_formula_have_no_prediction() -> None:

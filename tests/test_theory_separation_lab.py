@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 
 import numpy as np
 import pytest
@@ -126,13 +125,10 @@ def test_the_turning_point_is_where_the_margin_is_lost() -> None:
         turning_point("favor", a1=0.7, b=0.5)
 
 
-def test_large_n_costs_little() -> None:
+def test_large_n_does_not_cost_its_square() -> None:
+    # The n x n form would need 17 billion weights, which no machine of ours holds.
     size = construct(n=2**17, d=514, t=256, a1=1.0)
-    draws = draw_many(size, 3, rng=rng())
-    begun = time.perf_counter()
-    assert (fire(resolve("softmax"), size, 1, draws).value > 0).all()
-    # The n x n form would need 17 billion weights.
-    assert time.perf_counter() - begun < 5
+    assert (fire(resolve("softmax"), size, 1, draw_many(size, 3, rng=rng())).value > 0).all()
 
 
 def test_ablation_at_the_sources_threshold_and_at_the_best() -> None:
