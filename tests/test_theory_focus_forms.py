@@ -24,7 +24,7 @@ from softgap.theory.focus import (
     simulate_sparsity,
     sparsity,
 )
-from softgap.theory.focus.reference import quadrature_sparsity, sample_bias
+from softgap.theory.focus.reference import quadrature_sparsity, sample_mean
 
 NAMES = sorted(FUNCTIONS)
 LEAST_IDENTITY = math.sqrt(2 / math.pi)
@@ -119,19 +119,22 @@ def test_simulation_agrees_within_its_error(name: str, beta: float, gamma: float
     assert seen.error < 2e-3
 
 
-@pytest.mark.parametrize(("name", "beta", "gamma"), [("exp", 0.0, 0.7), ("relu2", -1.0, 1.0)])
-def test_the_bias_of_few_keys_is_its_first_correction(name: str, beta: float, gamma: float) -> None:
-    n, closed = 400, float(sparsity(name, beta=beta, gamma=gamma))
-    seen = simulate_sparsity(name, beta=beta, gamma=gamma, n=n, draws=20_000, rng=np.random.default_rng(2))
-    corrected = closed * (1 + sample_bias(name, beta, gamma) / n)
-    # The next term is of the order of the square of this one.
-    assert corrected == pytest.approx(seen.value, abs=4 * seen.error + 4 * (corrected - closed) ** 2 / closed)
-    assert abs(closed - seen.value) > 8 * seen.error
+@pytest.mark.parametrize(("name", "beta"), [("relu2", -1.0), ("relu", -1.0), ("identity", 0.5)])
+def test_the_mean_of_few_keys_is_its_integral(name: str, beta: float) -> None:
+    n = 60
+    seen = simulate_sparsity(name, beta=beta, gamma=1.0, n=n, draws=40_000, rng=np.random.default_rng(2))
+    assert sample_mean(name, beta, 1.0, n) == pytest.approx(seen.value, abs=4 * seen.error)
+    # Far enough from the limit for the number of keys to matter.
+    assert abs(float(sparsity(name, beta=beta, gamma=1.0)) - seen.value) > 8 * seen.error
 
 
-def test_the_bias_of_identity_counts_both_sides() -> None:
-    # E|e|^k for k = 1..4 is sqrt(2 / pi), 1, 2 sqrt(2 / pi), 3.
-    assert sample_bias("identity", 0.0, 2.0) == pytest.approx(3 / 8 * 2 - 1 / 2, rel=1e-10)
+def test_the_integral_of_few_keys_where_it_is_known() -> None:
+    for gamma, n in ((0.5, 7), (1.0, 2**14), (2.0, 300)):
+        assert sample_mean("exp", 0.0, gamma, n) == pytest.approx(finite_sparsity(gamma, n), rel=1e-8)
+    assert sample_mean("identity", 0.3, 1.0, 1) == pytest.approx(1, rel=1e-6)
+    for name in NAMES:
+        limit = float(sparsity(name, beta=-0.5, gamma=0.5))
+        assert sample_mean(name, -0.5, 0.5, 10**9) == pytest.approx(limit, rel=1e-6)
 
 
 @given(d=st.integers(1, 40), seed=st.integers(0, 2**32 - 1), power=st.floats(0.1, 8))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy import integrate
 
-__all__ = ["quadrature_sparsity", "sample_bias"]
+__all__ = ["quadrature_sparsity", "sample_mean"]
 
 _REACH = 12.0
 
@@ -28,26 +31,39 @@ def quadrature_sparsity(function: str, beta: float, gamma: float) -> float:
     return first / math.sqrt(second) * (math.exp(-(z**2) / 4) if z < 0 else 1.0)
 
 
-def sample_bias(function: str, beta: float, gamma: float) -> float:
-    """c such that the mean of S over samples of n scores is S (1 + c / n) to first order.
+def sample_mean(function: str, beta: float, gamma: float, n: int) -> float:
+    """Mean of S over samples of n scores; a sample whose weights are all zero counts as 0.
 
-    S of a sample is m_1 / sqrt(m_2) of its own means. With mu_k = E|f(x)|^k, the second-order expansion of that
-    quotient around the expectations gives c = 3/8 (mu_4 / mu_2^2 - 1) - 1/2 (mu_3 / (mu_1 mu_2) - 1).
+    With w = |f(x)| and 1 / sqrt(y) as an integral over t,
+
+        E[S] = sqrt(n / pi) * integral of t^(-1/2) E[w exp(-t w^2)] E[exp(-t w^2)]^(n-1) over t > 0:
+
+    a trapezium sum in log t, the expectations by Gauss and Legendre on either side of the kink of f.
     """
-    if function == "exp":
-        kurtosis, skew = math.exp(4 * gamma**2), math.exp(2 * gamma**2)
-    else:
-        mu = {k: _moment(function, k, beta / gamma) for k in (1, 2, 3, 4)}
-        kurtosis, skew = mu[4] / mu[2] ** 2, mu[3] / (mu[1] * mu[2])
-    return 3 / 8 * (kurtosis - 1) - (skew - 1) / 2
+    z = 0.0 if function == "exp" else beta / gamma
+    e, mass = _nodes(z, 4 * gamma if function == "exp" else 0.0)
+    positive = np.maximum(z + e, 0.0)
+    w = {
+        "exp": lambda: np.exp(gamma * e),
+        "relu": lambda: positive,
+        "relu2": lambda: positive**2,
+        "identity": lambda: np.abs(z + e),
+    }[function]()
+    step = 0.02
+    log_t = np.arange(-60.0, 30.0, step) - math.log(n * float(mass @ w**2))
+    energy = np.exp(log_t)[:, None] * w**2
+    own = np.exp(0.5 * log_t) * ((mass * w) * np.exp(-energy)).sum(axis=1)
+    lost = (mass * -np.expm1(-energy)).sum(axis=1)
+    return math.sqrt(n / math.pi) * float((own * np.exp((n - 1) * np.log1p(-np.minimum(lost, 1 - 1e-16)))).sum()) * step
 
 
-def _moment(function: str, k: int, z: float) -> float:
-    """E|f(z + e)|^k for e ~ N(0, 1)."""
-    if function == "identity":
-        return _moment("relu", k, z) + _moment("relu", k, -z)
-    power = k * {"relu": 1, "relu2": 2}[function]
-    return _positive_part(power, z) * (math.exp(-(z**2) / 2) if z < 0 else 1.0)
+def _nodes(z: float, further: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Points of N(0, 1) with their share of its mass, on either side of the kink at -z."""
+    edges = sorted({-_REACH, min(max(-z, -_REACH), _REACH), _REACH + further})
+    x, weight = np.polynomial.legendre.leggauss(400)
+    e = np.concatenate([(a + b + (b - a) * x) / 2 for a, b in itertools.pairwise(edges)])
+    width = np.concatenate([(b - a) / 2 * weight for a, b in itertools.pairwise(edges)])
+    return e, width * np.exp(-(e**2) / 2) / math.sqrt(2 * math.pi)
 
 
 def _exponential(k: float) -> float:

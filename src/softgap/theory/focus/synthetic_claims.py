@@ -33,7 +33,7 @@ Curves = NDArray[np.float64]
 
 
 def closed_forms(checks: Sequence[Check]) -> Claim:
-    """Against quadrature to 1e-10; against simulation within four errors, the bias of a finite sample allowed for."""
+    """Against quadrature to 1e-10; samples of finitely many keys within four errors of their own mean."""
     exact = max(abs(row.closed / row.quadrature - 1) for row in checks)
     apart = max(abs(row.simulated - row.expected) / row.error for row in checks)
     return Claim(
