@@ -49,7 +49,7 @@ def sample_mean(function: str, beta: float, gamma: float, n: int) -> float:
         "relu2": lambda: positive**2,
         "identity": lambda: np.abs(z + e),
     }[function]()
-    step = 0.02
+    step = 0.1
     log_t = np.arange(-60.0, 30.0, step) - math.log(n * float(mass @ w**2))
     energy = np.exp(log_t)[:, None] * w**2
     own = np.exp(0.5 * log_t) * ((mass * w) * np.exp(-energy)).sum(axis=1)
