@@ -71,12 +71,13 @@ def test_a_mechanism_without_its_parameters(lab: str, capsys: pytest.CaptureFixt
 def test_mechanisms_are_checked_before_a_model_is_loaded(lab: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["lab", lab, "--model", "nowhere/at-all", "--mechanism"]
     assert failure([*given, "fitted"], capsys).startswith(f"mechanism 'fitted' needs the parameters {FITTED}")
-    assert failure([*given, "elu2"], capsys).startswith("unknown mechanism 'elu2'; did you mean 'elu1'?")
+    assert failure([*given, "elu2"], capsys).startswith("unknown mechanism 'elu2'; did you mean 'relu'?")
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_folder(tmp_path / "model", tiny_llama())
     (tmp_path / "short.txt").write_text("Too short.")
+    capsys.readouterr()  # saving a model shows a bar
     sentences = {
         "injectivity": "a text must hold at least 20 tokens for heads of dimension 8, got 10; give a longer text",
         "focus": "a text must hold at least 64 tokens for this lab, got 10; give a longer one",

@@ -42,10 +42,6 @@ def lab() -> ModelFocus:
     return focus_in_model(model, ids, rng=np.random.default_rng(0), mechanisms=NAMES)
 
 
-def verdict(claims: tuple[synthetic_claims.Claim, ...], name: str) -> synthetic_claims.Claim:
-    return next(claim for claim in claims if claim.name == name)
-
-
 def test_the_sources_are_right_and_wrong_where_they_are(found: FocusFindings) -> None:
     expected = {
         "closed forms": "holds",
@@ -175,7 +171,9 @@ def test_pictures_hold_their_panels(found: FocusFindings, lab: ModelFocus) -> No
     drawn = draw_focus_in_model(lab)
     assert len([axes for axes in drawn.axes if axes.get_title()]) == 8
     line = draw_focus(found).axes[0].lines[0]
-    np.testing.assert_allclose(line.get_ydata(), np.exp(-(np.asarray(line.get_xdata(), float) ** 2) / 2))
+    np.testing.assert_allclose(
+        np.asarray(line.get_ydata(), float), np.exp(-(np.asarray(line.get_xdata(), float) ** 2) / 2)
+    )
 
 
 def test_the_command_saves_result_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,9 +156,8 @@ def test_parameters_of_layers_and_heads_are_those_of_the_head() -> None:
     queries, ages = layer.query[:, asked].double(), torch.arange(half - 1, -1, -1).double()
     rows = []
     for head in range(4):
-        given = {
-            name: tensor[1, head if name.startswith("query") else head // 2] for name, tensor in mine.parameters.items()
-        }
+        at = {name: head if name.startswith("query") else head // 2 for name in mine.parameters}
+        given = {name: tensor[1, at[name]].double() for name, tensor in mine.parameters.items()}
         q = torch.exp(queries[head] @ given["query_weight"].T + given["query_bias"])
         k = torch.exp(layer.key[head // 2, :half].double() @ given["key_weight"].T + given["key_bias"])
         weights = q @ (k * torch.exp(-ages[:, None] * given["rate"])).T

@@ -172,7 +172,8 @@ def _log_relu(z: Reals) -> Reals:
 
 def _log_relu2(z: Reals) -> Reals:
     def tail(r: Reals, log_mass: Reals) -> Reals:
-        return np.asarray(0.5 * (log_mass + np.log(r[1] * r[2] / (r[3] * r[4]))))
+        # Ratios one by one: products of these numbers underflow.
+        return np.asarray(0.5 * (log_mass + np.log(r[1] / r[3]) + np.log(r[2] / r[4])))
 
     return _by_side(z, _log_relu2_direct, tail)
 

@@ -42,13 +42,10 @@ def sample_mean(function: str, beta: float, gamma: float, n: int) -> float:
     """
     z = 0.0 if function == "exp" else beta / gamma
     e, mass = _nodes(z, 4 * gamma if function == "exp" else 0.0)
-    positive = np.maximum(z + e, 0.0)
-    w = {
-        "exp": lambda: np.exp(gamma * e),
-        "relu": lambda: positive,
-        "relu2": lambda: positive**2,
-        "identity": lambda: np.abs(z + e),
-    }[function]()
+    if function == "exp":
+        w = np.exp(gamma * e)
+    else:
+        w = np.abs(z + e) if function == "identity" else np.maximum(z + e, 0.0) ** (2 if function == "relu2" else 1)
     step = 0.1
     log_t = np.arange(-60.0, 30.0, step) - math.log(n * float(mass @ w**2))
     energy = np.exp(log_t)[:, None] * w**2
