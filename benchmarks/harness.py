@@ -19,6 +19,11 @@ import torch
 sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+FINDINGS = DOCS.with_name("findings.md")
+_OPENING = {
+    DOCS: "# Benchmarks\n\nEach table was written by the command named in it.\n",
+    FINDINGS: "# Findings\n\nEach section was written by the command named in it.\n",
+}
 BUSY_PERCENT = 20.0
 
 
@@ -102,11 +107,11 @@ def peak_of_process() -> int | None:
     return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def write_section(name: str, title: str, text: str) -> None:
-    """Replace one section of docs/benchmarks.md, or add it; the other benchmarks' sections stay."""
+def write_section(name: str, title: str, text: str, page: Path = DOCS) -> None:
+    """Replace one section of docs/benchmarks.md, or of another page, or add it; all other sections stay."""
     begin, end = f"<!-- {name}: written by benchmarks/{name.split('-')[0]}.py -->", f"<!-- end of {name} -->"
     section = f"{begin}\n## {title}\n\n{text.strip()}\n{end}"
-    page = DOCS.read_text() if DOCS.exists() else "# Benchmarks\n\nEach table was written by the command named in it.\n"
+    content = page.read_text() if page.exists() else _OPENING[page]
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    replaced = pattern.sub(lambda _: section, page) if pattern.search(page) else f"{page.rstrip()}\n\n{section}\n"
-    DOCS.write_text(replaced)
+    known = pattern.search(content)
+    page.write_text(pattern.sub(lambda _: section, content) if known else f"{content.rstrip()}\n\n{section}\n")

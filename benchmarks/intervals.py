@@ -8,26 +8,20 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from scipy.signal import lfilter
 
 from harness import write_section
-from softgap.signal import corrected_entropy, entropy_interval, permutation_entropy
+from softgap.signal import corrected_entropy, entropy_interval, permutation_entropy, simulate
 
 SIZES = ((3, 130), (3, 400), (4, 400), (5, 1000))
 COEFFICIENTS = (0.0, 0.3, 0.6, 0.97, -0.5)
 LONG = 2_000_000
 
 
-def autoregressive(coefficient: float, seed: int, series: int, steps: int) -> np.ndarray:
-    """AR(1) series after a run-in of 200 steps."""
-    shocks = np.random.default_rng(seed).standard_normal((series, steps + 200))
-    return np.asarray(lfilter([1.0], [1.0, -coefficient], shocks, axis=-1))[:, 200:]
-
-
 def described(order: int, steps: int, coefficient: float, series: int) -> str:
     """One row of the table."""
-    truth = float(permutation_entropy(autoregressive(coefficient, 1, 1, LONG), order).value[0])
-    x = autoregressive(coefficient, 2, series, steps)
+    long = simulate("ar1", LONG, rng=np.random.default_rng(1), phi=coefficient)
+    truth = float(permutation_entropy(long, order).value)
+    x = simulate("ar1", steps, rng=np.random.default_rng(2), size=series, phi=coefficient)
     found = entropy_interval(x, order, rng=np.random.default_rng(3), replicates=399)
     covered = ((found.low <= truth) & (truth <= found.high)).mean()
     low, high = np.quantile(found.samples, [0.025, 0.975], axis=-1)

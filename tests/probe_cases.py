@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.reference import reference_attention, reference_comparison
+from softgap.probe.tap import overridden_names
 from softgap.probe.tiny import tiny_model
 from softgap.trajectories import Trajectories
 
@@ -295,3 +296,21 @@ def only(runs: Sequence[Trajectories]) -> Trajectories:
 def prompt_of(run: Trajectories) -> Trajectories:
     assert run.prompt is not None
     return run.prompt
+
+
+def traces(model: nn.Module) -> dict[str, object]:
+    """Everything a tap touches."""
+    return {
+        "local registry": dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
+        "overrides": overridden_names(),
+        "hooks": [
+            (name, list(part._forward_hooks), list(part._forward_pre_hooks), list(part._forward_hooks_with_kwargs))
+            for name, part in model.named_modules()
+        ],
+        "own attributes": {name: sorted(part.__dict__) for name, part in model.named_modules()},
+        "attention": [_attention(part) for part in model.modules()],
+    }
+
+
+def _attention(part: Any) -> object:
+    return getattr(getattr(part, "config", None), "_attn_implementation", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_the_residual_is_fitted_over_the_study(monkeypatch: pytest.MonkeyPatch) 
     expected = plane(counts / counts.sum(axis=1, keepdims=True))[0]
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
     # The same where memory allows only two heads at a time.
-    monkeypatch.setattr("softgap.analysis.samples._HELD", 2 * 340)
+    monkeypatch.setattr("softgap.analysis.counting._HELD", 2 * 340)
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
 
 
@@ -195,9 +196,12 @@ def test_ties_shorten_the_noise_they_are_compared_with() -> None:
     assert abs(column(found, "z").mean()) < 0.6
 
 
-def test_samples_too_short_are_counted_and_left_out() -> None:
-    found = analyze([run_of(noise(1, 200), "a"), run_of(noise(2, 3), "b")])
-    assert (found.samples, found.skipped) == (1, 1)
+@pytest.mark.parametrize(("transform", "short"), [("diff", 3), ("residual", 15)])
+def test_samples_too_short_are_counted_and_left_out(transform: str, short: int) -> None:
+    found = analyze([run_of(noise(1, 200), "a"), run_of(noise(2, short), "b")], transform=transform)
+    assert (found.samples, found.skipped, found.steps) == (1, 1, 200)
+    alone = analyze(run_of(noise(1, 200)), transform=transform)
+    assert column(found, "entropy").tolist() == column(alone, "entropy").tolist()
 
 
 def test_layers_with_fewer_heads() -> None:
@@ -250,7 +254,8 @@ def test_findings_as_a_frame() -> None:
         ({"eligibility": "many"}, "unknown eligibility rule 'many'"),
         ({"mechanism": "taylor2"}, "unknown mechanism of this study 'taylor2'"),
         ({"quantity": "norm"}, "unknown quantity 'norm'"),
-        ({"alpha": 0.0}, "alpha must be between 0 and 1, got 0.0"),
+        ({"alpha": 0.0}, "alpha must be between 0 and 1, both excluded, got 0.0; 0.05 is usual"),
+        ({"seed": -1}, "seed must be a whole number from 0, got -1"),
         ({"delay": 200}, "no sample holds one window of order 3 and delay 200"),
     ],
 )
@@ -260,7 +265,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], sentence: str) -> No
 
 
 def test_bad_studies_are_refused() -> None:
-    with pytest.raises(SoftgapError, match="got a study without any"):
+    with pytest.raises(SoftgapError, match="an analysis needs trajectories, got a study without any"):
         analyze([])
     with pytest.raises(SoftgapError, match="got 4 in sample 'b' and 6 in 'a'"):
         analyze([run_of(noise(1), "a"), run_of(noise(1, heads=2), "b")])
@@ -272,7 +277,56 @@ def test_bad_studies_are_refused() -> None:
         analyze(run_of(np.round(noise(1))), ties="raise")
 
 
-def test_more_counts_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softgap.analysis.dynamics._COUNTS", 1000)
-    with pytest.raises(SoftgapError, match=r"order 5 over 12 samples of 6 heads makes 8\.6e\+03 pattern counts"):
-        analyze([run_of(noise(seed, 40), str(seed)) for seed in range(12)], order=5)
+def test_heads_are_counted_in_groups_where_all_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_of(noise(seed, 40), str(seed)) for seed in range(12)]
+    whole = analyze(runs, order=4)
+    # Two heads at a time: 12 samples of 24 patterns each.
+    monkeypatch.setattr("softgap.analysis.counting._COUNTS", 2 * 12 * 24)
+    told: list[float] = []
+    parts = analyze(runs, order=4, progress=lambda what, share: told.append(share) if "counting" in what else None)
+    assert parts.heads == whole.heads
+    assert (len(told), told) == (3 * 12, sorted(told))
+
+
+def test_the_noise_of_a_study_needs_memory_for_a_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At order 8 the pattern counts of all simulated studies would take 3 GB."""
+    monkeypatch.setattr("softgap.analysis.pooled._USUAL", 999)
+    tracemalloc.start()
+    try:
+        found = analyze(run_of(noise(1, 60, layers=1, heads=1)), order=8, eligibility=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.null_samples == 999
+    assert peak < 100e6 < 999 * math.factorial(8) * 8
+
+
+def test_one_head_among_many_can_stand_out_alone() -> None:
+    """With 9,999 simulations its corrected p could not fall below 2 / 10,000 x 270 = 0.054."""
+    series = noise(3, 300, layers=27, heads=10)
+    series[5, 3] = simulate("logistic", 300, rng=RNG(0))
+    found = analyze(run_of(series), transform="raw")
+    assert found.least_q <= found.alpha
+    assert [(head.layer, head.head) for head in found.standing_out()] == [(5, 3)]
+
+
+def test_ties_are_reported_under_every_policy() -> None:
+    series = np.round(noise(4, 200) * 4) / 4
+    expected = permutation_entropy(series.reshape(6, -1)).tie_rate
+    assert expected.min() > 0.1
+    for ties in ("exclude", "stable", "jitter"):
+        assert column(analyze(run_of(series), transform="raw", ties=ties), "tie_rate") == pytest.approx(expected)
+    many = [run_of(series, str(i)) for i in range(12)]
+    assert column(analyze(many, transform="raw", ties="stable"), "tie_rate") == pytest.approx(expected)
+
+
+def test_short_samples_with_many_ties_have_a_null() -> None:
+    """Of 18 windows 2 % are less than half a window: the shares of all samples have to add up."""
+    runs = []
+    for i in range(200):
+        series = noise(i, 20)
+        series[0, 0] = series[0, 0] if i < 4 else 0.0
+        runs.append(run_of(series, str(i)))
+    tied = analyze(runs, transform="raw").heads[0]
+    assert (tied.windows, tied.eligible) == (4 * 18, True)
+    assert abs(tied.z) < 4

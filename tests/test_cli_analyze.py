@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from cli_examples import contents, failure, script
 from softgap.analysis import analyze
 from softgap.cli import main
+from softgap.cli._findings import show_findings
 from softgap.signal import simulate
-from softgap.trajectories import open_study
+from softgap.trajectories import StudyWriter, open_study
 from test_analysis import noise, run_of
 
 pytestmark = pytest.mark.usefixtures("_no_colour")
@@ -38,7 +42,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     done = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for part in ("transform raw", "order 4", "1 sample of 300 steps", "heads below noise", "0.0", "logistic r=4"):
+    for part in ("transform raw", "order 4", "1 sample of 300 steps", "1 head below noise", "0.0", "logistic r=4"):
         assert part in done.stdout
     findings = json.loads((study / "analysis" / "findings.json").read_text())
     assert [0, 0] in findings["standing_out"]
@@ -66,6 +70,44 @@ def test_json_is_one_document_and_writes_nothing(study: Path, capsys: pytest.Cap
     assert contents(study) == before
 
 
+def test_json_is_all_there_is_on_standard_output(study: Path) -> None:
+    done = script("analyze", str(study), "--json", "--out", "heads.csv", cwd=study.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("{\n")
+    assert len(json.loads(done.stdout)["heads"]) == 6
+    assert (study.parent / "heads.csv").exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_no_document(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (study.parent / "file").write_text("")
+    blocked = study.parent / "file" / "plane.svg"
+    assert failure(["analyze", str(study), "--json", "--out", str(blocked)], capsys).startswith("cannot write")
+
+
+def test_a_study_of_many_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [run_of(noise(seed, 5 + seed % 40), str(seed)) for seed in range(60)]
+    with StudyWriter(tmp_path / "study", runs[0].manifest) as writer:
+        for run in runs:
+            writer.append([run])
+    assert main(["analyze", str(tmp_path / "study"), "--transform", "residual"]) == 0
+    shown = capsys.readouterr().out
+    used = [run.n_steps for run in runs if run.n_steps >= 16]
+    assert f"{len(used)} samples of {sum(used):,} steps in all; {60 - len(used)} more are too short" in shown
+    document = json.loads((tmp_path / "study" / "analysis" / "findings.json").read_text())
+    assert {head["windows"] for head in document["heads"]} == {sum(used) - 2 * len(used)}
+
+
+def test_a_narrow_terminal_cuts_no_cell(study: Path) -> None:
+    found = analyze(open_study(study), transform="raw")
+    for width in (80, 120):
+        page = io.StringIO()
+        show_findings(Console(file=page, width=width), found)
+        shown = page.getvalue()
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= width
+        assert ("complexity" in shown) == (width == 120)
+
+
 def test_files_by_their_endings(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [study.parent / "new" / f"found.{ending}" for ending in ("png", "svg", "csv", "parquet", "json")]
     assert main(["analyze", str(study), *(word for name in names for word in ("--out", str(name)))]) == 0
@@ -84,17 +126,40 @@ def test_a_study_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     document = json.loads(capsys.readouterr().out)
     assert not any(head["eligible"] for head in document["heads"])
     assert document["heads"][0]["entropy"] is None
-    assert main(["analyze", str(tmp_path / "study"), "--out", str(tmp_path / "found.csv")]) == 0
-    assert "No head is eligible: 17 windows are fewer than the 64 asked for" in capsys.readouterr().out
+    assert main(["analyze", str(tmp_path / "study")]) == 0
+    shown = capsys.readouterr().out
+    assert "No head is eligible: 17 windows are fewer than the 64 asked for" in shown
+    assert [path.name for path in (tmp_path / "study" / "analysis").iterdir()] == ["findings.json"]
+    picture = tmp_path / "plane.png"
+    sentence = failure(["analyze", str(tmp_path / "study"), "--json", "--out", str(picture)], capsys)
+    assert sentence.startswith("no head has windows enough for the complexity-entropy plane; 17 windows are fewer")
+
+
+def test_without_matplotlib_only_the_picture_is_missing(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["analyze", str(study)]) == 0
+    shown = capsys.readouterr().out
+    assert "no picture: a picture needs matplotlib; install it with: pip install 'softgap[plot]'" in shown
+    assert [path.name for path in (study / "analysis").iterdir()] == ["findings.json"]
+    sentence = failure(["analyze", str(study), "--out", "plane.svg"], capsys)
+    assert sentence.startswith("a picture needs matplotlib")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--order", "1"], "order must be between 2 and 8, got 1; use a longer pattern"),
         (["--order", "9"], "order must be between 2 and 8, got 9; use a shorter pattern"),
         (["--delay", "0"], "delay must be a whole number from 1, got 0; 1 takes neighbouring steps"),
         (["--transform", "dif"], "unknown transform 'dif'"),
         (["--ties", "some"], "unknown ties policy 'some'"),
+        (["--segment", "middle"], "unknown segment 'middle'; did you mean 'mid'?"),
+        (["--quantity", "norm"], "unknown quantity 'norm'"),
+        (["--eligibility", "0"], "eligibility must be 'spread' or '2*order!' or a number of windows from 1, got 0"),
+        (["--alpha", "5"], "alpha must be between 0 and 1, both excluded, got 5.0; 0.05 is usual"),
+        (["--order", "three"], "invalid value for '--order'"),
         (["--mechanism", "elu2"], "unknown mechanism of this study 'elu2'"),
         (["--out", "plane.pdf"], "--out must end in .png, .svg, .json, .csv, .parquet, got 'plane.pdf'"),
         (["--delay", "300"], "no sample holds one window of order 3 and delay 300"),
@@ -112,6 +177,12 @@ def test_bad_studies_and_places(study: Path, capsys: pytest.CaptureFixture[str])
     nowhere = study.parent / "nowhere"
     assert failure(["analyze", str(nowhere)], capsys) == f"there is no study at '{nowhere}'; check the path"
     assert not nowhere.exists()
+    empty = study.parent / "empty"
+    with StudyWriter(empty, run_of(noise(1)).manifest):
+        pass
+    assert failure(["analyze", str(empty)], capsys) == (
+        f"an analysis needs trajectories, got study '{empty}' without any; use `softgap run` or `softgap read` first"
+    )
     (study.parent / "file").write_text("")
     blocked = study.parent / "file" / "plane.svg"
     assert main(["analyze", str(study), "--out", str(blocked)]) == 2

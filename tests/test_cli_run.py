@@ -25,8 +25,10 @@ from cli_examples import (
     type_in,
 )
 from model_examples import config_folder
+from softgap import probe
 from softgap.cli import main
 from softgap.cli._task import default_out
+from softgap.probe import Interrupted
 from softgap.trajectories import Trajectories, load, open_study
 
 PROMPT = "The fox"
@@ -244,7 +246,7 @@ WITH_MODEL = {
     ),
     "a mechanism to be calibrated": (
         [PROMPT, "--mechanism", "profile"],
-        r"mechanism 'profile' needs the parameters .*, which a calibration brings; .*",
+        r"mechanism 'profile' needs the parameters .*, and there is no calibration for this model; .*",
     ),
     "a mechanism named twice": (
         [PROMPT, "--mechanism", "elu1", "--mechanism", "elu1"],
@@ -389,3 +391,17 @@ def test_ctrl_c_leaves_nothing(
     arguments = ["run", PROMPT, "--model", str(folder), "--out", "runs/fox"]
     assert failure(arguments, capsys, code=130) == "interrupted"
     assert contents(here) == {}
+
+
+def test_ctrl_c_keeps_the_tokens_so_far(
+    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = probe.generate
+
+    def interrupted(*args: Any, **settings: Any) -> None:
+        raise Interrupted([real(*args, **settings)])
+
+    monkeypatch.setattr("softgap.probe.generate", interrupted)
+    arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]
+    assert failure(arguments, capsys, code=130) == "interrupted; the 5 tokens so far can be read in 'runs/fox'"
+    assert load("runs/fox").n_steps == 5

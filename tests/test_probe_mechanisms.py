@@ -149,7 +149,8 @@ def test_mechanisms_that_cannot_be_measured_are_refused() -> None:
     model = tiny_with("llama")
     with (
         pytest.raises(
-            UnsupportedError, match=r"'fitted' needs the parameters query_weight, .*calibrate the model first"
+            UnsupportedError,
+            match=r"'fitted' needs the parameters query_weight, .*there is no calibration for this model",
         ),
         record(model, ["fitted"]),
     ):

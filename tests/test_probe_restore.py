@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from model_examples import byte_tokenizer, tiny_llama
 from probe_cases import (
     SAME_MODEL,
     apart,
@@ -22,32 +23,15 @@ from probe_cases import (
     prompt_of,
     row,
     tiny_with,
+    traces,
     written,
 )
 from softgap.attention import LinearState
 from softgap.errors import ModelError
-from softgap.probe import record
+from softgap.probe import Interrupted, generate, record
 from softgap.probe.tap import overridden_names
 
 IDS = ids_of(11)
-
-
-def traces(model: nn.Module) -> dict[str, object]:
-    """Everything a recording touches."""
-    return {
-        "local registry": dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
-        "overrides": overridden_names(),
-        "hooks": [
-            (name, list(part._forward_hooks), list(part._forward_pre_hooks), list(part._forward_hooks_with_kwargs))
-            for name, part in model.named_modules()
-        ],
-        "own attributes": {name: sorted(part.__dict__) for name, part in model.named_modules()},
-        "attention": [_attention(part) for part in model.modules()],
-    }
-
-
-def _attention(part: Any) -> object:
-    return getattr(getattr(part, "config", None), "_attn_implementation", None)
 
 
 @pytest.fixture
@@ -159,6 +143,23 @@ def test_an_interrupt_inside_the_instrument_leaves_no_wrong_number(
         assert gap(prompt_of(run), truth, slice(0, 10)) < SAME_MODEL
     if at > 5:
         assert only(recording.trajectories()).n_steps >= 1
+
+
+@pytest.mark.parametrize("at", [1, 6])
+def test_ctrl_c_in_generate_brings_what_was_measured(at: int) -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    whole = generate(model, tokenizer, "ten boats", 12, chat=False, eos_token_id=None)
+    breaking(model, at, KeyboardInterrupt())
+    with pytest.raises(Interrupted) as stop:
+        generate(model, tokenizer, "ten boats", 12, chat=False, eos_token_id=None)
+    if at == 1:
+        assert stop.value.runs == []
+        return
+    run = only(stop.value.runs)
+    assert run.n_steps == at - 1
+    assert run.token_ids.tolist() == whole.token_ids[: at - 1].tolist()
+    assert run.divergence == pytest.approx(whole.divergence[..., : at - 1], abs=SAME_MODEL)
+    assert whole.completion_text.startswith(run.completion_text)
 
 
 def test_rows_that_had_stopped_when_the_interrupt_came() -> None:

@@ -41,7 +41,7 @@ def test_corrected_entropy_of_white_noise_is_one_on_average(order: int, length: 
 
 def test_miller_and_madow_correct_too_much_at_order_three() -> None:
     x = np.random.default_rng(2).random((4000, 402))
-    plain = signal.permutation_entropy(x, normalized=False).value
+    plain = signal.permutation_entropy(x, normalised=False).value
     assert (plain + 5 / 800).mean() > math.log(6) + 4 * plain.std() / math.sqrt(len(x))
     assert signal.bias_factor(3, 400) == pytest.approx(0.69, abs=0.03)
 
@@ -134,14 +134,14 @@ def test_nulls_are_kept_by_seed_and_drawn_from_a_generator() -> None:
 
 def test_rarefied_entropy_is_that_of_stretches() -> None:
     x = np.stack([noise(10, 300), with_ties(11, 300, levels=30)])
-    found = signal.rarefied_entropy(x, lengths=[300, 150], normalized=False)
+    found = signal.rarefied_entropy(x, lengths=[300, 150], normalised=False)
     patterns = [p for p in oracle.reference_patterns(x[1, :150].tolist(), 3, 1) if p is not None]
     assert found.common == found.windows[1] == len(patterns)
     assert found.stretches.tolist() == [math.ceil(298 / found.common), 1]
     expected = oracle.reference_entropy([patterns.count(p) for p in set(patterns)])
     assert found.value[1] == pytest.approx(expected, abs=1e-12)
     starts = np.linspace(0, 298 - found.common, found.stretches[0]).astype(int)
-    parts = [signal.permutation_entropy(x[0, s : s + found.common + 2], normalized=False).value for s in starts]
+    parts = [signal.permutation_entropy(x[0, s : s + found.common + 2], normalised=False).value for s in starts]
     assert found.value[0] == pytest.approx(np.mean(parts), abs=1e-12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -55,10 +56,10 @@ def test_numbers_match_the_reference(name: str, order: int, ties: str) -> None:
     unit = largest(order)
     options: signal.Options = {"ties": ties, "eligibility": 1}
     assert close(signal.permutation_entropy(x, order, 2, **options).value, oracle.reference_entropy(counts) / unit)
-    nats = signal.permutation_entropy(x, order, 2, normalized=False, **options)
+    nats = signal.permutation_entropy(x, order, 2, normalised=False, **options)
     assert close(nats.value, oracle.reference_entropy(counts))
     weights = oracle.reference_weights(x.tolist(), order, 2, ties)
-    weighted = signal.weighted_permutation_entropy(x, order, 2, normalized=False, **options)
+    weighted = signal.weighted_permutation_entropy(x, order, 2, normalised=False, **options)
     assert close(weighted.value, oracle.reference_entropy(weights), 1e-11)
     plane = signal.complexity_entropy(x, order, 2, **options)
     assert close(plane.complexity, oracle.reference_complexity(counts))
@@ -79,9 +80,9 @@ def test_renyi_and_tsallis_match_the_reference_over_q(order: int) -> None:
     x = noise(7, 90)
     counts = oracle.reference_counts(x.tolist(), order, 1)
     grid = [0.0, 0.3, 0.9, 1.2, 2.0, 7.5, 40.0]
-    renyi = signal.renyi_entropy(x, grid, order, normalized=False, eligibility=1)
+    renyi = signal.renyi_entropy(x, grid, order, normalised=False, eligibility=1)
     assert close(renyi.value, [oracle.reference_renyi(counts, q) for q in grid])
-    tsallis = signal.tsallis_entropy(x, grid, order, normalized=False, eligibility=1)
+    tsallis = signal.tsallis_entropy(x, grid, order, normalised=False, eligibility=1)
     assert close(tsallis.value, [oracle.reference_tsallis(counts, q) for q in grid], 1e-11)
     fingerprint = signal.renyi_complexity(x, grid, order, eligibility=1)
     assert close(fingerprint.complexity, [oracle.reference_renyi_complexity(counts, q) for q in grid], 1e-11)
@@ -103,7 +104,7 @@ def test_renyi_and_tsallis_are_shannon_at_one_and_near_it() -> None:
 def test_renyi_keeps_its_digits_at_large_q() -> None:
     x = noise(9, 300)
     top = signal.pattern_counts(x, 4).counts.max() / 297
-    found = signal.renyi_entropy(x, 500.0, 4, normalized=False)
+    found = signal.renyi_entropy(x, 500.0, 4, normalised=False)
     assert -math.log(top) < found.value < -math.log(top) * 500 / 499 + 1e-12
     assert np.isfinite(signal.renyi_complexity(x, [500.0], 4).complexity).all()
 
@@ -150,6 +151,31 @@ def test_blocks_of_series_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     again = signal.ordinal_network(x, 4)
     for name in ("series", "source", "target", "count"):
         np.testing.assert_array_equal(getattr(again, name), getattr(links, name))
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        signal.permutation_entropy,
+        signal.weighted_permutation_entropy,
+        signal.complexity_entropy,
+        signal.irreversibility,
+        signal.transition_entropy,
+        signal.rarefied_entropy,
+    ],
+)
+def test_memory_is_that_of_a_block(measure: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three series at a time, of 60: neither windows x order nor a copy of the series is ever held."""
+    x = noise(27, 60, 20_000)
+    measure(x[:2, :500], 5)  # compiles, which takes memory of its own
+    monkeypatch.setattr("softgap.signal.batch._BLOCK", 3 * 20_000)
+    tracemalloc.start()
+    try:
+        measure(x, 5)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5e6 < x.nbytes
 
 
 def test_views_that_are_not_contiguous_are_read_in_order() -> None:
@@ -318,8 +344,8 @@ def test_irreversibility_sees_the_arrow_of_time() -> None:
 def test_scales_are_entropies_of_means() -> None:
     x = noise(26, 2, 700)
     lengths = [700, 300]
-    found = signal.multiscale_entropy(x, [1, 2, 7, 400], lengths=lengths)
-    assert found.value.shape == (2, 4)
+    found = signal.multiscale_entropy(x, [1, 2, 7, 400, 701], lengths=lengths)
+    assert found.value.shape == (2, 5)
     for row, length in enumerate(lengths):
         for column, scale in enumerate([1, 2, 7]):
             steps = length // scale
@@ -327,5 +353,5 @@ def test_scales_are_entropies_of_means() -> None:
             expected = signal.permutation_entropy(np.array(coarse))
             assert found.eligible[row, column] == expected.eligible
             np.testing.assert_allclose(found.value[row, column], expected.value, rtol=0, atol=TIGHT)
-    assert found.windows[:, 3].tolist() == [0, 0]
-    assert not found.eligible[:, 3].any()
+    assert found.windows[:, 3:].tolist() == [[0, 0], [0, 0]]
+    assert not found.eligible[:, 3:].any()

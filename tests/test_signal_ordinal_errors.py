@@ -74,6 +74,11 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
         ValueInputError,
         "a series must be finite, got inf at step 99 of series (0,)",
     ),
+    "NaN under a transform": (
+        lambda: signal.z_scores(spoilt.reshape(2, 2, 50), transform="diff"),
+        ValueInputError,
+        "got nan at step 7 of series (1, 0)",
+    ),
     "NaN in the only series": (
         lambda: signal.ordinal_patterns(spoilt[1]),
         ValueInputError,
@@ -83,6 +88,21 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
         lambda: signal.permutation_entropy(x, ties="exlude"),
         UnknownNameError,
         "unknown ties policy 'exlude'; did you mean 'exclude'?",
+    ),
+    "a keyword nobody knows": (
+        lambda: signal.permutation_entropy(x, tie="stable"),  # type: ignore[call-arg]
+        UnknownNameError,
+        "unknown option 'tie'; did you mean 'ties'?",
+    ),
+    "another spelling": (
+        lambda: signal.renyi_entropy(x, 2.0, normalized=False),  # type: ignore[call-arg]
+        UnknownNameError,
+        "unknown option 'normalized'; choose one of: eligibility, lengths, rng, ties",
+    ),
+    "a keyword of another measure": (
+        lambda: signal.z_scores(x, normalised=False),  # type: ignore[call-arg]
+        UnknownNameError,
+        "unknown option 'normalised'",
     ),
     "jitter without rng": (
         lambda: signal.permutation_entropy(x, ties="jitter"),
@@ -137,11 +157,20 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
         ValueInputError,
         "a scale must be a whole number from 1, got 0",
     ),
-    "alpha": (lambda: signal.missing_patterns(x, alpha=1), ValueInputError, "alpha must be between 0 and 1, got 1"),
+    "alpha": (
+        lambda: signal.missing_patterns(x, alpha=1),
+        ValueInputError,
+        "alpha must be between 0 and 1, both excluded, got 1; 0.01 is usual",
+    ),
     "level": (
         lambda: signal.entropy_interval(x, rng=rng, level=95),
         ValueInputError,
-        "level must be between 0 and 1, got 95",
+        "level must be between 0 and 1, both excluded, got 95; 0.95 is usual",
+    ),
+    "level of another type": (
+        lambda: signal.entropy_interval(x, rng=rng, level="0.9"),  # type: ignore[arg-type]
+        ValueInputError,
+        "level must be between 0 and 1, both excluded, got '0.9'",
     ),
     "interval without rng": (
         lambda: signal.entropy_interval(x),
@@ -177,6 +206,31 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
         lambda: signal.noise_null(100, samples=1),
         ValueInputError,
         "samples must be a whole number from 2, got 1",
+    ),
+    "order of the spread": (
+        lambda: signal.noise_spread(9, 100, rng=rng),
+        ValueInputError,
+        "order must be between 2 and 8, got 9",
+    ),
+    "no windows to spread": (
+        lambda: signal.noise_spread(3, 0, rng=rng),
+        ValueInputError,
+        "windows must be a whole number from 1, got 0",
+    ),
+    "delay of the bias": (
+        lambda: signal.bias_factor(3, 100, 0),
+        ValueInputError,
+        "delay must be a whole number from 1, got 0",
+    ),
+    "seed of the bias": (
+        lambda: signal.corrected_entropy(x, seed=-1),
+        ValueInputError,
+        "a seed must be a whole number from 0, got -1",
+    ),
+    "a transform that forgets time": (
+        lambda: signal.z_scores(x[0], transform=lambda rows: rows.sum(axis=-1)),
+        ShapeError,
+        "a transform must keep the leading axes and never lengthen the last, got [] from [100]",
     ),
     "no windows to rarefy to": (
         lambda: signal.rarefied_entropy(x, windows=0),

@@ -14,6 +14,8 @@ import pytest
 
 from signal_cases import series
 from softgap import signal
+from softgap.errors import SoftgapError
+from softgap.signal.complexity import plane
 
 SERIES = {name: x for name, x in series().items() if name != "integers"}
 ALIKE: signal.Options = {"ties": "stable", "eligibility": 1}
@@ -36,7 +38,7 @@ def test_entropy_is_that_of_both_libraries(name: str, order: int, delay: int) ->
     found = signal.permutation_entropy(x, order, delay, **ALIKE)
     close(found.value, ordpy.permutation_entropy(x, order, taux=delay))
     close(found.value, antropy.perm_entropy(x, order, delay, normalize=True))
-    nats = signal.permutation_entropy(x, order, delay, normalized=False, **ALIKE)
+    nats = signal.permutation_entropy(x, order, delay, normalised=False, **ALIKE)
     close(nats.value, antropy.perm_entropy(x, order, delay) * math.log(2))
 
 
@@ -104,3 +106,56 @@ def test_bounds_are_those_of_ordpy_at_the_corners(order: int, pieces: int) -> No
         close(bounds.greatest_complexity[corners], complexity)
     ours = np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity)
     np.testing.assert_allclose(complexity, ours, rtol=0, atol=2e-3)
+
+
+def test_between_the_corners_ordpy_s_upper_curve_is_no_bound() -> None:
+    """Two patterns of frequencies 1/4 and 3/4: on our curve, and above their chord, however many points it has."""
+    p = np.array([[1, 3, 0, 0, 0, 0]]) / 4
+    bounds = signal.complexity_bounds(3, per_piece=256)
+    entropy, complexity = (float(value[0]) for value in plane(p))
+    ours = np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity)
+    theirs = np.interp(entropy, *ordpy.maximum_complexity_entropy(3, m=256).T)
+    assert complexity == pytest.approx(ours, abs=1e-6)
+    assert complexity > theirs + 1e-3
+
+
+@each_order
+def test_one_window_is_a_number_to_the_others_and_none_to_softgap(order: int) -> None:
+    x = SERIES["noise"][:order]
+    assert ordpy.permutation_entropy(x, order) == 0
+    assert antropy.perm_entropy(x, order, normalize=True) == 0
+    found = signal.permutation_entropy(x, order)
+    assert (bool(found.eligible), int(found.windows), bool(np.isnan(found.value))) == (False, 1, True)
+
+
+@each_order
+def test_variances_are_taken_in_float64_where_ordpy_takes_those_of_the_data(order: int) -> None:
+    x = SERIES["float32"]
+    found = signal.weighted_permutation_entropy(x, order, **ALIKE).value
+    difference = abs(found - ordpy.weighted_permutation_entropy(x, order))
+    assert 10 * TIGHT < difference < 1e-6
+
+
+@each_order
+def test_nan_is_an_error_where_the_others_go_on(order: int) -> None:
+    x = SERIES["noise"].copy()
+    x[100] = np.nan
+    with pytest.raises(SoftgapError, match="got nan at step 100 of the series"):
+        signal.permutation_entropy(x, order)
+    largest = signal.permutation_entropy(np.nan_to_num(x, nan=1e9), order, eligibility=1).value
+    close(ordpy.permutation_entropy(x, order), largest)
+    theirs = antropy.perm_entropy(x, order, normalize=True)
+    if order < 5:
+        assert math.isnan(theirs)
+    else:
+        close(theirs, largest)
+
+
+def test_many_series_are_one_call_where_the_others_take_one_or_mix_them() -> None:
+    x = np.stack([SERIES["noise"][:200], SERIES["logistic map"][:200]])
+    found = signal.permutation_entropy(x, 5, eligibility=1)
+    assert found.value.shape == (2,)
+    with pytest.raises(ValueError, match="2D input is only supported for order=3 and order=4"):
+        antropy.perm_entropy(x, 5)
+    counts = signal.pattern_counts(x, 5).counts.sum(axis=0)
+    close(ordpy.permutation_entropy(x, 5), plane(counts[None] / counts.sum())[0][0])

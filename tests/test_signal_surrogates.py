@@ -246,7 +246,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[SoftgapError], str]] = {
     "nan": (
         lambda: surrogates([1, 2, np.nan, 4], "shuffle", rng=generator()),
         ValueInputError,
-        "a series must be finite, got nan at index (2,)",
+        "a series must be finite, got nan at step 2 of the series",
     ),
     "text": (lambda: surrogates(["a"] * 9, "aaft", rng=generator()), ValueInputError, "got an array of <U1"),
     "no block": (

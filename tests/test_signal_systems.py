@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
+import antropy
 import numpy as np
 import pytest
 from scipy.integrate import solve_ivp
@@ -108,6 +109,13 @@ def test_fbm_increments_scale_with_two_h(hurst: float) -> None:
     assert np.polyfit(np.log(lags), np.log(variance), 1)[0] == pytest.approx(2 * hurst, abs=0.02)
     np.testing.assert_allclose(variance, lags ** (2 * hurst), rtol=0.05)
     assert (x[:, 99] ** 2).mean() == pytest.approx(100 ** (2 * hurst), rel=0.25)
+
+
+@pytest.mark.parametrize("hurst", [0.2, 0.5, 0.8])
+def test_fbm_has_its_fractal_dimension(hurst: float) -> None:
+    """2 - H, by the curve lengths of Higuchi in another library."""
+    x = simulate("fbm", 4000, rng=generator(2), size=20, hurst=hurst)
+    assert np.mean([antropy.higuchi_fd(row) for row in x]) == pytest.approx(2 - hurst, abs=0.03)
 
 
 def test_fbm_of_one_half_has_independent_increments() -> None:

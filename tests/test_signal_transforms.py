@@ -154,13 +154,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[SoftgapError], str]] = {
     "nan": (
         lambda: apply_transform([[1.0, 2.0], [np.nan, np.nan]], "diff"),
         ValueInputError,
-        "a series must be finite, got nan at index (1, 0) (2 such values); leave out heads and steps",
+        "a series must be finite, got nan at step 0 of series (1,); leave out heads and steps",
     ),
-    "inf": (lambda: segment([1.0, -np.inf], "full"), ValueInputError, "got -inf at index (1,)"),
+    "inf": (lambda: segment([1.0, -np.inf], "full"), ValueInputError, "got -inf at step 1 of the series"),
     "text": (
         lambda: apply_transform(["a", "b"], "raw"),
         ValueInputError,
         "a series must hold real numbers, got an array of <U1",
+    ),
+    "several lengths": (
+        lambda: apply_transform([[1, 2, 3], [1, 2]], "diff"),
+        ShapeError,
+        "series must have one length in memory, got list of several; pad them and give lengths",
     ),
     "complex": (lambda: apply_transform([1j, 2], "raw"), ValueInputError, "got an array of complex128"),
     "one number": (

@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[SoftgapError], str]] = {
     "nan in a series": (
         lambda: windowed_entropy([1.0, np.nan], width=2),
         ValueInputError,
-        "a series must be finite, got nan at index (1,)",
+        "a series must be finite, got nan at step 1 of the series",
     ),
     "ties": (lambda: windowed_entropy(np.arange(99.0), width=80, ties="drop"), UnknownNameError, "'drop'"),
     "short": (
@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[SoftgapError], str]] = {
     "entropies of ineligible windows": (
         lambda: change_points(windowed_entropy(np.arange(90.0), width=10).value, rng=generator()),
         ValueInputError,
-        "a series must be finite, got nan at index (0,) (9 such values)",
+        "a series must be finite, got nan at step 0 of the series",
     ),
     "a seed": (
         lambda: change_points(np.arange(9.0), rng=1),  # type: ignore[arg-type]

@@ -10,9 +10,22 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from softgap import analysis, attention, errors, probe, report, signal, stats, theory, trajectories
+    from softgap import (
+        analysis,
+        attention,
+        calibration,
+        errors,
+        linearize,
+        probe,
+        report,
+        signal,
+        stats,
+        theory,
+        trajectories,
+    )
     from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
     from softgap.attention.attend import attend  # by its file: the room has a module of that name too
+    from softgap.calibration import Calibration, calibrate
     from softgap.errors import SoftgapError
     from softgap.probe import Diagnosis, Recording, doctor, generate, load_model, read, record
     from softgap.trajectories import Trajectories, load, open_study
@@ -20,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = version("softgap")
 
 __all__ = [
+    "Calibration",
     "Diagnosis",
     "Mechanism",
     "Recording",
@@ -29,10 +43,13 @@ __all__ = [
     "analysis",
     "attend",
     "attention",
+    "calibrate",
+    "calibration",
     "compare_outputs",
     "doctor",
     "errors",
     "generate",
+    "linearize",
     "load",
     "load_model",
     "mechanisms",
@@ -48,9 +65,22 @@ __all__ = [
     "trajectories",
 ]
 
-_ROOMS = ("analysis", "attention", "errors", "probe", "report", "signal", "stats", "theory", "trajectories")
+_ROOMS = (
+    "analysis",
+    "attention",
+    "calibration",
+    "errors",
+    "linearize",
+    "probe",
+    "report",
+    "signal",
+    "stats",
+    "theory",
+    "trajectories",
+)
 _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
+    "calibration": ("Calibration", "calibrate"),
     "errors": ("SoftgapError",),
     "probe": ("Diagnosis", "Recording", "doctor", "generate", "load_model", "read", "record"),
     "trajectories": ("Trajectories", "load", "open_study"),

@@ -109,7 +109,7 @@ def test_counts_add_up_and_bound_the_entropy(case: Case) -> None:
     kept = windows if case.ties == "stable" else round(windows * (1 - float(found.tie_rate)))
     assert found.counts.sum() == found.windows == kept
     entropy = signal.permutation_entropy(
-        case.x, case.order, case.delay, ties=case.ties, eligibility=1, normalized=False
+        case.x, case.order, case.delay, ties=case.ties, eligibility=1, normalised=False
     )
     if entropy.eligible:
         assert entropy.value <= math.log((found.counts > 0).sum()) + TIGHT
@@ -126,8 +126,8 @@ def test_renyi_entropy_falls_with_q(case: Case, grid: list[float]) -> None:
 def test_tsallis_and_renyi_are_functions_of_each_other(case: Case, q: float) -> None:
     """S_q = (exp((1 - q) H_q) - 1) / (1 - q)."""
     options: signal.Options = {"ties": case.ties, "eligibility": 1}
-    renyi = signal.renyi_entropy(case.x, q, case.order, case.delay, normalized=False, **options)
-    tsallis = signal.tsallis_entropy(case.x, q, case.order, case.delay, normalized=False, **options)
+    renyi = signal.renyi_entropy(case.x, q, case.order, case.delay, normalised=False, **options)
+    tsallis = signal.tsallis_entropy(case.x, q, case.order, case.delay, normalised=False, **options)
     if renyi.eligible:
         expected = renyi.value if q == 1 else np.expm1((1 - q) * renyi.value) / (1 - q)
         np.testing.assert_allclose(tsallis.value, expected, rtol=1e-9, atol=1e-10)

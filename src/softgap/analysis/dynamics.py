@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 from scipy.stats import false_discovery_control
 
 from softgap import __version__
+from softgap.analysis.counting import Counted, Moments, Progress, count_patterns, moments_of
 from softgap.analysis.findings import Findings, HeadFinding, SystemPoint
-from softgap.analysis.pooled import (
-    Geometry,
-    interval_over_samples,
-    interval_within_samples,
-    known_points,
-    noise_entropies,
-)
-from softgap.analysis.samples import Cut, Samples, controlled, samples_of, transformed
-from softgap.errors import ValueInputError
-from softgap.signal import ordinal_patterns
-from softgap.signal.batch import checked_batch
+from softgap.analysis.pooled import Geometry, known_points, noise_entropies
+from softgap.analysis.samples import Samples, samples_of
+from softgap.analysis.settings import Settings
 from softgap.signal.complexity import plane
-from softgap.signal.eligibility import least_windows
+from softgap.signal.nulls import scored
 from softgap.trajectories import Study, Trajectories
 
 __all__ = ["analyze"]
-
-# From so many samples on, an interval draws samples; with fewer it draws blocks of windows within them.
-_ENOUGH_SAMPLES = 10
-_LEVEL, _REPLICATES = 0.95, 499
-# Pattern counts of all samples and heads that are held at once.
-_COUNTS = 2**27
-
-Progress = Callable[[str, float], None]
 
 
 def analyze(
@@ -78,217 +63,102 @@ def analyze(
     progress
         Called with what is being done and the share of it that is done.
     """
-    if not 0 < alpha < 1:
-        raise ValueInputError(f"alpha must be between 0 and 1, got {alpha!r}; 0.05 is usual")
-    # The checks of the signal room, before anything is read: order, delay and ties by the rules that hold there.
-    rng = np.random.default_rng(seed)
-    checked_batch(np.zeros(1), order, delay, {"ties": ties, "rng": rng, "eligibility": eligibility}, short=True)
-    cut, tell = Cut(transform, segment), progress or (lambda *_: None)
+    settings = Settings(mechanism, quantity, transform, order, delay, segment, ties, eligibility, alpha, seed)
+    tell = progress or (lambda *_: None)
     tell("looking through the study", 0.0)
-    samples = samples_of([study] if isinstance(study, Trajectories) else study, mechanism, quantity)
-    used = [cut.length(length) > (order - 1) * delay for length in samples.lengths]
-    _check_sizes(samples, used, order, delay, transform, segment)
-    described = _described(samples, cut)
-    counted = _counted(controlled(samples, cut), cut, used, order, delay, ties, rng, tell)
-    geometry = Geometry(order, delay, ties, cut, counted.lengths, counted.positions)
-    least = least_windows(eligibility, order)
+    samples = samples_of([study] if isinstance(study, Trajectories) else study, settings)
+    return _found(samples, settings, _source(study), tell)
+
+
+def _found(samples: Samples, settings: Settings, source: dict[str, Any], tell: Progress) -> Findings:
+    rng = np.random.default_rng(settings.seed)
+    moments = moments_of(samples, settings.segment)
+    counted = count_patterns(samples, settings, rng, tell)
+    geometry = Geometry(settings, samples.used_positions())
     tell("simulating noise", 0.0)
-    null, z, p = _against_noise(counted, geometry, least, rng)
+    tested = _against_noise(counted, geometry, rng)
     tell("placing known systems", 0.0)
-    points = known_points(geometry, least, rng)
-    heads = _findings(samples, described, counted, _Tested(least, z, p, points))
+    points = known_points(geometry, rng)
     return Findings(
-        heads=heads,
+        heads=_head_findings(samples, moments, counted, tested, points),
         systems=points,
-        noise_entropy=float(null.mean()),
-        noise_deviation=float(null.std(ddof=1)),
-        null_samples=len(null),
-        samples=sum(used),
-        skipped=len(used) - sum(used),
-        steps=sum(counted.lengths),
-        alpha=alpha,
-        settings={
-            "mechanism": samples.mechanism,
-            "quantity": quantity,
-            "transform": transform,
-            "order": order,
-            "delay": delay,
-            "segment": segment,
-            "ties": ties,
-            "eligibility": eligibility,
-            "least_windows": least,
-            "seed": seed,
-        },
-        source=_source(study),
+        noise_entropy=float(tested.null.mean()),
+        noise_deviation=float(tested.null.std(ddof=1)),
+        null_samples=len(tested.null),
+        samples=sum(samples.used),
+        skipped=len(samples.used) - sum(samples.used),
+        steps=sum(geometry.lengths),
+        alpha=settings.alpha,
+        settings=settings.to_json(samples.mechanism),
+        source=source,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Described:
-    """Mean, spread around each sample's own mean, and slope per 100 steps within samples, of every head."""
-
-    mean: Float64[np.ndarray, " head"]
-    spread: Float64[np.ndarray, " head"]
-    slope: Float64[np.ndarray, " head"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Counted:
-    """What was counted of every head: patterns of all samples together, all windows, and the interval."""
-
-    counts: Int64[np.ndarray, "head pattern"]
-    possible: int
-    low: Float64[np.ndarray, " head"]
-    high: Float64[np.ndarray, " head"]
-    lengths: tuple[int, ...]
-    positions: tuple[Int64[np.ndarray, " step"], ...]
-
-    @property
-    def windows(self) -> Int64[np.ndarray, " head"]:
-        """Windows that were counted."""
-        return np.asarray(self.counts.sum(axis=1))
-
-    def frequencies(self) -> Float64[np.ndarray, "head pattern"]:
-        """Rows that sum to 1; those of a head without windows are even."""
-        total = self.windows[:, None]
-        return np.asarray(np.where(total > 0, self.counts / np.maximum(total, 1), 1 / self.counts.shape[1]))
-
-
-@dataclass(frozen=True, eq=False)
 class _Tested:
-    """What the counts were compared with."""
+    """The null of a head without ties, and every head against noise with as many windows as it has.
 
-    least: int
+    ``least`` is the number of windows from which a head is eligible; z, p and q of the others are NaN.
+    """
+
+    null: Float64[np.ndarray, " study"]
     z: Float64[np.ndarray, " head"]
     p: Float64[np.ndarray, " head"]
-    points: tuple[SystemPoint, ...]
+    q: Float64[np.ndarray, " head"]
+    least: int
 
 
-def _check_sizes(samples: Samples, used: Sequence[bool], order: int, delay: int, transform: str, segment: str) -> None:
-    if not any(used):
-        raise ValueInputError(
-            f"no sample holds one window of order {order} and delay {delay} after transform '{transform}' and segment "
-            f"'{segment}', the longest has {max(samples.lengths)} steps; use longer runs or a lower order"
-        )
-    size = sum(used) * samples.n_heads * math.factorial(order)
-    if size > _COUNTS and sum(used) >= _ENOUGH_SAMPLES:
-        raise ValueInputError(
-            f"order {order} over {sum(used)} samples of {samples.n_heads} heads makes {size:.2g} pattern counts, at "
-            f"most {_COUNTS:.2g} are held; use a lower order or analyse fewer samples"
-        )
-
-
-def _described(samples: Samples, cut: Cut) -> _Described:
-    """Of the untransformed quantity, over the segment."""
-    n, total = 0, np.zeros(samples.n_heads)
-    squares, products, room = np.zeros(samples.n_heads), np.zeros(samples.n_heads), 0.0
-    segments = Cut("raw", cut.segment)
-    for sample in samples:
-        if segments.length(sample.series.shape[-1]) == 0:
-            continue
-        series = segments([sample.series], [sample.positions])[0]
-        steps = series.shape[-1]
-        time = np.arange(steps) - (steps - 1) / 2
-        centred = series - series.mean(axis=-1, keepdims=True)
-        n += steps
-        total += series.sum(axis=-1)
-        squares += (centred**2).sum(axis=-1)
-        products += centred @ time
-        room += float((time**2).sum())
-    slope = 100 * products / room if room else np.full(samples.n_heads, np.nan)
-    return _Described(total / max(n, 1), np.sqrt(squares / max(n, 1)), slope)
-
-
-def _counted(
-    samples: Samples,
-    cut: Cut,
-    used: Sequence[bool],
-    order: int,
-    delay: int,
-    ties: str,
-    rng: np.random.Generator,
-    tell: Progress,
-) -> _Counted:
-    n, heads, patterns = sum(used), samples.n_heads, math.factorial(order)
-    by_sample = np.zeros((n if n >= _ENOUGH_SAMPLES else 1, heads, patterns), np.int32)
-    indices: list[list[np.ndarray]] = [[] for _ in range(heads)]
-    for i, where, series in transformed(samples, cut, used):
-        tell("counting patterns", i / n)
-        index = ordinal_patterns(series, order, delay, ties=ties, rng=rng).index
-        for row, head in enumerate(range(where.start, where.stop)):
-            found = index[row]
-            by_sample[i if n >= _ENOUGH_SAMPLES else 0, head] += np.bincount(found[found >= 0], minlength=patterns)
-            if n < _ENOUGH_SAMPLES:
-                indices[head].append(found)
-    tell("drawing intervals", 0.0)
-    span = (order - 1) * delay
-    if n >= _ENOUGH_SAMPLES:
-        low, high = interval_over_samples(by_sample, level=_LEVEL, replicates=_REPLICATES, rng=rng)
-    else:
-        low, high = interval_within_samples(indices, patterns, span, level=_LEVEL, replicates=_REPLICATES, rng=rng)
-    lengths = tuple(length for length, use in zip(samples.lengths, used, strict=True) if use)
-    possible = sum(cut.length(length) - span for length in lengths)
-    # Positions matter to the residual alone, which has read all of them already.
-    if cut.transform == "residual":
-        positions = tuple(sample.positions for sample, use in zip(samples, used, strict=True) if use)
-    else:
-        positions = tuple(np.arange(length) for length in lengths)
-    return _Counted(by_sample.sum(axis=0, dtype=np.int64), possible, low, high, lengths, positions)
-
-
-def _against_noise(
-    counted: _Counted, geometry: Geometry, least: int, rng: np.random.Generator
-) -> tuple[Float64[np.ndarray, " study"], Float64[np.ndarray, " head"], Float64[np.ndarray, " head"]]:
-    """The null of a head without ties, and z and two-sided p of every head against noise with as many windows."""
+def _against_noise(counted: Counted, geometry: Geometry, rng: np.random.Generator) -> _Tested:
+    settings = geometry.settings
     entropy = plane(counted.frequencies())[0]
+    eligible = counted.windows >= settings.least
     # Heads that lost about as many windows to ties share a null; half a percent of them moves nothing.
     kept = np.round(counted.windows / counted.possible, 2)
-    null = noise_entropies(geometry, 1.0, rng)
-    z, p = np.full(len(entropy), np.nan), np.full(len(entropy), np.nan)
-    for share in np.unique(kept[counted.windows >= least]):
-        values = null if share == 1 else noise_entropies(geometry, float(share), rng)
-        some = (kept == share) & (counted.windows >= least)
-        below = np.searchsorted(np.sort(values), entropy[some] + 1e-12, side="right") + 1
-        above = len(values) - np.searchsorted(np.sort(values), entropy[some] - 1e-12, side="left") + 1
-        p[some] = np.minimum(1.0, 2 * np.minimum(below, above) / (len(values) + 1))
-        z[some] = (entropy[some] - values.mean()) / values.std(ddof=1)
-    return null, z, p
-
-
-def _findings(samples: Samples, described: _Described, counted: _Counted, tested: _Tested) -> tuple[HeadFinding, ...]:
-    entropy, complexity = plane(counted.frequencies())
-    windows = counted.windows
-    tie_rate = 1 - windows / counted.possible
-    eligible = windows >= tested.least
-    q = np.full(len(windows), np.nan)
+    shares = np.unique(kept[eligible])
+    # So many that one head alone, among all, can stand out: its p, 2 / (studies + 1), is multiplied by their number.
+    wanted = math.ceil(2 * len(entropy) / settings.alpha)
+    nulls = len({1.0, *shares})
+    null = noise_entropies(geometry, 1.0, rng, wanted=wanted, nulls=nulls)
+    z, p, q = (np.full(len(entropy), np.nan) for _ in range(3))
+    for share in shares:
+        values = null if share == 1 else noise_entropies(geometry, float(share), rng, wanted=wanted, nulls=nulls)
+        some = (kept == share) & eligible
+        z[some], p[some] = scored(entropy[some], values)
     if eligible.any():
-        q[eligible] = false_discovery_control(tested.p[eligible], method="bh")
-    places = np.argwhere(samples.real)
+        q[eligible] = false_discovery_control(p[eligible], method="bh")
+    return _Tested(null, z, p, q, settings.least)
+
+
+def _head_findings(
+    samples: Samples, moments: Moments, counted: Counted, tested: _Tested, points: Sequence[SystemPoint]
+) -> tuple[HeadFinding, ...]:
+    entropy, complexity = plane(counted.frequencies())
     heads = []
-    for i, (layer, head) in enumerate(places):
-        nearest, distance = _nearest(entropy[i], complexity[i], tested.points) if eligible[i] else ("", math.nan)
-        shown = [float(x[i]) if eligible[i] else math.nan for x in (entropy, counted.low, counted.high)]
+    for i, ((layer, head), windows) in enumerate(zip(np.argwhere(samples.real), counted.windows.tolist(), strict=True)):
+        eligible = windows >= tested.least
+        nearest, distance = _nearest(entropy[i], complexity[i], points) if eligible else ("", math.nan)
+        measured = [float(x[i]) if eligible else math.nan for x in (entropy, counted.low, counted.high, complexity)]
         heads.append(
             HeadFinding(
                 layer=samples.layers[layer],
                 head=int(head),
                 kv_group=int(samples.kv_group[layer, head]),
-                mean=float(described.mean[i]),
-                spread=float(described.spread[i]),
-                slope=float(described.slope[i]),
-                entropy=shown[0],
-                low=shown[1],
-                high=shown[2],
+                mean=float(moments.mean[i]),
+                spread=float(moments.spread[i]),
+                slope=float(moments.slope[i]),
+                entropy=measured[0],
+                low=measured[1],
+                high=measured[2],
                 z=float(tested.z[i]),
                 p=float(tested.p[i]),
-                q=float(q[i]),
-                complexity=float(complexity[i]) if eligible[i] else math.nan,
+                q=float(tested.q[i]),
+                complexity=measured[3],
                 nearest=nearest,
                 distance=distance,
-                windows=int(windows[i]),
-                tie_rate=float(tie_rate[i]),
-                eligible=bool(eligible[i]),
-                reason="" if eligible[i] else _reason(int(windows[i]), float(tie_rate[i]), tested.least),
+                windows=windows,
+                tie_rate=int(counted.tied[i]) / counted.possible,
+                eligible=eligible,
+                reason="" if eligible else _reason(windows, counted.possible, tested.least),
             )
         )
     return tuple(heads)
@@ -302,10 +172,10 @@ def _nearest(entropy: float, complexity: float, points: Sequence[SystemPoint]) -
     return points[best].name, distances[best]
 
 
-def _reason(windows: int, tie_rate: float, least: int) -> str:
-    if windows == 0 and tie_rate == 1:
+def _reason(windows: int, possible: int, least: int) -> str:
+    if windows == 0:
         return "all windows hold equal values, as in a constant trajectory; use ties 'stable' or 'jitter'"
-    ties = f", {tie_rate:.0%} of them were lost to ties" if tie_rate > 0 else ""
+    ties = f", {possible - windows} of {possible} were lost to ties" if windows < possible else ""
     return (
         f"{windows} windows are fewer than the {least} asked for{ties}; use longer runs, more samples or a lower order"
     )

@@ -81,7 +81,7 @@ class Findings:
     noise_entropy, noise_deviation, null_samples
         The null of the z-scores: mean, standard deviation and number of simulated studies of white noise.
     samples, skipped
-        Samples used, and those too short for a single window.
+        Samples used, and those too short for the transform or for a single window.
     steps
         Steps of all used samples together.
     alpha
@@ -112,6 +112,11 @@ class Findings:
     def standing_out(self) -> tuple[HeadFinding, ...]:
         """Heads whose entropy is not that of noise after correction, the furthest below it first."""
         return tuple(sorted((head for head in self.eligible if head.q <= self.alpha), key=lambda head: head.z))
+
+    @property
+    def least_q(self) -> float:
+        """The smallest q that a head can reach alone: its p is no less than the simulations of noise can resolve."""
+        return 2 * len(self.eligible) / (self.null_samples + 1)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int
 
+from softgap.analysis.cuts import CONTROL, Cut
+from softgap.analysis.settings import Settings
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
-from softgap.signal import TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
-from softgap.signal.transforms import SEGMENTS
-from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories import Trajectories
 
-__all__ = ["Cut", "Sample", "Samples", "controlled", "samples_of", "transformed"]
+__all__ = ["Sample", "Samples", "samples_of", "transformed"]
 
-CONTROL = "control"
-"""The transform that subtracts, step by step, the same quantity of the mechanism `uniform`.
-
-It takes away what the position lab finds behind the trend (the running mean of values and the concentration of
-softmax) and leaves what the mechanism itself adds.
-"""
 _CONTROLLER = "uniform"
-
-# Numbers of a study that are held at once where all its samples are needed together (float64: 256 MiB).
-_HELD = 2**25
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What is done to every series: a transform, then a segment of what it leaves."""
-
-    transform: str
-    segment: str
-
-    def __post_init__(self) -> None:
-        if self.transform not in (*TRANSFORMS, CONTROL):
-            raise unknown_name("transform", self.transform, (*TRANSFORMS, CONTROL))
-        if self.segment not in SEGMENTS:
-            raise unknown_name("segment", self.segment, SEGMENTS)
-
-    @property
-    def _own(self) -> str:
-        # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
-        return "raw" if self.transform == CONTROL else self.transform
-
-    def length(self, steps: int) -> int:
-        """Steps that are left of so many."""
-        left = max(0, steps - steps_lost(self._own))
-        if left < 3:
-            return left if self.segment == "full" else 0
-        part = segment_slice(left, self.segment)
-        return int(part.stop - part.start)
-
-    def __call__(
-        self, series: Sequence[Float64[np.ndarray, "series step"]], positions: Sequence[Int[np.ndarray, " step"]]
-    ) -> list[Float64[np.ndarray, "series left"]]:
-        """The series of one or all samples; the residual is that of the samples given together."""
-        if self.transform == "residual":
-            changed: Sequence[np.ndarray] = residuals(series, positions).series
-        else:
-            changed = [apply_transform(x, self._own) for x in series]
-        return [x[..., segment_slice(x.shape[-1], self.segment)] for x in changed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +28,11 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A study's samples, readable again and again, with the places of their heads; ``control`` is subtracted."""
+    """A study's samples, readable again and again, with the places of their heads.
+
+    ``positions`` are those of every sample's steps, ``used`` says which samples are long enough for one window, and
+    ``control`` is the mechanism that is subtracted, if any.
+    """
 
     runs: Iterable[Trajectories]
     mechanism: str
@@ -82,7 +40,8 @@ class Samples:
     layers: tuple[int, ...]
     real: Bool[np.ndarray, "layer head"]
     kv_group: Int[np.ndarray, "layer head"]
-    lengths: tuple[int, ...]
+    positions: tuple[Int[np.ndarray, " step"], ...]
+    used: tuple[bool, ...]
     mechanisms: tuple[str, ...]
     control: str | None = None
 
@@ -90,6 +49,19 @@ class Samples:
     def n_heads(self) -> int:
         """Heads over all layers."""
         return int(self.real.sum())
+
+    def used_positions(self) -> tuple[Int[np.ndarray, " step"], ...]:
+        """The positions of the used samples."""
+        return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
+
+    def controlled(self) -> Samples:
+        """The same with the control subtracted."""
+        if _CONTROLLER not in self.mechanisms or self.mechanism == _CONTROLLER:
+            raise ValueInputError(
+                f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "
+                f"'{self.mechanism}' of {', '.join(self.mechanisms)}; measure both or use transform 'residual'"
+            )
+        return replace(self, control=_CONTROLLER)
 
     def __iter__(self) -> Iterator[Sample]:
         for run in self.runs:
@@ -109,12 +81,10 @@ class Samples:
             yield Sample(series, run.positions.astype(np.int64))
 
 
-def samples_of(runs: Iterable[Trajectories], mechanism: str | None, quantity: str) -> Samples:
+def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
     """Look through a study once: all its samples must have the same heads."""
-    if quantity not in QUANTITIES:
-        raise unknown_name("quantity", quantity, QUANTITIES)
     first: Trajectories | None = None
-    lengths = []
+    positions = []
     for run in runs:
         first = first or run
         if run.layers != first.layers or run.heads_per_layer != first.heads_per_layer:
@@ -122,43 +92,41 @@ def samples_of(runs: Iterable[Trajectories], mechanism: str | None, quantity: st
                 f"all samples of an analysis must have the same heads, got {run.n_heads} in sample '{run.sample_id}' "
                 f"and {first.n_heads} in '{first.sample_id}'; analyse them apart"
             )
-        lengths.append(run.n_steps)
-    if first is None or not sum(lengths):
-        raise SoftgapError("an analysis needs trajectories, got a study without any; run `softgap run` or `read` first")
-    name = first.mechanisms[0] if mechanism is None else mechanism
+        positions.append(run.positions.astype(np.int64))
+    if first is None or not sum(map(len, positions)):
+        path = getattr(runs, "path", None)
+        where = f"study '{path}'" if path else "a study"
+        raise SoftgapError(
+            f"an analysis needs trajectories, got {where} without any; use `softgap run` or `softgap read` first"
+        )
+    name = first.mechanisms[0] if settings.mechanism is None else settings.mechanism
     if name not in first.mechanisms:
         raise unknown_name("mechanism of this study", name, first.mechanisms)
-    return Samples(
-        runs, name, quantity, first.layers, first.kv_group >= 0, first.kv_group, tuple(lengths), tuple(first.mechanisms)
-    )
-
-
-def controlled(samples: Samples, cut: Cut) -> Samples:
-    """The samples with the control subtracted, if that is the cut's transform."""
-    if cut.transform != CONTROL:
-        return samples
-    if _CONTROLLER not in samples.mechanisms or samples.mechanism == _CONTROLLER:
+    used = tuple(settings.windows(len(at)) > 0 for at in positions)
+    if not any(used):
         raise ValueInputError(
-            f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "
-            f"'{samples.mechanism}' of {', '.join(samples.mechanisms)}; measure both or use transform 'residual'"
+            f"no sample holds one window of order {settings.order} and delay {settings.delay} after transform "
+            f"'{settings.transform}' and segment '{settings.segment}', the longest has {max(map(len, positions))} "
+            "steps; use longer runs or a lower order"
         )
-    return replace(samples, control=_CONTROLLER)
+    real = first.kv_group >= 0
+    found = Samples(
+        runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
+    )
+    if settings.transform == CONTROL:
+        found.controlled()  # refused before anything is read
+    return found
 
 
-def transformed(
-    samples: Samples, cut: Cut, used: Sequence[bool]
-) -> Iterator[tuple[int, slice, Float64[np.ndarray, "head left"]]]:
-    """The used samples as (number among the used, which heads, their series after the cut)."""
-    if cut.transform != "residual":
-        chosen = (sample for sample, use in zip(samples, used, strict=True) if use)
-        for i, sample in enumerate(chosen):
-            yield i, slice(0, samples.n_heads), cut([sample.series], [sample.positions])[0]
+def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
+    """The series of some heads after the cut, one used sample after the other."""
+    if cut.transform == CONTROL:
+        samples = samples.controlled()
+    chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
+    kept = ((sample.series[heads], sample.positions) for sample in chosen)
+    if cut.fits_a_trend:
+        series, positions = zip(*kept, strict=True)
+        yield from cut(series, positions)
         return
-    # A trend is fitted over all samples of a head: some heads at a time, and the study read anew for the next.
-    total = sum(length for length, use in zip(samples.lengths, used, strict=True) if use)
-    step = max(1, _HELD // max(1, total))
-    for start in range(0, samples.n_heads, step):
-        heads = slice(start, min(samples.n_heads, start + step))
-        kept = [(sample.series[heads], sample.positions) for sample, use in zip(samples, used, strict=True) if use]
-        for i, series in enumerate(cut([x for x, _ in kept], [at for _, at in kept])):
-            yield i, heads, series
+    for one, at in kept:
+        yield cut([one], [at])[0]

@@ -12,6 +12,8 @@ decay, weights that are divided by a positive sum, and few features, so that the
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numba
@@ -148,46 +150,74 @@ def _compare(o: Array, answer: Array, denominator: float, out: Array) -> None:
     out[2] = ratio
 
 
-@_compiled()
 def compare_positions(
-    q: Array, k: Array, v: Array, valid: Array, o: Array, state: tuple[Array, Array], out: Array
+    q: Array, k: Array, v: Array, valid: Array, o: Array, state: tuple[Array, Array], out: Array, *, threads: int = 1
 ) -> None:
     """Walk through the positions of every batch row and KV head, and move the state on.
 
     Shapes, time before heads as models have it: q [batch, time, query_head, r], k [batch, time, kv_head, r], v
     [batch, time, kv_head, e], valid [batch, time], o [batch, time, head, e]; state ([batch * kv_head, r, e],
     [batch * kv_head, r]); out [batch, head, time, 3]. Query heads are as many as heads, or one per KV head where a
-    mechanism ignores the query.
+    mechanism ignores the query. Rows and KV heads are independent of each other, and are dealt out to the threads.
     """
-    batch, heads, time = out.shape[:3]
+    units = len(state[0])
+    threads = max(1, min(threads, units))
+    bounds = [units * i // threads for i in range(threads + 1)]
+    shares = [(q, k, v, valid, o, *state, out, start, stop) for start, stop in pairwise(bounds)]
+    # One share is ours: a pool of its own for the others costs microseconds, and leaves no thread behind.
+    if threads == 1:
+        _compare_units(*shares[0])
+        return
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(_compare_units, *share) for share in shares[1:]]
+        _compare_units(*shares[0])
+        for other in others:
+            other.result()
+
+
+@_compiled()
+def _compare_units(
+    q: Array,
+    k: Array,
+    v: Array,
+    valid: Array,
+    o: Array,
+    all_sums: Array,
+    all_totals: Array,
+    out: Array,
+    first: int,
+    last: int,
+) -> None:
+    """The same for some of the units, which are numbered row by row and KV head by KV head."""
+    heads, time = out.shape[1:3]
     groups = k.shape[2]
     asked, per_group = q.shape[2] // groups, heads // groups
     answers = np.empty((2 * asked, v.shape[3]), np.float32)
     denominators = np.empty(2 * asked, np.float32)
-    for b in range(batch):
-        for g in range(groups):
-            sums, totals = state[0][b * groups + g], state[1][b * groups + g]
-            # Two positions at a time: both ask the state before them, and get the keys of the pair by themselves.
-            for start in range(0, time, 2):
-                stop = min(time, start + 2)
-                _ask_state(q, b, g, start, stop, sums, totals, answers, denominators)
+    for unit in range(first, last):
+        b, g = unit // groups, unit % groups
+        sums, totals = all_sums[unit], all_totals[unit]
+        # Two positions at a time: both ask the state before them, and get the keys of the pair by themselves.
+        for start in range(0, time, 2):
+            stop = min(time, start + 2)
+            _ask_state(q, b, g, start, stop, sums, totals, answers, denominators)
+            for t in range(start, stop):
+                for h in range(asked):
+                    i = (t - start) * asked + h
+                    for seen in range(start, t + 1):
+                        if valid[b, seen]:
+                            query = q[b, t, g * asked + h]
+                            denominators[i] += _add_key(query, k[b, seen, g], v[b, seen, g], answers[i])
+            if stop - start == 2 and valid[b, start] and valid[b, start + 1]:
+                _append_two(k[b, start, g], v[b, start, g], k[b, start + 1, g], v[b, start + 1, g], sums, totals)
+            else:
                 for t in range(start, stop):
-                    for h in range(asked):
-                        i = (t - start) * asked + h
-                        for seen in range(start, t + 1):
-                            if valid[b, seen]:
-                                query = q[b, t, g * asked + h]
-                                denominators[i] += _add_key(query, k[b, seen, g], v[b, seen, g], answers[i])
-                if stop - start == 2 and valid[b, start] and valid[b, start + 1]:
-                    _append_two(k[b, start, g], v[b, start, g], k[b, start + 1, g], v[b, start + 1, g], sums, totals)
-                else:
-                    for t in range(start, stop):
-                        if valid[b, t]:
-                            _append(k[b, t, g], v[b, t, g], sums, totals)
-                for t in range(start, stop):
-                    for h in range(per_group):
-                        i = (t - start) * asked + min(h, asked - 1)
-                        _compare(o[b, t, g * per_group + h], answers[i], denominators[i], out[b, g * per_group + h, t])
+                    if valid[b, t]:
+                        _append(k[b, t, g], v[b, t, g], sums, totals)
+            for t in range(start, stop):
+                for h in range(per_group):
+                    i = (t - start) * asked + min(h, asked - 1)
+                    _compare(o[b, t, g * per_group + h], answers[i], denominators[i], out[b, g * per_group + h, t])
 
 
 @_compiled()

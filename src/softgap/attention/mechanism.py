@@ -80,6 +80,8 @@ class Mechanism:
         Its numbers, with their defaults.
     parameters
         Its tensors, ``[layer, head, ...]``; :meth:`for_layers` picks what a call needs.
+    origin
+        Where its tensors come from: the hash of a calibration.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Mechanism:
     accepts: tuple[str, ...] = ()
     options: Options = field(default_factory=lambda: MappingProxyType({}))
     parameters: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    origin: str = ""
     query_map: FeatureMap | None = None
     key_map: FeatureMap | None = None
     rate: Callable[[Site], Float[Tensor, "batch head feature"]] | None = None

@@ -25,6 +25,8 @@ __all__ = ["LinearState"]
 # Features of this many numbers per head are held at once; longer blocks are cut, so memory does not grow with T r.
 BLOCK_NUMBERS = 2**17
 BLOCK_POSITIONS = 512
+# Shorter blocks are done before a second thread has started.
+THREADED = 64
 
 
 class Sums(NamedTuple):
@@ -172,7 +174,8 @@ class LinearState:
         by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
         queries, keys, values, outputs = by_time
         state = (carry.sums.numpy(), carry.totals.numpy())
-        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
+        threads = torch.get_num_threads() if t >= THREADED else 1
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy(), threads=threads)
         self._advance(batch, t, key_valid, k.device)
         return found.movedim(-1, 0)
 

@@ -26,8 +26,8 @@ Mechanisms = Annotated[
     list[str] | None,
     typer.Option(
         "--mechanism",
-        help="What to compare softmax with; may be repeated, the first one is shown. Default: elu1. "
-        "The control uniform is always measured too.",
+        help="What to compare softmax with; may be repeated, the first one is shown. Default: elu1, and "
+        "fitted where the model is calibrated. The control uniform is always measured too.",
         show_default=False,
     ),
 ]

@@ -28,13 +28,15 @@ class Task:
     ----------
     texts
         Every text that goes into the study: prompts, then completions.
+    mechanisms
+        What to compare with; None until the model is known, which decides on the defaults.
     """
 
     texts: tuple[str, ...]
     out: str
     overwrite: bool = False
     model: str | None = None
-    mechanisms: tuple[str, ...] = ("elu1", CONTROL)
+    mechanisms: tuple[str, ...] | None = None
     dtype: str = "auto"
     device: str = "cpu"
     attn: str | None = None
@@ -45,7 +47,13 @@ class Task:
     @property
     def recorded(self) -> dict[str, Any]:
         """What `softgap.generate` and `softgap.read` are told about the measurement."""
-        return {"mechanisms": self.mechanisms, "focus": self.focus, "drop_sinks": self.drop_sinks}
+        return {"mechanisms": self._settled, "focus": self.focus, "drop_sinks": self.drop_sinks}
+
+    @property
+    def _settled(self) -> tuple[str, ...]:
+        if self.mechanisms is None:
+            raise AssertionError("the mechanisms are not settled yet; call for_model first")
+        return self.mechanisms
 
     def check(self) -> None:
         """Refuse, without loading a model, unknown mechanisms and a folder that cannot take the study.
@@ -53,10 +61,11 @@ class Task:
         The folder is tried by writing to it, and left as it was.
         """
         from softgap.attention import resolve
+        from softgap.probe.calibrations import DEFAULT_MECHANISMS
         from softgap.trajectories import StudyWriter
         from softgap.trajectories.folder import Folder
 
-        wanted = [resolve(name) for name in self.mechanisms]
+        wanted = [resolve(name.partition("@")[0]) for name in self.mechanisms or DEFAULT_MECHANISMS]
         folder = Folder.at(self.out)
         with suppress(_Tried), StudyWriter(self.out, self._expected(wanted), overwrite=self.overwrite):
             folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
@@ -67,6 +76,12 @@ class Task:
         from softgap.probe import load_model
 
         return load_model(self.model, dtype=self.dtype, device=self.device, attn=self.attn)
+
+    def for_model(self, loaded: Loaded) -> Task:
+        """The same task with its mechanisms settled: what the user named, or the defaults for this model."""
+        from softgap.probe.calibrations import default_mechanisms
+
+        return self if self.mechanisms is not None else replace(self, mechanisms=default_mechanisms(loaded[0]))
 
     @contextmanager
     def writer(self, loaded: Loaded, options: Mapping[str, Any]) -> Iterator[StudyWriter]:
@@ -82,7 +97,7 @@ class Task:
         model, _ = loaded
         manifest = manifest_of(
             model,
-            Recording(model, self.mechanisms).mechanisms,
+            Recording(model, self._settled).mechanisms,
             drop_sinks=self.drop_sinks,
             seed=self.seed,
             inputs=inputs_digest(self.texts),
@@ -105,8 +120,11 @@ class Task:
         folder = Folder.at(self.out)
         there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
         stored = open_study(self.out).manifest if there else Manifest()
-        # A model may set options of a mechanism, so before it is loaded only the names can be compared.
-        same = tuple(stored.mechanisms) == tuple(mechanism.name for mechanism in wanted)
+        # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it
+        # may also bring a calibration.
+        names = tuple(mechanism.name for mechanism in wanted)
+        accepted = (names,) if self.mechanisms is not None else (names, (*names, "fitted"))
+        same = tuple(stored.mechanisms) in accepted
         return replace(
             stored,
             mechanisms=stored.mechanisms if same else {found.name: dict(found.options) for found in wanted},
@@ -120,10 +138,11 @@ class _Tried(Exception):
     """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
 
 
-def with_control(named: Sequence[str] | None) -> tuple[str, ...]:
-    """The mechanisms a user named, elu1 if none, and the control: a divergence says little without it."""
-    wanted = tuple(named or ("elu1",))
-    return wanted if CONTROL in wanted else (*wanted, CONTROL)
+def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The mechanisms a user named and the control, without which a divergence says little; None if none was named."""
+    if not named:
+        return None
+    return tuple(named) if CONTROL in named else (*named, CONTROL)
 
 
 def default_out(words: str) -> str:

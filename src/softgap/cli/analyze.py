@@ -42,10 +42,9 @@ def analyze_command(
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
-    from softgap.cli._findings import check_files, default_files, save_findings, show_findings
+    from softgap.cli._findings import check_files, default_files, save_findings, saved, show_findings
 
-    files = default_files(study) if out is None and not as_json else list(out or ())
-    check_files(files)
+    check_files(out or ())
     settings: dict[str, Any] = {
         "mechanism": mechanism,
         "quantity": quantity,
@@ -54,19 +53,21 @@ def analyze_command(
         "delay": delay,
         "segment": segment,
         "ties": ties,
-        "eligibility": int(eligibility) if eligibility.isdigit() else eligibility,
+        "eligibility": int(eligibility) if eligibility.isdecimal() else eligibility,
         "alpha": alpha,
         "seed": seed,
     }
     findings = _analyzed(study, settings)
     if as_json:
+        # Files first: a document on standard output means that all is done.
+        for name in out or ():
+            save_findings(findings, name)
         _output.write_json(findings.to_json())
-    else:
-        show_findings(_output.console(), findings)
-    for name in files:
-        save_findings(findings, name)
-        if not as_json:
-            _output.console().print(f"saved {name}", soft_wrap=True)
+        return
+    console = _output.console()
+    show_findings(console, findings)
+    for line in saved(findings, default_files(study, findings) if out is None else out):
+        console.print(line, soft_wrap=True)
 
 
 def _analyzed(study: str, settings: dict[str, Any]) -> Findings:

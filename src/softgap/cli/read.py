@@ -81,6 +81,7 @@ def _read_text(task: Task, text: str) -> Trajectories:
     from softgap.probe.provenance import replay_options
 
     loaded = task.load()
+    task = task.for_model(loaded)
     options = replay_options(chat=False, focus=task.focus)
     with task.writer(loaded, options) as writer, waiting("reading and measuring"):
         run = read(*loaded, text, **task.recorded)
@@ -95,6 +96,7 @@ def _read_samples(task: Task, samples: Sequence[Sample], name: str, chat: bool) 
     from softgap.probe.provenance import replay_options
 
     loaded = task.load()
+    task = task.for_model(loaded)
     summaries: list[Summary] = []
     with (
         task.writer(loaded, replay_options(chat=chat, focus=task.focus)) as writer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,15 +84,26 @@ def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: 
     """Check, load, generate and save."""
     task.check()
     from softgap.cli._waiting import waiting
-    from softgap.probe import generate
+    from softgap.probe import Interrupted, generate
     from softgap.probe.provenance import live_options
 
     loaded = task.load()
+    task = task.for_model(loaded)
     chat = not raw and bool(getattr(loaded[1], "chat_template", None))
     options = live_options(loaded[0], max_new_tokens=max_new_tokens, chat=chat, focus=task.focus, settings=sampling)
     with task.writer(loaded, options) as writer, waiting("generating and measuring"):
         model, tokenizer = loaded
         settings: dict[str, Any] = {"chat": chat, "seed": task.seed, **task.recorded, **sampling}
-        run = generate(model, tokenizer, text, max_new_tokens, **settings)
+        try:
+            run = generate(model, tokenizer, text, max_new_tokens, **settings)
+        except Interrupted as stop:
+            if stop.runs:
+                writer.append(stop.runs)
+            raise KeyboardInterrupt(_so_far(stop.runs, task.out)) from None
         writer.append([run])
     return run
+
+
+def _so_far(runs: Sequence[Trajectories], out: str) -> str:
+    steps = sum(run.n_steps for run in runs)
+    return f"interrupted; the {steps} tokens so far can be read in '{out}'" if steps else "interrupted"

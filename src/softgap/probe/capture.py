@@ -20,9 +20,17 @@ from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories, inputs_digest
 
-__all__ = ["check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids"]
+__all__ = ["Interrupted", "check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids", "seeded"]
 
 Mechanisms = Sequence[str | Mechanism]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a generation; ``runs`` holds the trajectories of every row up to then, or nothing."""
+
+    def __init__(self, runs: list[Trajectories]) -> None:
+        super().__init__("interrupted")
+        self.runs = runs
 
 
 @overload
@@ -65,6 +73,11 @@ def generate(
         global random state is left as it was.
     settings
         Anything else that ``model.generate`` takes.
+
+    Raises
+    ------
+    Interrupted
+        On Ctrl-C: a KeyboardInterrupt that carries what was measured up to then.
     """
     if max_new_tokens < 1:
         raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -81,9 +94,13 @@ def generate(
         # Sampling defaults of the model's own generation config would only warn here.
         settings.update({name: None for name in ("temperature", "top_p", "top_k") if name not in settings})
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
-    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, _seeded(seed, model):
+    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
         write: Any = model.generate
-        write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
+        try:
+            write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
     runs = recording.trajectories()
     answers = len(runs) // len(prompts)
     chats = _uses_chat(tokenizer, chat)
@@ -97,6 +114,8 @@ def generate(
         )
         for run, text in zip(runs, [text for text in prompts for _ in range(answers)], strict=True)
     ]
+    if stopped:
+        raise Interrupted(finished)
     return finished[0] if isinstance(prompt, str) and answers == 1 else finished
 
 
@@ -288,7 +307,7 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 @contextmanager
-def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+def seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
     """A seed for sampling that leaves the global random state as it was."""
     if seed is None:
         yield

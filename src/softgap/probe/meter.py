@@ -22,7 +22,7 @@ from torch import Tensor
 from softgap.attention import LinearState, Mechanism, Visible, attend, compare_heads
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
-from softgap.probe.waiting import Run, stacked_runs
+from softgap.probe.waiting import Run, joined, stacked_runs
 
 __all__ = ["Measured", "Meter"]
 
@@ -207,12 +207,13 @@ class Meter:
         order = self._order()
         quantities: list[Tensor] = []
         for layer in self.layers:
-            parts = [torch.cat(part, dim=-1) for part in (layer.with_state, layer.without) if part]
+            parts = [joined(part, dim=-1) for part in (layer.with_state, layer.without) if part]
             if sum(part.shape[1] for part in parts) < len(self._mechanisms):
                 return Measured([], [])  # interrupted before the first block was reduced
             # They differ in length only where a forward was interrupted between the two.
             length = min(part.shape[-1] for part in parts)
-            quantities.append(torch.cat([part[..., :length] for part in parts], dim=1)[:, order])
+            whole = joined([part[..., :length] for part in parts], dim=1)
+            quantities.append(whole if order == sorted(order) else whole[:, order])
         return Measured(quantities, [torch.cat(layer.focus, dim=-1) for layer in self.layers if layer.focus])
 
     def last_step(self) -> list[Float[Tensor, "quantity mechanism batch head"]]:

@@ -42,7 +42,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+# What transformers calls them, for rooms that do not import it.
+Model = PreTrainedModel
+Tokenizer = PreTrainedTokenizerBase
+Loaded = tuple[Model, Tokenizer]
 
 
 def load_model(

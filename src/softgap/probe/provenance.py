@@ -16,7 +16,7 @@ from softgap.attention import Mechanism
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.trajectories import Manifest
 
-__all__ = ["live_options", "manifest_of", "replay_options"]
+__all__ = ["library_versions", "live_options", "manifest_of", "replay_options"]
 
 
 def manifest_of(
@@ -32,13 +32,8 @@ def manifest_of(
     return Manifest(
         model=model.name_or_path or model.config.model_type,
         weights=model_fingerprint(model),
-        mechanisms={mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
-        versions={
-            "softgap": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": sys.version.split()[0],
-        },
+        mechanisms={mechanism.name: _described(mechanism) for mechanism in mechanisms},
+        versions={**library_versions(), "python": sys.version.split()[0]},
         dtype=str(model.dtype).removeprefix("torch."),
         backend=str(model.config._attn_implementation),
         threads=torch.get_num_threads(),
@@ -48,6 +43,16 @@ def manifest_of(
         options=options or {},
         command=shlex.join(sys.argv),
     )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes the numbers."""
+    return {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _described(mechanism: Mechanism) -> dict[str, Any]:
+    """Its numbers, and which calibration its parameters come from."""
+    return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
 
 
 def live_options(

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from softgap.attention import Mechanism, resolve
+from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.arguments import (
     by_name,
@@ -27,6 +27,7 @@ from softgap.probe.arguments import (
     prompt_length,
     row_lengths,
 )
+from softgap.probe.calibrations import DEFAULT_MECHANISMS, equipped
 from softgap.probe.meter import Meter
 from softgap.probe.provenance import manifest_of
 from softgap.probe.stream import Stream
@@ -34,9 +35,8 @@ from softgap.probe.tap import AttentionCall, tapped
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "ready", "record"]
 
-DEFAULT_MECHANISMS = ("elu1", "uniform")
 BLOCK = 32
 
 
@@ -71,7 +71,7 @@ class Recording:
         if drop_sinks < 0:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
-        self.mechanisms = tuple(_ready(resolve(mechanism), model) for mechanism in mechanisms)
+        self.mechanisms = tuple(ready(mechanism, model) for mechanism in mechanisms)
         if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
@@ -322,16 +322,13 @@ def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None
             del model.__dict__["generate"]
 
 
-def _ready(mechanism: Mechanism, model: PreTrainedModel) -> Mechanism:
-    if mechanism.missing:
-        raise UnsupportedError(
-            f"mechanism '{mechanism.name}' needs the parameters {', '.join(mechanism.missing)}, which a calibration "
-            "brings; calibrate the model first or choose another mechanism"
-        )
-    if "context" in mechanism.options:
+def ready(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+    """The mechanism as it is computed for this model, with every parameter that it needs."""
+    found = equipped(mechanism, model)
+    if "context" in found.options:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return mechanism.configure(context=context) if context else mechanism
-    return mechanism
+        return found.configure(context=context) if context else found
+    return found
 
 
 def _arithmetic(device: torch.device) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from softgap.errors import ModelError
+from softgap.probe.layout import layer_numbers
 from softgap.probe.meter import Measured, Meter
 from softgap.probe.tap import AttentionCall
 from softgap.probe.token_scores import TokenScores
@@ -202,16 +203,11 @@ class _Layout:
 
     @classmethod
     def of(cls, layer_ids: Sequence[int | None], heads: Sequence[tuple[int, int]]) -> _Layout:
-        known = [layer for layer in layer_ids if layer is not None]
-        # Modules that share an index, or have none, are numbered in the order they are called.
-        ordered = len(known) == len(layer_ids) and all(a < b for a, b in zip([-1, *known], known, strict=False))
         widest = max(query for query, _ in heads)
         kv_group = np.full((len(heads), widest), -1, dtype=np.int32)
         for i, (query, kv) in enumerate(heads):
             kv_group[i, :query] = np.arange(query) // (query // kv)
-        return cls(
-            tuple(known) if ordered else tuple(range(len(layer_ids))), tuple(query for query, _ in heads), kv_group
-        )
+        return cls(layer_numbers(layer_ids), tuple(query for query, _ in heads), kv_group)
 
 
 @dataclass(frozen=True)

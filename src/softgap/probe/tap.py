@@ -4,6 +4,10 @@ transformers looks its attention function up by name in a registry at every call
 the name it uses is replaced by a dispatcher that computes the model's own attention first and then shows queries, keys,
 values and output to whoever listens to that very module. The name stays, so masks and every branch on the name stay as
 they were; other models pass through untouched; the entry is put back when the last tap goes.
+
+A tap looks on (:func:`tapped`) or gives back another output (:func:`replaced`). All replacements come first, in the
+order in which they were entered, and then all listeners: whoever listens sees what the model really passes on, no
+matter which of the two blocks stands inside the other.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from softgap.errors import ModelError
 from softgap.probe.support import attention_modules, check_tappable
 
-__all__ = ["AttentionCall", "overridden_names", "tapped"]
+__all__ = ["AttentionCall", "overridden_names", "replaced", "tapped"]
 
 
 class AttentionCall(NamedTuple):
-    """One call of a model's attention: what went in, and what the model itself made of it.
+    """One call of a model's attention: what went in, and what comes out (the model's own, unless it is replaced).
 
     Shapes: query ``[batch, head, query, dim]``, key and value ``[batch, kv_head, key, dim]`` after the cache update,
     output ``[batch, query, head, value_dim]``.
@@ -53,7 +57,17 @@ class AttentionCall(NamedTuple):
 
 
 Listener = Callable[[AttentionCall], None]
+Replacer = Callable[[AttentionCall], Tensor]
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Tap:
+    """One reader of a model's attention; while the last one entered is ``alone``, the others are not called."""
+
+    listen: Listener | None = None
+    replace: Replacer | None = None
+    alone: bool = False
 
 
 @dataclass
@@ -68,13 +82,33 @@ class _Override:
 
 
 _lock = threading.RLock()
-_listeners: dict[int, tuple[Listener, ...]] = {}
+_taps: dict[int, tuple[_Tap, ...]] = {}
 _overrides: dict[tuple[int, str], _Override] = {}
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
-    """Show every attention call of this model to the listener, for as long as the block runs."""
+def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
+    """Show every attention call of this model to the listener, for as long as the block runs.
+
+    ``alone`` hides the calls of the block from every other tap of this model, replacements included.
+    """
+    with _attached(model, _Tap(listen=listener, alone=alone)):
+        yield
+
+
+@contextmanager
+def replaced(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
+    """Let the model go on with what ``replace`` returns for each of its attention calls, while the block runs.
+
+    The result has the shape and dtype of ``call.output``, which must not be written to. Each replacement is shown the
+    output of those entered before it, so the last one entered has the last word.
+    """
+    with _attached(model, _Tap(replace=replace)):
+        yield
+
+
+@contextmanager
+def _attached(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     check_tappable(model)
     entries = attention_modules(model)
     # Keyed by identity: no two live modules share an id, and the entries keep these alive.
@@ -88,17 +122,17 @@ def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
         for key, (registry, name) in wanted.items():
             _acquire(key, registry, name)
         for module in modules:
-            _listeners[module] = (*_listeners.get(module, ()), listener)
+            _taps[module] = (*_taps.get(module, ()), tap)
     try:
         yield
     finally:
         with _lock:
             for module in modules:
-                remaining = tuple(other for other in _listeners[module] if other is not listener)
+                remaining = tuple(other for other in _taps[module] if other is not tap)
                 if remaining:
-                    _listeners[module] = remaining
+                    _taps[module] = remaining
                 else:
-                    del _listeners[module]
+                    del _taps[module]
             for key in wanted:
                 _release(key)
 
@@ -142,10 +176,20 @@ def _dispatcher(registry: AttentionInterface, name: str, previous: Attention | N
     ) -> tuple[Tensor, Tensor | None]:
         original = shared or _eager_of(module)
         result = original(module, query, key, value, *args, **kwargs)
-        for listener in _listeners.get(id(module), ()):
-            mask = args[0] if args else kwargs.get("attention_mask")
-            listener(AttentionCall(module, query, key, value, mask, kwargs, result[0]))
-        return result
+        taps = _taps.get(id(module))
+        if taps is None:
+            return result
+        if taps[-1].alone:
+            taps = taps[-1:]
+        mask = args[0] if args else kwargs.get("attention_mask")
+        call = AttentionCall(module, query, key, value, mask, kwargs, result[0])
+        for tap in taps:
+            if tap.replace is not None:
+                call = call._replace(output=tap.replace(call))
+        for tap in taps:
+            if tap.listen is not None:
+                tap.listen(call)
+        return result if call.output is result[0] else (call.output, result[1])
 
     return attention
 

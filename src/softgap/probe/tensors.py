@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from softgap.attention import Visible
 from softgap.errors import ValueInputError
 from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.token_scores import forward_then_logits
 from softgap.probe.visibility import VisibleSets
 
 __all__ = ["LayerTensors", "visit_layers"]
@@ -31,6 +32,8 @@ class LayerTensors:
         Its number in the order of the calls.
     scale
         The model's scaling.
+    softcap
+        Bound of its scores, where it has one.
     visible
         Which keys each query sees.
     """
@@ -41,6 +44,7 @@ class LayerTensors:
     value: Float[Tensor, "kv_head key value_dim"]
     output: Float[Tensor, "head query value_dim"]
     scale: float
+    softcap: float | None
     visible: Visible
 
 
@@ -59,8 +63,12 @@ def visit_layers(
     def listen(call: AttentionCall) -> None:
         q, k, v = (x.detach()[0].float() for x in (call.query, call.key, call.value))
         output = call.output.detach()[0].transpose(0, 1).float()
-        found.append(visit(LayerTensors(len(found), q, k, v, output, call.scale, sets.of(call))))
+        found.append(
+            visit(LayerTensors(len(found), q, k, v, output, call.scale, call.options.get("softcap"), sets.of(call)))
+        )
 
     with torch.inference_mode(), tapped(model, listen):
-        model(input_ids=torch.tensor([list(token_ids)], device=model.device), use_cache=False)
+        inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
+        # The logits of a long text would be the largest tensor of all, and nobody asks for them.
+        forward_then_logits(model, inputs, len(token_ids))
     return found

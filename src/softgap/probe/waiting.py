@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-__all__ = ["Run", "stacked_runs"]
+__all__ = ["Run", "joined", "stacked_runs"]
 
 
 @dataclass
@@ -37,10 +37,10 @@ def stacked_runs(layers: Sequence[Sequence[Run]]) -> Stacked:
 
     Layers are stacked along the batch, layer-major; they have runs of equal shapes.
     """
-    q = _joined([_joined([q for run in runs for q in run.q], dim=2) for runs in layers], dim=0)
-    k = _joined([_joined([run.k[:, :, run.k.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
-    v = _joined([_joined([run.v[:, :, run.v.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
-    o = _joined([_joined([o for run in runs for o in run.o], dim=1) for runs in layers], dim=0)
+    q = joined([joined([q for run in runs for q in run.q], dim=2) for runs in layers], dim=0)
+    k = joined([joined([run.k[:, :, run.k.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
+    v = joined([joined([run.v[:, :, run.v.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
+    o = joined([joined([o for run in runs for o in run.o], dim=1) for runs in layers], dim=0)
     return q, k, v, o.transpose(1, 2), _valid(layers[0], len(layers))
 
 
@@ -55,5 +55,6 @@ def _valid(runs: Sequence[Run], repeat: int) -> Bool[Tensor, "batch time"] | Non
     return torch.cat(rows, dim=1).repeat(repeat, 1)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors one behind the other; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -7,22 +7,30 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.errors import UnsupportedError, ValueInputError
+from softgap.report.files import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "new_figure", "save_figure"]
+__all__ = ["PICTURES", "new_figure", "require_matplotlib", "save_figure"]
 
 PICTURES = (".png", ".svg")
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches; matplotlib is an extra, and says so where it is missing."""
+def require_matplotlib() -> None:
+    """Matplotlib is an extra: say so where it is missing."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UnsupportedError("a picture needs matplotlib; install it with: pip install 'softgap[plot]'") from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -38,14 +46,6 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
     with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
         figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(target) as partial:
         partial.write_bytes(content.getvalue())
-        partial.replace(target)
-    except OSError as error:
-        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
-    finally:
-        if target.parent.is_dir():
-            partial.unlink(missing_ok=True)
     return target

@@ -11,6 +11,7 @@ import numpy as np
 
 from softgap.analysis import Findings, HeadFinding, SystemPoint
 from softgap.errors import ValueInputError
+from softgap.report.labels import place_names
 from softgap.report.pictures import new_figure, save_figure
 from softgap.signal import complexity_bounds
 
@@ -39,16 +40,18 @@ def draw_plane(findings: Findings) -> Figure:
     for axes in (whole, near):
         _draw_bounds(axes, order)
         points = _draw_heads(axes, heads)
+        _draw_systems(axes, findings.systems)
         axes.set_xlabel("permutation entropy")
     whole.set_ylabel("statistical complexity")
     _zoom(near, findings)
-    (left, right), (bottom, top) = near.get_xlim(), near.get_ylim()
-    close = [s for s in findings.systems if left <= s.entropy <= right and bottom <= s.complexity <= top]
-    _draw_systems(whole, findings.systems, [s for s in findings.systems if s not in close])
-    _draw_systems(near, findings.systems, close)
     whole.legend(loc="upper left", fontsize="small", frameon=False)
     figure.colorbar(points, ax=near, label="layer")
     figure.suptitle(_title(findings))
+    (left, right), (bottom, top) = near.get_xlim(), near.get_ylim()
+    close = [s for s in findings.systems if left <= s.entropy <= right and bottom <= s.complexity <= top]
+    # Last: where a name has room depends on everything else.
+    _name_systems(whole, findings, [s for s in findings.systems if s not in close])
+    _name_systems(near, findings, close)
     return figure
 
 
@@ -77,7 +80,7 @@ def _draw_heads(axes: Axes, heads: tuple[HeadFinding, ...]) -> Any:
     )
 
 
-def _draw_systems(axes: Axes, systems: Sequence[SystemPoint], named: Sequence[SystemPoint]) -> None:
+def _draw_systems(axes: Axes, systems: Sequence[SystemPoint]) -> None:
     for kind, mark in _MARKS.items():
         some = [system for system in systems if system.kind == kind]
         if some:
@@ -89,17 +92,24 @@ def _draw_systems(axes: Axes, systems: Sequence[SystemPoint], named: Sequence[Sy
                 facecolors="none",
                 edgecolors="#c2410c",
                 s=28,
-                zorder=2,
+                zorder=4,
                 label=f"known: {kind}",
             )
-    for i, system in enumerate(sorted(named, key=lambda system: system.entropy)):
-        # Names of neighbours are set at different heights, each with a line to its mark.
-        offset = (10, 6 + 11 * (i % 5))
-        line = {"arrowstyle": "-", "color": "#9a3412", "linewidth": 0.4}
-        place = (system.entropy, system.complexity)
-        axes.annotate(
-            system.name, place, offset, textcoords="offset points", fontsize=7, color="#9a3412", arrowprops=line
-        )
+
+
+def _name_systems(axes: Axes, findings: Findings, named: Sequence[SystemPoint]) -> None:
+    points = [(system.entropy, system.complexity) for system in named]
+    others = [(head.entropy, head.complexity) for head in findings.eligible]
+    others += [(system.entropy, system.complexity) for system in findings.systems]
+    # The curves as points, dense enough that no name slips between them.
+    entropy, bounds = np.linspace(*axes.get_xlim(), 200), complexity_bounds(int(findings.settings["order"]))
+    others += zip(entropy, np.interp(entropy, bounds.least_entropy, bounds.least_complexity), strict=True)
+    others += zip(entropy, np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity), strict=True)
+    place_names(axes, [system.name for system in named], _array(points), _array(others), colour="#9a3412")
+
+
+def _array(points: Sequence[tuple[float, float]]) -> np.ndarray:
+    return np.array(points, float).reshape(-1, 2)
 
 
 def _zoom(axes: Axes, findings: Findings) -> None:
@@ -115,7 +125,9 @@ def _zoom(axes: Axes, findings: Findings) -> None:
 def _title(findings: Findings) -> str:
     settings, source = findings.settings, findings.source
     model = f"{source['model']}: " if source.get("model") else ""
+    samples = "1 sample" if findings.samples == 1 else f"{findings.samples:,} samples"
     return (
-        f"{model}{settings['quantity']} from {settings['mechanism']}, transform {settings['transform']}, "
-        f"order {settings['order']}, delay {settings['delay']}, samples: {findings.samples}"
+        f"{model}{settings['quantity']} from {settings['mechanism']}, transform {settings['transform']}, order "
+        f"{settings['order']}, delay {settings['delay']}, segment {settings['segment']}; {samples}, "
+        f"{findings.steps:,} steps"
     )

@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.signal.checked import checked_delay, checked_order, not_finite, real_array, series_name
 from softgap.signal.eligibility import least_windows
 from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, weigh_rows
 
-__all__ = ["TIES", "Batch", "Block", "Options", "checked_batch", "checked_order"]
+__all__ = ["TIES", "Batch", "Block", "Options", "checked_batch"]
 
 TIES = ("exclude", "stable", "jitter", "raise")
 """What happens to windows with equal values."""
@@ -75,6 +76,10 @@ class Batch:
         """The number of patterns, order!."""
         return math.factorial(self.order)
 
+    def unit(self, normalised: bool) -> float:
+        """What an entropy in nats is divided by: the greatest one, log(order!), or 1."""
+        return math.log(self.patterns) if normalised else 1.0
+
     @property
     def span(self) -> int:
         """Steps from the first to the last value of a window."""
@@ -133,22 +138,18 @@ class Batch:
         row = first_unusable_row(rows, lengths)
         if row >= 0:
             step = int(np.argmin(np.isfinite(rows[row, : lengths[row]])))
-            raise ValueInputError(
-                f"a series must be finite, got {rows[row, step]} at step {step} of {self._name(start + row)}; "
-                "leave out heads and steps that were not measured"
-            )
+            raise not_finite(rows[row, step], step, self._at(start + row))
 
     def _check_ties(self, ties: np.ndarray, start: int) -> None:
         if ties.any():
             row = int(np.argmax(ties > 0))
             raise ValueInputError(
                 f"ties='raise' allows no equal values in a window, got {ties[row]} windows with them in "
-                f"{self._name(start + row)}; choose another policy: {', '.join(TIES[:-1])}"
+                f"{series_name(self._at(start + row))}; choose another policy: {', '.join(TIES[:-1])}"
             )
 
-    def _name(self, row: int) -> str:
-        at = tuple(int(i) for i in np.unravel_index(row, self.lead)) if self.lead else ()
-        return f"series {at}" if at else "the series"
+    def _at(self, row: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in np.unravel_index(row, self.lead)) if self.lead else ()
 
 
 def native(rows: np.ndarray) -> np.ndarray:
@@ -161,28 +162,19 @@ def native(rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows, dtype=wanted)
 
 
-def checked_order(order: Any) -> int:
-    """``order`` as a whole number from 2 to 8."""
-    whole = isinstance(order, int | np.integer) and not isinstance(order, bool)
-    if not whole or not 2 <= order <= 8:
-        remedy = "longer" if whole and order < 2 else "shorter"
-        raise ValueInputError(f"order must be between 2 and 8, got {order!r}; use a {remedy} pattern")
-    return int(order)
-
-
 def checked_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> Batch:
     """The batch of a call, or the error that says what does not fit; ``short`` lets series have no window at all."""
-    order = checked_order(order)
-    whole = isinstance(delay, int | np.integer) and not isinstance(delay, bool)
-    if not whole or delay < 1:
-        raise ValueInputError(f"delay must be a whole number from 1, got {delay!r}; 1 takes neighbouring steps")
+    order, delay = checked_order(order), checked_delay(delay)
+    for name in options:
+        if name not in Options.__annotations__:
+            raise unknown_name("option", name, Options.__annotations__)
     ties, rng = options.get("ties", "exclude"), options.get("rng")
     if ties not in TIES:
         raise unknown_name("ties policy", str(ties), TIES)
     if ties == "jitter" and not isinstance(rng, np.random.Generator):
         raise ValueInputError(f"ties='jitter' needs a numpy Generator, got rng={rng!r}; use np.random.default_rng(0)")
     least = least_windows(options.get("eligibility", "spread"), order)
-    array = _real(x)
+    array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
         what = "an empty series" if steps == 0 else f"{steps} steps"
@@ -192,21 +184,7 @@ def checked_batch(x: Any, order: int, delay: Any, options: Options, *, short: bo
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)
-    return Batch(rows, _lengths(options.get("lengths"), lead, steps), lead, order, int(delay), ties, rng, least)
-
-
-def _real(x: Any) -> np.ndarray:
-    try:
-        array = np.asarray(x)
-    except ValueError as error:
-        raise ShapeError(
-            f"series must have one length in memory, got {type(x).__name__} of several; pad them and give lengths"
-        ) from error
-    if array.dtype.kind not in "fiu":
-        raise ValueInputError(f"a series must hold real numbers, got an array of {array.dtype}")
-    if array.ndim == 0:
-        raise ShapeError(f"a series must have a time axis, got the single number {array}")
-    return array
+    return Batch(rows, _lengths(options.get("lengths"), lead, steps), lead, order, delay, ties, rng, least)
 
 
 def _lengths(given: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:

@@ -9,13 +9,12 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.errors import ValueInputError
 from softgap.signal.batch import Options, checked_batch
-from softgap.signal.checked import checked_count
+from softgap.signal.checked import checked_count, checked_rng, checked_share
 from softgap.signal.kernels import resample_row, shannon_rows
 from softgap.signal.results import Measured
 
-__all__ = ["Interval", "centred_interval", "entropy_interval"]
+__all__ = ["Interval", "centred_interval", "entropy_interval", "resampled_entropies", "usual_block"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +42,7 @@ def entropy_interval(
     level: float = 0.95,
     replicates: int = 999,
     block: int | None = None,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Interval:
     """Block-bootstrap interval of the permutation entropy of each series.
@@ -66,14 +65,11 @@ def entropy_interval(
     the maximum of entropy the estimate is not normally distributed and the interval is too wide: compare such series
     by :func:`z_scores`.
     """
-    if not 0 < level < 1:
-        raise ValueInputError(f"level must be between 0 and 1, got {level!r}; 0.95 is usual")
+    checked_share("level", level, usual=0.95)
     checked_count("replicates", replicates, least=2)
     if block is not None:
         checked_count("block", block)
-    rng = options.get("rng")
-    if not isinstance(rng, np.random.Generator):
-        raise ValueInputError(f"rng must be a numpy Generator, got {rng!r}; use rng=np.random.default_rng(0)")
+    rng = checked_rng(options.get("rng"))
     batch = checked_batch(x, order, delay, options)
     series = len(batch.rows)
     value, samples = np.full(series, np.nan), np.full((series, replicates), np.nan)
@@ -84,14 +80,28 @@ def entropy_interval(
         for row in np.flatnonzero(part.eligible):
             at = part.where.start + row
             index = part.table[row][part.table[row] >= 0]
-            sizes[at] = min(index.size, block or max(math.ceil(index.size ** (1 / 3)), 2 * batch.span + 1))
-            draws = rng.random((replicates, -(-index.size // int(sizes[at]))))
-            resample_row(index, batch.patterns, int(sizes[at]), draws, samples[at])
+            sizes[at] = min(index.size, block or usual_block(index.size, batch.span))
+            samples[at] = resampled_entropies(index, batch.patterns, int(sizes[at]), replicates, rng)
             shannon_rows(np.bincount(index, minlength=batch.patterns)[None], value[at : at + 1])
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
-    unit = math.log(batch.patterns) if normalized else 1.0
+    unit = batch.unit(normalised)
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
     return Interval(*map(batch.shaped, results))
+
+
+def usual_block(windows: int, span: int) -> int:
+    """Windows per block: the cube root of their number, and no fewer than share a value with one window."""
+    return min(windows, max(math.ceil(math.pow(windows, 1 / 3)), 2 * span + 1))
+
+
+def resampled_entropies(
+    index: Int[np.ndarray, " window"], patterns: int, block: int, replicates: int, rng: np.random.Generator
+) -> Float[np.ndarray, " replicate"]:
+    """Entropies in nats of sequences of as many patterns as ``index`` has, drawn from it in blocks."""
+    entropies = np.empty(replicates)
+    draws = rng.random((replicates, -(-index.size // block)))
+    resample_row(index, patterns, block, draws, entropies)
+    return entropies
 
 
 def centred_interval(

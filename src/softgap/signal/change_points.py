@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
-from softgap.signal.checked import checked_count, checked_rng, checked_series
+from softgap.signal.checked import checked_count, checked_rng, checked_series, checked_share
 from softgap.signal.compiling import compiled
 
 __all__ = ["ChangePoints", "change_points"]
@@ -109,8 +109,7 @@ def change_points(
 def _check_options(level: float, permutations: int, shortest: int) -> None:
     checked_count("shortest", shortest)
     checked_count("permutations", permutations)
-    if not 0 < level < 1:
-        raise ValueInputError(f"level must be between 0 and 1, both excluded, got {level!r}")
+    checked_share("level", level, usual=0.05)
     if (permutations + 1) * level < 1:
         raise ValueInputError(
             f"permutations must be at least 1 / level - 1 to reach level {level:g}, got {permutations}; use more"

@@ -10,9 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Float
 
-from softgap.errors import ValueInputError
-from softgap.signal.batch import Options, checked_batch, checked_order
-from softgap.signal.checked import checked_count
+from softgap.signal.batch import Options, checked_batch
+from softgap.signal.checked import checked_count, checked_order, checked_share
 from softgap.signal.entropy import checked_q, log_where_positive, measured, probabilities, renyi, shannon
 from softgap.signal.patterns import pattern_counts, sorting_patterns
 from softgap.signal.results import ComplexityEntropy, Entropy, FisherShannon, MissingPatterns, RenyiComplexity
@@ -106,8 +105,7 @@ def missing_patterns(
     windows share no values and are independent. A real series has fewer effective windows: read forbidden patterns
     of slow series with care.
     """
-    if not 0 < alpha < 1:
-        raise ValueInputError(f"alpha must be between 0 and 1, got {alpha!r}")
+    checked_share("alpha", alpha, usual=0.01)
     found = pattern_counts(x, order, delay, **options)
     patterns = found.counts.shape[-1]
     missing = (found.counts == 0) & found.eligible[..., None]

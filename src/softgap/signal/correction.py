@@ -10,8 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.signal.batch import Options, checked_batch, checked_order
-from softgap.signal.checked import checked_count
+from softgap.signal.batch import Options, checked_batch
+from softgap.signal.checked import checked_count, checked_delay, checked_order
 from softgap.signal.eligibility import noise_spread
 from softgap.signal.entropy import measured
 from softgap.signal.kernels import shannon_rows, stretch_rows
@@ -21,7 +21,7 @@ __all__ = ["Rarefied", "bias_factor", "corrected_entropy", "rarefied_entropy"]
 
 
 def corrected_entropy(
-    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, seed: int = 0, **options: Unpack[Options]
+    x: Any, order: int = 3, delay: int = 1, *, normalised: bool = True, seed: int = 0, **options: Unpack[Options]
 ) -> Entropy:
     """Permutation entropy with its short-length bias taken out; 1 on average for white noise of any length.
 
@@ -41,7 +41,7 @@ def corrected_entropy(
         sizes, inverse = np.unique(windows, return_inverse=True)
         factors = np.array([bias_factor(batch.order, int(size), batch.delay, seed=seed) for size in sizes])
         entropy += factors[inverse] * ((counts > 0).sum(axis=1) - 1) / (2 * windows)
-        return entropy / math.log(batch.patterns) if normalized else entropy
+        return entropy / batch.unit(normalised)
 
     return Entropy(*measured(batch, batch.counts(), reduce))
 
@@ -54,6 +54,8 @@ def bias_factor(order: int, windows: int, delay: int = 1, *, seed: int = 0) -> f
     long-run variance of the indicator of pattern i: about 0.7 at order 3.
     """
     checked_order(order)
+    checked_delay(delay)
+    checked_count("a seed", seed, least=0)
     place = 2 * math.log2(min(checked_count("windows", windows), max(2000, 20 * math.factorial(order))))
     below = math.floor(place)
     low, high = (_simulated_factor(order, delay, k, seed) for k in (below, below + 1))
@@ -93,7 +95,7 @@ def rarefied_entropy(
     delay: int = 1,
     *,
     windows: int | None = None,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Rarefied:
     """Permutation entropy at the same number of windows for every series.
@@ -103,20 +105,21 @@ def rarefied_entropy(
     shortest eligible series. Series with fewer are not eligible, nor is any if ``windows`` is below the rule.
     """
     batch = checked_batch(x, order, delay, options)
-    blocks = list(batch.indices())
-    counted = np.concatenate([block.windows for block in blocks] or [np.empty(0, np.int64)])
-    rate = np.concatenate([block.tie_rate for block in blocks] or [np.empty(0)])
+    series = len(batch.rows)
+    counted, rate = np.empty(series, np.int64), np.empty(series)
+    # Twice over the blocks: the patterns of all windows would take half the memory of the series.
+    for block in batch.indices():
+        counted[block.where], rate[block.where] = block.windows, block.tie_rate
     enough = counted[counted >= batch.least]
     if windows is None:
         common = int(enough.min()) if enough.size else batch.least
     else:
         common = checked_count("windows", windows)
-    values, stretches = np.full(len(counted), np.nan), np.zeros(len(counted), np.int64)
+    values, stretches = np.full(series, np.nan), np.zeros(series, np.int64)
     if common >= batch.least:
-        for block in blocks:
+        for block in batch.indices():
             stretch_rows(block.table, batch.patterns, common, values[block.where], stretches[block.where])
-    unit = math.log(batch.patterns) if normalized else 1.0
-    shaped = batch.shaped
+    unit, shaped = batch.unit(normalised), batch.shaped
     return Rarefied(
         shaped(values / unit), common, shaped(stretches), shaped(counted), shaped(rate), shaped(stretches > 0)
     )

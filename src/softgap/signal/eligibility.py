@@ -16,6 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from softgap.errors import ValueInputError, unknown_name
+from softgap.signal.checked import checked_count, checked_delay, checked_order, checked_rng, is_whole
 from softgap.signal.kernels import count_rows, shannon_rows
 
 __all__ = ["ELIGIBILITY", "LEAST_WINDOWS", "Spread", "least_windows", "noise_spread"]
@@ -36,8 +37,7 @@ def least_windows(rule: str | int, order: int) -> int:
         if rule not in ELIGIBILITY:
             raise unknown_name("eligibility rule", rule, ELIGIBILITY)
         return LEAST_WINDOWS[order] if rule == "spread" else 2 * math.factorial(order)
-    whole: object = rule  # a caller without types may pass anything
-    if isinstance(whole, bool) or not isinstance(whole, int | np.integer) or whole < 1:
+    if not is_whole(rule) or rule < 1:
         raise ValueInputError(
             f"eligibility must be {' or '.join(map(repr, ELIGIBILITY))} or a number of windows from 1, got {rule!r}"
         )
@@ -59,6 +59,11 @@ class Spread:
 
 def noise_spread(order: int, windows: int, *, delay: int = 1, series: int = 2000, rng: np.random.Generator) -> Spread:
     """Simulate ``series`` white-noise series of ``windows`` windows each."""
+    checked_order(order)
+    checked_delay(delay)
+    checked_count("windows", windows)
+    checked_count("series", series, least=2)
+    checked_rng(rng)
     patterns, length = math.factorial(order), windows + (order - 1) * delay
     entropy, seen = np.empty(series), np.empty(series)
     rows = max(1, _BLOCK // max(length, patterns))

@@ -56,11 +56,11 @@ def measured(
 
 
 def permutation_entropy(
-    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, **options: Unpack[Options]
+    x: Any, order: int = 3, delay: int = 1, *, normalised: bool = True, **options: Unpack[Options]
 ) -> Entropy:
     """Shannon entropy of the pattern frequencies of each series.
 
-    H = -sum_i p_i log p_i, divided by log(order!) if ``normalized``, else in nats (Bandt and Pompe 2002).
+    H = -sum_i p_i log p_i, divided by log(order!) if ``normalised``, else in nats (Bandt and Pompe 2002).
 
     Parameters
     ----------
@@ -79,11 +79,11 @@ def permutation_entropy(
     compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
     """
     batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.entropies(), _in_unit(batch, normalized)))
+    return Entropy(*measured(batch, batch.entropies(), _in_unit(batch, normalised)))
 
 
 def weighted_permutation_entropy(
-    x: Any, order: int = 3, delay: int = 1, *, normalized: bool = True, **options: Unpack[Options]
+    x: Any, order: int = 3, delay: int = 1, *, normalised: bool = True, **options: Unpack[Options]
 ) -> Entropy:
     """Permutation entropy with each window counted by the variance of its values.
 
@@ -91,7 +91,7 @@ def weighted_permutation_entropy(
     87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
     """
     batch = checked_batch(x, order, delay, options)
-    unit = _unit(batch, normalized)
+    unit = batch.unit(normalised)
 
     def reduce(weights: np.ndarray) -> np.ndarray:
         entropy = np.empty(len(weights))
@@ -107,15 +107,15 @@ def renyi_entropy(
     order: int = 3,
     delay: int = 1,
     *,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Entropy:
     """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
-    log(order!) if ``normalized``. Keywords as in :func:`permutation_entropy`.
+    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`.
     """
-    return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalized else 1.0)
+    return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalised else 1.0)
 
 
 def tsallis_entropy(
@@ -124,15 +124,15 @@ def tsallis_entropy(
     order: int = 3,
     delay: int = 1,
     *,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Entropy:
     """Tsallis entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     S_q = (1 - sum_i p_i^q) / (q - 1), Shannon at q = 1; divided by its value for equal frequencies,
-    (1 - (order!)^(1 - q)) / (q - 1), if ``normalized``. Keywords as in :func:`permutation_entropy`.
+    (1 - (order!)^(1 - q)) / (q - 1), if ``normalised``. Keywords as in :func:`permutation_entropy`.
     """
-    return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalized else 1.0)
+    return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalised else 1.0)
 
 
 def multiscale_entropy(
@@ -141,7 +141,7 @@ def multiscale_entropy(
     order: int = 3,
     delay: int = 1,
     *,
-    normalized: bool = True,
+    normalised: bool = True,
     **options: Unpack[Options],
 ) -> Entropy:
     """Permutation entropy of coarse-grained series, with an axis for ``scales`` at the end.
@@ -155,10 +155,12 @@ def multiscale_entropy(
     for scale in scales:
         step = checked_count("a scale", scale)
         steps = batch.rows.shape[1] // step
-        coarse = batch.rows[:, : steps * step].reshape(-1, steps, step).mean(axis=-1) if step > 1 else batch.rows
+        # The count is spelled out: reshape cannot infer it where a scale leaves no step.
+        parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
+        coarse = parts.mean(axis=-1) if step > 1 else batch.rows
         kept: Options = {**options, "lengths": batch.lengths // step}
         cut = checked_batch(coarse, order, delay, kept, short=True)
-        results.append(measured(cut, cut.entropies(), _in_unit(cut, normalized)))
+        results.append(measured(cut, cut.entropies(), _in_unit(cut, normalised)))
     if not results:
         raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
     return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
@@ -234,10 +236,6 @@ def _tsallis_largest(q: float, patterns: int) -> float:
     return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
-def _unit(batch: Batch, normalized: bool) -> float:
-    return math.log(batch.patterns) if normalized else 1.0
-
-
-def _in_unit(batch: Batch, normalized: bool) -> Reducer:
-    unit = _unit(batch, normalized)
+def _in_unit(batch: Batch, normalised: bool) -> Reducer:
+    unit = batch.unit(normalised)
     return lambda entropy: np.asarray(entropy[:, 0] / unit)

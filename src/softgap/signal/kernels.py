@@ -67,6 +67,21 @@ def first_unusable_row(rows: Array, lengths: Array) -> int:
 
 
 @compiled
+def count_row(series: Array, order: int, delay: int, keep_ties: bool, index: Array, tied: Array, count: Array) -> int:
+    """Add the windows of a series to ``count`` [pattern], and return how many hold equal values.
+
+    ``index`` and ``tied`` have a place for each window, filled as by :func:`encode`.
+    """
+    encode(series, order, delay, index, tied)
+    equal = 0
+    for t in range(index.size):
+        equal += tied[t]
+        if keep_ties or tied[t] == 0:
+            count[index[t]] += 1
+    return equal
+
+
+@compiled
 def count_rows(
     rows: Array, lengths: Array, order: int, delay: int, keep_ties: bool, counts: Array, ties: Array
 ) -> None:
@@ -76,13 +91,7 @@ def count_rows(
     for row in range(rows.shape[0]):
         windows = max(0, lengths[row] - (order - 1) * delay)
         index, tied = scratch[:windows], marks[:windows]
-        encode(rows[row], order, delay, index, tied)
-        count, equal = counts[row], 0
-        for t in range(windows):
-            equal += tied[t]
-            if keep_ties or tied[t] == 0:
-                count[index[t]] += 1
-        ties[row] = equal
+        ties[row] = count_row(rows[row], order, delay, keep_ties, index, tied, counts[row])
 
 
 @compiled
@@ -165,14 +174,8 @@ def entropy_rows(
     for row in range(rows.shape[0]):
         windows = max(0, lengths[row] - (order - 1) * delay)
         index, tied = scratch[:windows], marks[:windows]
-        encode(rows[row], order, delay, index, tied)
-        equal = 0
-        for t in range(windows):
-            equal += tied[t]
-            if keep_ties or tied[t] == 0:
-                count[index[t]] += 1
-        ties[row] = equal
-        total = windows if keep_ties else windows - equal
+        ties[row] = count_row(rows[row], order, delay, keep_ties, index, tied, count)
+        total = windows if keep_ties else windows - ties[row]
         if windows < patterns:
             found = 0.0
             for t in range(windows):

@@ -16,15 +16,15 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.signal.batch import Batch, Options, checked_batch, checked_order
-from softgap.signal.checked import checked_count
+from softgap.signal.batch import Batch, Options, checked_batch
+from softgap.signal.checked import checked_count, checked_order
 from softgap.signal.complexity import missing_fraction, statistical_complexity
 from softgap.signal.entropy import permutation_entropy, weighted_permutation_entropy
 from softgap.signal.results import Entropy, Measured
 from softgap.signal.transforms import apply_transform
 from softgap.signal.transitions import irreversibility
 
-__all__ = ["MEASURES", "NoiseNull", "ZScores", "noise_null", "z_scores"]
+__all__ = ["MEASURES", "NoiseNull", "ZScores", "noise_null", "scored", "z_scores"]
 
 Transform = str | Callable[[np.ndarray], np.ndarray]
 Randomness = int | np.random.Generator
@@ -131,7 +131,7 @@ def z_scores(
     given = checked_batch(x, order, delay, options)
     changed = _transformed(_padded(given), transform)
     lost = given.rows.shape[1] - changed.shape[-1]
-    after: Options = {**options, "lengths": np.maximum(given.lengths - lost, 0)}
+    after: Options = {**options, "lengths": given.shaped(np.maximum(given.lengths - lost, 0))}
     found = MEASURES[measure](changed, order, delay, **after)
     z, p = np.full(found.value.shape, np.nan), np.full(found.value.shape, np.nan)
     nulls = {}
@@ -140,45 +140,43 @@ def z_scores(
         null = noise_null(length, order, delay, measure=measure, transform=transform, samples=samples, rng=seed)
         nulls[int(windows)] = null
         some = found.eligible & (found.windows == windows)
-        z[some], p[some] = _against(found.value[some], null)
-    shaped = given.shaped
-    return ZScores(
-        shaped(found.value),
-        shaped(z),
-        shaped(p),
-        MappingProxyType(nulls),
-        shaped(found.windows),
-        shaped(found.tie_rate),
-        shaped(found.eligible),
-    )
+        z[some], p[some] = scored(found.value[some], null.values)
+    return ZScores(found.value, z, p, MappingProxyType(nulls), found.windows, found.tie_rate, found.eligible)
 
 
-def _against(values: np.ndarray, null: NoiseNull) -> tuple[np.ndarray, np.ndarray]:
-    ordered, n = np.sort(null.values), null.values.size
+def scored(
+    values: Float[np.ndarray, " series"], null: Float[np.ndarray, " sample"]
+) -> tuple[Float[np.ndarray, " series"], Float[np.ndarray, " series"]]:
+    """Distance of each value from the null in its standard deviations, and p: twice (k + 1) / (n + 1), at most 1.
+
+    z is NaN where the null does not spread.
+    """
+    ordered, n = np.sort(null), null.size
     # Sums in another order move a measure by a rounding error, which must not decide a tie with the null.
     slack = 1e-12 * np.maximum(np.abs(values), 1)
     below = np.searchsorted(ordered, values + slack, side="right") + 1
     above = n - np.searchsorted(ordered, values - slack, side="left") + 1
     p = np.minimum(1.0, 2 * np.minimum(below, above) / (n + 1))
-    deviation = null.deviation
-    z = (values - null.mean) / deviation if deviation > 0 else np.full(values.shape, np.nan)
+    deviation = null.std(ddof=1)
+    z = (values - null.mean()) / deviation if deviation > 0 else np.full(values.shape, np.nan)
     return z, p
 
 
 def _padded(batch: Batch) -> np.ndarray:
-    """The rows with zeros behind each series' end, where anything may stand that a transform would refuse."""
+    """The series with zeros behind the end of each, where anything may stand that a transform would refuse."""
     steps = batch.rows.shape[1]
     if (batch.lengths == steps).all():
-        return batch.rows
-    return np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0)
+        return batch.shaped(batch.rows)
+    return batch.shaped(np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0))
 
 
-def _transformed(rows: np.ndarray, transform: Transform) -> np.ndarray:
-    changed = np.asarray(transform(rows) if callable(transform) else apply_transform(rows, transform))
-    if changed.shape[:-1] != rows.shape[:-1] or changed.shape[-1] > rows.shape[-1]:
+def _transformed(x: np.ndarray, transform: Transform) -> np.ndarray:
+    changed = np.asarray(transform(x) if callable(transform) else apply_transform(x, transform))
+    same = changed.ndim == x.ndim and changed.shape[:-1] == x.shape[:-1]
+    if not same or changed.shape[-1] > x.shape[-1]:
         raise ShapeError(
             "a transform must keep the leading axes and never lengthen the last, "
-            f"got {list(changed.shape)} from {list(rows.shape)}"
+            f"got {list(changed.shape)} from {list(x.shape)}"
         )
     return changed
 

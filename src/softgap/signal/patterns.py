@@ -15,7 +15,8 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Int
 
-from softgap.signal.batch import Options, checked_batch, checked_order
+from softgap.signal.batch import Options, checked_batch
+from softgap.signal.checked import checked_order
 from softgap.signal.results import PatternCounts, Patterns
 
 __all__ = ["ordinal_patterns", "pattern_counts", "pattern_ranks", "reversed_patterns", "sorting_patterns"]

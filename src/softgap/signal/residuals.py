@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 from softgap.errors import ShapeError, ValueInputError
 from softgap.signal.checked import checked_count, checked_series
 
-__all__ = ["Residuals", "Trend", "residuals"]
+__all__ = ["Residuals", "Trend", "fewest_steps", "residuals"]
 
 # A smooth trend with as many coefficients as steps would leave nothing.
 _STEPS_PER_COEFFICIENT = 4
@@ -89,11 +89,16 @@ def residuals(
     checked_count("degree", degree, least=1, most=5)
     if not shrinkage >= 0:  # NaN too
         raise ValueInputError(f"shrinkage must be a number from 0, got {shrinkage!r}")
-    series = _checked_samples(samples, least=_STEPS_PER_COEFFICIENT * (degree + 1))
+    series = _checked_samples(samples, least=fewest_steps(degree))
     where = _checked_positions(positions, series)
     trend = _fitted(series, where, degree)
     left = tuple(_without_trend(x, at, trend, shrinkage) for x, at in zip(series, where, strict=True))
     return Residuals(series=left, trend=trend)
+
+
+def fewest_steps(degree: int = 3) -> int:
+    """Steps that a sample must have for a trend of this degree."""
+    return _STEPS_PER_COEFFICIENT * (degree + 1)
 
 
 def _without_trend(

@@ -31,6 +31,7 @@ SURROGATES = ("shuffle", "block_shuffle", "phase", "aaft", "iaaft")
 """Methods by name."""
 
 _FEWEST_STEPS = 4
+_MOST_ITERATIONS = 1000
 # Values of one working array at a time; a few such arrays stay within a core's cache.
 _BLOCK_VALUES = 1 << 17
 
@@ -124,24 +125,17 @@ def surrogates(
     if method not in SURROGATES:
         raise unknown_name("surrogate", method, SURROGATES)
     series = checked_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
-    checked_count("count", count)
-    checked_count("workers", workers)
+    _check_counts(method, series.shape[-1], count, block, max_iterations, workers)
     checked_rng(rng)
-    _check_options(method, block, max_iterations, series.shape[-1])
-    rows, time = series.reshape(-1, series.shape[-1]), series.shape[-1]
-    out = np.empty((len(rows) * count, time))
-    step = max(1, _BLOCK_VALUES // time)
-    for start in range(0, len(out), step):
-        stop = min(start + step, len(out))
-        source = rows[np.arange(start, stop) // count]
-        out[start:stop] = _drawn(source, method, block, rng, workers)
-    shape = (*series.shape[:-1], count)
+    time, shape = series.shape[-1], (*series.shape[:-1], count)
+    rows = series.reshape(-1, time)
+    drawn = _drawn(rows, method, count, block, rng, workers)
     convergence = None
     if method == "iaaft":
-        limit = 1000 if max_iterations is None else max_iterations
-        found = iterate(out, rows, max_iterations=limit, workers=workers, block_rows=step)
+        limit = _MOST_ITERATIONS if max_iterations is None else max_iterations
+        found = iterate(drawn, rows, max_iterations=limit, workers=workers, block_rows=_block_rows(time))
         convergence = Convergence(*(each.reshape(shape) for each in found))
-    return Surrogates(out.reshape(*shape, time), method, convergence)
+    return Surrogates(drawn.reshape(*shape, time), method, convergence)
 
 
 def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
@@ -155,7 +149,11 @@ def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
     )
 
 
-def _check_options(method: str, block: int | None, max_iterations: int | None, time: int) -> None:
+def _check_counts(
+    method: str, time: int, count: int, block: int | None, max_iterations: int | None, workers: int
+) -> None:
+    checked_count("count", count)
+    checked_count("workers", workers)
     if method == "block_shuffle":
         checked_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
     elif block is not None:
@@ -169,7 +167,24 @@ def _check_options(method: str, block: int | None, max_iterations: int | None, t
     checked_count("max_iterations", max_iterations)
 
 
-def _drawn(x: Rows, method: str, block: int | None, rng: np.random.Generator, workers: int) -> Rows:
+def _drawn(
+    rows: Rows, method: str, count: int, block: int | None, rng: np.random.Generator, workers: int
+) -> Float64[np.ndarray, "surrogate time"]:
+    """``count`` surrogates of each row, one row after the other, drawn a block at a time."""
+    drawn = np.empty((len(rows) * count, rows.shape[-1]))
+    step = _block_rows(rows.shape[-1])
+    for start in range(0, len(drawn), step):
+        stop = min(start + step, len(drawn))
+        source = rows[np.arange(start, stop) // count]
+        drawn[start:stop] = _one_each(source, method, block, rng, workers)
+    return drawn
+
+
+def _block_rows(time: int) -> int:
+    return max(1, _BLOCK_VALUES // time)
+
+
+def _one_each(x: Rows, method: str, block: int | None, rng: np.random.Generator, workers: int) -> Rows:
     """One surrogate of each row; for ``iaaft`` the shuffle that its iteration begins with."""
     if method == "phase":
         return _phase_randomised(x, rng, workers)

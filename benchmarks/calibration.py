@@ -1,0 +1,201 @@
+"""What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
+
+Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only reach|cost]
+
+The first half of the file is fitted on, the second half is held out: give text whose halves share no article.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+
+from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
+from held_out import halves, sequences
+from softgap.attention import Mechanism
+from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, judge
+from softgap.linearize import swap
+from softgap.probe import load_model, read_ids
+from softgap.probe.tensors import visit_layers
+
+POSITIONS = 8192
+# Held-out sequences by length: short ones for the mean, long ones for far positions.
+JUDGED = {2048: 8, 8192: 2}
+SWAPPED = {512: 8, 2048: 4}
+SHARES = (0.10, 0.25, 0.50, 0.75, 1.00)
+
+
+def fitted(file: str, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
+    """A calibration of the embedded model on the first half of a file, and its minutes."""
+    model, tokenizer = load_model()
+    start = time.perf_counter()
+    recipe = Recipe(features=features, steps=steps)
+    found = calibrate(
+        model, tokenizer, [halves(Path(file).read_text())[0]], recipe=recipe, positions=POSITIONS, out=path
+    )
+    return found, (time.perf_counter() - start) / 60
+
+
+def gaps(calibration: Calibration, model: Any, tokenizer: Any, ids: Sequence[int]) -> HeldOut:
+    """What held-out text says, at positions up to 8,192."""
+    texts = sequences(ids, JUDGED)
+    controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
+    first = calibration.tensors["profile.first"].numpy()
+    short = judge(model, tokenizer, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], first=first)
+    far = judge(model, tokenizer, texts[8192], [calibration.mechanism(), "uniform"])
+    far_bins = {name: closed for name, closed in far.by_position.items() if name not in short.by_position}
+    return HeldOut(**{**vars(short), "by_position": {**short.by_position, **far_bins}})
+
+
+def loss(model: Any, texts: Sequence[Sequence[int]]) -> float:
+    """Mean negative log-probability in nats."""
+    total = 0.0
+    with torch.inference_mode():
+        for ids in texts:
+            inputs = torch.tensor([list(ids)])
+            total += float(model(input_ids=inputs, labels=inputs).loss)
+    return total / len(texts)
+
+
+def order_by_divergence(
+    calibration: Calibration, model: Any, tokenizer: Any, ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Heads from the smallest calibrated divergence on the text of the fit to the largest."""
+    runs = [
+        read_ids(model, [text], tokenizer=tokenizer, mechanisms=[calibration.mechanism()])[0]
+        for text in sequences(ids, {2048: 4})[2048]
+    ]
+    mean = np.mean([run.divergence[..., 64:].mean(axis=-1) for run in runs], axis=0)
+    return [(int(i) // mean.shape[1], int(i) % mean.shape[1]) for i in np.argsort(mean, axis=None)]
+
+
+def swaps(calibration: Calibration, model: Any, tokenizer: Any, fit: Sequence[int], held: Sequence[int]) -> list[str]:
+    """Rows of the swap table: the rise in loss by share of heads, mechanism and length."""
+    order = order_by_divergence(calibration, model, tokenizer, fit)
+    shuffled = [order[i] for i in np.random.default_rng(0).permutation(len(order))]
+    sides: dict[str, tuple[list[tuple[int, int]], str | Mechanism]] = {
+        "fitted, by calibrated divergence": (order, calibration.mechanism()),
+        "fitted, random order": (shuffled, calibration.mechanism()),
+        "mean_ablation, same order": (order, calibration.mechanism("mean_ablation")),
+        "elu1, same order": (order, "elu1"),
+    }
+    rows = []
+    for length, texts in sequences(held, SWAPPED).items():
+        plain = loss(model, texts)
+        for name, (heads, mechanism) in sides.items():
+            rises = []
+            for share in SHARES if name.startswith("fitted, by") else (0.50,):
+                with swap(model, heads[: round(share * len(heads))], mechanism):
+                    rises.append(f"{share:.0%}: +{loss(model, texts) - plain:.3f}")
+            rows.append(f"| {name} | {length} | {len(texts)} | {', '.join(rises)} |")
+            print(rows[-1], flush=True)
+    return rows
+
+
+def report_peak(file: str, features: int, side: str) -> None:
+    """Do one side and print this process's peak memory."""
+    if side == "forward":
+        model, tokenizer = load_model()
+        ids = tokenizer(halves(Path(file).read_text())[0])["input_ids"][:POSITIONS]
+        visit_layers(model, ids, lambda layer: None)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            fitted(file, features, 5, Path(folder) / "calibration.safetensors")
+    print(peak_of_process())
+
+
+def described(features: int, steps: int, held_out: HeldOut) -> str:
+    """One row of the table of gaps."""
+    bins = ("64-512", "512-1024", "1024-2048", "2048-4096", "4096-8192")
+    cells = [f"{held_out.by_position[name].value:.3f}" if name in held_out.by_position else "" for name in bins]
+    sinks = " / ".join(f"{closed.value:.3f}" for closed in held_out.by_sink.values())
+    whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["mean_ablation"]
+    return (
+        f"| {features} | {steps} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
+        f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {sinks} | {held_out.explained:.3f} |"
+    )
+
+
+def write_reach(options: argparse.Namespace) -> None:
+    """Fit, judge and swap: numbers that do not depend on how busy the machine is."""
+    model, tokenizer = load_model()
+    fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
+    rows: list[str] = []
+    tables: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for features in options.features:
+            found, _ = fitted(options.text, features, options.steps, Path(folder) / f"{features}.safetensors")
+            rows.append(described(features, options.steps, gaps(found, model, tokenizer, held)))
+            print(rows[-1], flush=True)
+            if features == options.features[0]:
+                tables = swaps(found, model, tokenizer, fit, held)
+    write_section(
+        "calibration-reach",
+        "What a calibration reaches",
+        f"{command(options, 'reach')} on the embedded model, float32; {machine()}. Gap closed on held-out text by "
+        f"positions, {JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192.\n\n"
+        "| features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | 4096-8192 | "
+        "against profile | against mean output | sink heads / others | explained energy |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
+        "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
+    )
+
+
+def write_cost(options: argparse.Namespace) -> None:
+    """Minutes and memory of one calibration, on a quiet machine."""
+    require_quiet_machine()
+    features = options.features[0]
+    with tempfile.TemporaryDirectory() as folder:
+        _, minutes = fitted(options.text, features, options.steps, Path(folder) / "timed.safetensors")
+    common = ("--text", options.text, "--features", str(features), "--peak")
+    used, plain = (peak_memory(__file__, *common, side) for side in ("calibrate", "forward"))
+    ratio = f"{used / plain:.2f} ({used / 1e6:.0f} MB / {plain / 1e6:.0f} MB)" if used and plain else "not known here"
+    line = (
+        f"{features} features, {options.steps} steps: {minutes:.1f} minutes from loaded model to saved file, reading "
+        f"and judging included. Peak memory, calibration / plain forward over {POSITIONS} tokens: {ratio}."
+    )
+    print(line)
+    write_section(
+        "calibration-cost",
+        "What a calibration takes",
+        f"{command(options, 'cost')} on the embedded model, float32; {machine()}.\n\n{line}",
+    )
+
+
+def command(options: argparse.Namespace, only: str) -> str:
+    """The command that writes a section."""
+    features = " ".join(map(str, options.features))
+    return f"`python benchmarks/calibration.py --text FILE --features {features} --only {only}`"
+
+
+def main() -> None:
+    """Fit, judge, swap, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--features", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--only", choices=["reach", "cost"])
+    parser.add_argument("--peak", choices=["calibrate", "forward"])
+    options = parser.parse_args()
+    if options.peak:
+        report_peak(options.text, options.features[0], options.peak)
+        return
+    if options.only != "reach":
+        write_cost(options)
+    if options.only != "cost":
+        write_reach(options)
+
+
+if __name__ == "__main__":
+    main()

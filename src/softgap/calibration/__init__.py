@@ -1,0 +1,8 @@
+"""The fair opponent: a linear attention fitted to each head of a model, as the mechanism ``fitted``."""
+
+from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.held_out import Closed, HeldOut, gap_closed, judge
+from softgap.calibration.result import Calibration
+from softgap.calibration.whole_model import calibrate
+
+__all__ = ["Calibration", "Closed", "HeldOut", "Recipe", "calibrate", "fit_maps", "gap_closed", "judge"]

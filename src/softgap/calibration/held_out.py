@@ -1,0 +1,173 @@
+"""How far a calibration closes the gap on text that it was not fitted to.
+
+gap_closed = 1 - mean divergence(mechanism) / mean divergence(uniform), a ratio of means over heads, texts and queries
+from position 64 on (THEORY section 8). Intervals come from resampling texts. Per head it is undefined where the mean
+of values is already within 0.02: there is no gap to close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from softgap.attention import Mechanism
+from softgap.probe import read_ids
+from softgap.probe.models import Model, Tokenizer
+
+__all__ = ["Closed", "HeldOut", "gap_closed", "judge"]
+
+FIRST = 64
+NO_GAP = 0.02
+BINS = (0, 16, 64, 512, 1024, 2048, 4096, 8192)
+RESAMPLES = 999
+SINK = 0.5
+SINKS, OTHERS = "first token over half", "first token at most half"
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A share of the gap, with the middle 95 % over resampled texts (equal to it where there is one text only)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What held-out text says of a calibration.
+
+    Attributes
+    ----------
+    gap_closed
+        By mechanism, against ``uniform``, from position 64 on.
+    against
+        The fitted map against each control: 1 - mean divergence(fitted) / mean divergence(control).
+    by_position
+        The fitted map by range of positions, as ``"64-512"``.
+    by_sink
+        The fitted map in heads that give the first token more than half of their weight, and in the others.
+    by_head
+        The fitted map per ``[layer][head]``, None where there is no gap to close.
+    explained
+        1 - |l - o|^2 / |o|^2 of the fitted map: the median over heads of the mean over queries.
+    texts, tokens
+        How much text that was.
+    """
+
+    gap_closed: Mapping[str, Closed]
+    against: Mapping[str, Closed]
+    by_position: Mapping[str, Closed]
+    by_sink: Mapping[str, Closed]
+    by_head: tuple[tuple[float | None, ...], ...]
+    explained: float
+    texts: int
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeldOut:
+        """From plain data."""
+        closed = {name: {key: Closed(**value) for key, value in data[name].items()} for name in _CLOSED}
+        return cls(
+            **closed,
+            by_head=tuple(tuple(row) for row in data["by_head"]),
+            explained=data["explained"],
+            texts=data["texts"],
+            tokens=data["tokens"],
+        )
+
+
+_CLOSED = ("gap_closed", "against", "by_position", "by_sink")
+
+
+def gap_closed(
+    fitted: Sequence[Float[np.ndarray, "*heads time"]],
+    uniform: Sequence[Float[np.ndarray, "*heads time"]],
+    positions: range | None = None,
+    *,
+    rng: np.random.Generator,
+) -> Closed | None:
+    """1 - mean(fitted) / mean(uniform) over the texts that reach these positions; None where none does."""
+    chosen = range(FIRST, 2**62) if positions is None else positions
+    pairs = [
+        (a[..., chosen.start : chosen.stop], b[..., chosen.start : chosen.stop])
+        for a, b in zip(fitted, uniform, strict=True)
+        if a.shape[-1] > chosen.start
+    ]
+    if not pairs:
+        return None
+    sums = np.array([[np.nansum(a, dtype=float), np.nansum(b, dtype=float)] for a, b in pairs])
+    drawn = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
+    low, high = np.quantile(1 - drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    top, bottom = sums.sum(axis=0)
+    return Closed(float(1 - top / bottom), float(low), float(high))
+
+
+def judge(
+    model: Model,
+    tokenizer: Tokenizer,
+    sequences: Sequence[Sequence[int]],
+    mechanisms: Sequence[str | Mechanism],
+    *,
+    first: Float[np.ndarray, "layer head"] | None = None,
+    seed: int = 0,
+    report: Callable[[int], None] = lambda done: None,
+) -> HeldOut:
+    """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms.
+
+    ``first`` is the mean weight of each head on the first token, where it is known.
+    """
+    divergence: dict[str, list[np.ndarray]] = {}
+    energy: list[np.ndarray] = []
+    for number, ids in enumerate(sequences):
+        run = read_ids(model, [ids], tokenizer=tokenizer, mechanisms=mechanisms)[0]
+        for name in run.mechanisms:
+            divergence.setdefault(name, []).append(run.select(name).divergence)
+        energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))
+        report(number + 1)
+    rng = np.random.default_rng(seed)
+    fitted, uniform = divergence["fitted"], divergence["uniform"]
+    closed = {name: gap_closed(found, uniform, rng=rng) for name, found in divergence.items() if name != "uniform"}
+    against = {
+        name: gap_closed(fitted, found, rng=rng) for name, found in divergence.items() if name not in ("fitted", "elu1")
+    }
+    ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
+    positions = {name: gap_closed(fitted, uniform, bounds, rng=rng) for name, bounds in ranges.items()}
+    groups = {} if first is None else {SINKS: first > SINK, OTHERS: first <= SINK}
+    sinks = {
+        name: gap_closed([x[heads] for x in fitted], [x[heads] for x in uniform], rng=rng)
+        for name, heads in groups.items()
+        if heads.any()
+    }
+    return HeldOut(
+        gap_closed=_present(closed),
+        against=_present(against),
+        by_position=_present(positions),
+        by_sink=_present(sinks),
+        by_head=_by_head(fitted, uniform),
+        explained=float(np.nanmedian(np.nanmean(np.concatenate(energy, axis=-1), axis=-1))),
+        texts=len(sequences),
+        tokens=sum(map(len, sequences)),
+    )
+
+
+def _present(found: Mapping[str, Closed | None]) -> dict[str, Closed]:
+    return {name: closed for name, closed in found.items() if closed is not None}
+
+
+def _by_head(fitted: Sequence[np.ndarray], uniform: Sequence[np.ndarray]) -> tuple[tuple[float | None, ...], ...]:
+    means = [np.nanmean(np.concatenate([x[..., FIRST:] for x in part], axis=-1), axis=-1) for part in (fitted, uniform)]
+    top, bottom = means
+    return tuple(
+        tuple(float(1 - a / b) if b >= NO_GAP else None for a, b in zip(*row, strict=True))
+        for row in zip(top, bottom, strict=True)
+    )

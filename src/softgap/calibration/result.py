@@ -1,0 +1,63 @@
+"""A calibration: the parameters fitted to one model, how they came about, and how good they are on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from softgap.attention import Mechanism
+from softgap.calibration.held_out import HeldOut
+from softgap.probe.calibrations import StoredCalibration, calibration_path, load_calibration, save_calibration
+
+__all__ = ["Calibration"]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What :func:`softgap.calibrate` found for a model.
+
+    Attributes
+    ----------
+    tensors
+        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the controls
+        ``mean_ablation`` and ``profile``, taken from the same text.
+    metadata
+        Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
+    held_out
+        How far the gap is closed on text that the fit never saw.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+    held_out: HeldOut
+
+    def mechanism(self, name: str = "fitted") -> Mechanism:
+        """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
+        return StoredCalibration(self.tensors, self.metadata, self.digest).equip(name)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the parameters."""
+        return str(self.metadata["digest"])
+
+    @property
+    def fingerprint(self) -> str:
+        """The model that it belongs to."""
+        return str(self.metadata["fingerprint"])
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model."""
+        target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
+        save_calibration(target, self.tensors, {**self.metadata, "held_out": self.held_out.to_json()})
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read one from a file."""
+        stored = load_calibration(Path(path).expanduser())
+        metadata = dict(stored.metadata)
+        return cls(stored.tensors, metadata, HeldOut.from_json(metadata.pop("held_out")))

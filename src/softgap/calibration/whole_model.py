@@ -1,0 +1,243 @@
+"""Fit a linear attention to every head of a model: read, fit layer by layer, judge on held-out text, save."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.gather import Gathered, gather
+from softgap.calibration.held_out import judge
+from softgap.calibration.maps import Maps
+from softgap.calibration.own_text import own_texts
+from softgap.calibration.parts import Parts
+from softgap.calibration.result import Calibration
+from softgap.calibration.texts import Corpus, corpus_of, tokens_needed
+from softgap.errors import ValueInputError
+from softgap.probe.calibrations import StoredCalibration, calibration_path, digest_of
+from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.models import Model, Tokenizer
+from softgap.probe.progress import Report
+from softgap.probe.provenance import library_versions
+
+__all__ = ["calibrate"]
+
+DISTANCES = 2048
+PROBE_STEPS = 12
+FEWEST_STEPS, MOST_STEPS = 50, 5000
+OWN_POSITIONS = 2048
+JUDGED_BY = ("elu1", "uniform")
+CONTROLS = ("mean_ablation", "profile")
+
+
+def calibrate(
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    minutes: float | None = None,
+    positions: int | None = None,
+    out: str | Path | None = None,
+    progress: Report = lambda stage, fraction: None,
+) -> Calibration:
+    """Fit a linear attention to each head of a model, so that ``fitted`` is a mechanism for it.
+
+    Parameters
+    ----------
+    texts
+        What to fit on; the last quarter of it is held out. None lets the model write its own.
+    recipe
+        Features, steps, seed and the rest of what the fit depends on.
+    minutes
+        Choose the number of steps so that the fit takes about this long on this machine, instead of the recipe's.
+    positions
+        The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
+    out
+        Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
+        same call goes on after an interruption.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+    """
+    recipe = recipe or Recipe()
+    if minutes is not None and not minutes > 0:
+        raise ValueInputError(f"minutes must be above 0, got {minutes:g}; leave it out for a number of steps")
+    given = "given"
+    if texts is None:
+        given, positions = "written by the model", positions or OWN_POSITIONS
+        texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
+    corpus = corpus_of(model, tokenizer, texts, positions=positions)
+    metadata = {**_metadata(model, corpus), "text": given}
+    target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
+    parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
+        gathered = gather(
+            model,
+            corpus.fitted,
+            Path(scratch),
+            distances=min(DISTANCES, corpus.longest),
+            report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
+        )
+        if minutes is not None:
+            recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
+        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+    metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
+    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, progress)
+    calibration.save(target)
+    parts.remove()
+    return calibration
+
+
+def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
+    # Decoding and encoding again may give fewer tokens than were written.
+    wanted = int(2.2 * tokens_needed(positions))
+    stage = "the model writes its own text"
+    return own_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
+
+
+def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
+    """How many steps fit into the time, by the speed of a few in the first layer."""
+    site, texts = gathered.sites[0], gathered.layer(0)
+    times: list[float] = []
+    with _one_thread_each() as workers:
+        fit_maps(
+            texts,
+            replace(recipe, steps=PROBE_STEPS),
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            report=lambda step, kl: times.append(time.perf_counter()),
+        )
+    half = len(times) // 2
+    per_step = (times[-1] - times[half]) / (len(times) - 1 - half)
+    rounds = -(-len(gathered.sites) // workers)
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
+
+
+def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
+    """Every layer's map, as many layers at a time as torch has threads.
+
+    Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
+    """
+    layers = len(gathered.sites)
+    state = _Progress(layers * recipe.steps, progress)
+
+    def fitted(layer: int) -> Maps:
+        maps = parts.load(layer)
+        if maps is not None:
+            state.skip(recipe.steps)
+            return maps
+        site = gathered.sites[layer]
+        maps = fit_maps(
+            gathered.layer(layer),
+            recipe,
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            layer=layer,
+            report=state.step,
+        )
+        parts.save(layer, maps)
+        return maps
+
+    with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
+        waiting = [pool.submit(fitted, layer) for layer in range(layers)]
+        try:
+            return [future.result() for future in waiting]
+        except BaseException:
+            state.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Progress:
+    """Steps of all layers, told as one share; raises in the workers once the fit is to stop."""
+
+    def __init__(self, steps: int, progress: Report) -> None:
+        self._steps, self._progress = steps, progress
+        self._done, self._kl = 0, float("nan")
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def skip(self, steps: int) -> None:
+        with self._lock:
+            self._done += steps
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def step(self, step: int, kl: float) -> None:
+        if self._stopped:
+            raise CancelledError
+        with self._lock:
+            self._done += 1
+            self._kl = kl if step == 1 else 0.98 * self._kl + 0.02 * kl
+            share = self._done / self._steps
+            self._progress(f"fitting, {self._kl:.2f} nats from softmax", 0.2 + 0.7 * share)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Torch on one thread per caller; yields how many callers the machine was set up for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
+    """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
+    by_layer = [maps.parameters() for maps in layers]
+    return {
+        **{f"fitted.{name}": torch.cat([layer[name] for layer in by_layer]) for name in by_layer[0]},
+        "mean_ablation.mean": gathered.mean,
+        "profile.first": gathered.first,
+        "profile.by_distance": gathered.by_distance,
+    }
+
+
+def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "model": model.name_or_path or model.config.model_type,
+        "fingerprint": model_fingerprint(model),
+        "objective": "KL(softmax weights || fitted weights), sampled keys",
+        "tokens": corpus.digest,
+        "lengths": [len(sequence) for sequence in corpus.fitted],
+        "threads": torch.get_num_threads(),
+        "versions": library_versions(),
+    }
+
+
+def _judged(
+    model: Model,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, Any],
+    seed: int,
+    progress: Report,
+) -> Calibration:
+    stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
+    fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
+    held_out = judge(
+        model,
+        tokenizer,
+        corpus.held_out,
+        [fitted, *JUDGED_BY, *controls],
+        first=tensors["profile.first"].numpy(),
+        seed=seed,
+        report=lambda n: progress("reading held-out text", 0.9 + 0.1 * n / len(corpus.held_out)),
+    )
+    return Calibration(tensors, metadata, held_out)

@@ -1,0 +1,138 @@
+"""`softgap calibrate`: fit a linear attention to every head of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from softgap.cli import _output
+from softgap.cli._colour import colourful
+from softgap.cli._heatmap import heat_map
+from softgap.cli._options import Attn, Device, Dtype, Json
+from softgap.cli._texts import given_text
+from softgap.errors import StoreError, ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.calibration import Calibration, Closed
+
+__all__ = ["calibrate_command"]
+
+
+def calibrate_command(
+    model: Annotated[
+        str | None, typer.Argument(help="The model to calibrate, as for --model of run.", show_default="smollm2-135m")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help="A text file to fit on; may be repeated. Without one the model writes its own text.",
+            show_default=False,
+        ),
+    ] = None,
+    features: Annotated[int, typer.Option(help="Features per head.")] = 128,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps per layer: the reproducible setting.", show_default="600")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Choose the steps so that the fit takes about this long.", show_default=False)
+    ] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="The longest context to fit.", show_default="what the text allows, up to 8192")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the calibration.", show_default="the cache, by fingerprint")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file in --out.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the fit and of the model's own text.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    attn: Attn = None,
+    as_json: Json = False,
+) -> None:
+    """Fit a linear attention to every head of a model: the mechanism `fitted`, which run and read then use."""
+    if steps is not None and minutes is not None:
+        raise ValueInputError(
+            f"give --steps or --minutes and not both, got {steps} and {minutes:g}; --steps is the reproducible one"
+        )
+    if out is not None and out.exists() and not overwrite:
+        raise StoreError(f"'{out}' is there already; choose another file, or replace it with --overwrite")
+    settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
+    texts = None if text is None else [given_text(name)[1] for name in text]
+    options = {"dtype": dtype, "device": device, "attn": attn}
+    calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
+    if as_json:
+        _output.write_json({**calibration.metadata, "held_out": calibration.held_out.to_json(), "path": str(path)})
+    else:
+        _show(calibration, path)
+
+
+def _calibrated(
+    model: str | None,
+    texts: list[str] | None,
+    settings: dict[str, Any],
+    minutes: float | None,
+    positions: int | None,
+    out: Path | None,
+    options: dict[str, Any],
+) -> tuple[Calibration, Path]:
+    from softgap.calibration import Recipe, calibrate
+    from softgap.probe import load_model
+    from softgap.probe.calibrations import calibration_path
+    from softgap.probe.progress import quiet_transformers, reporter
+
+    recipe = Recipe(**settings)
+    loaded = load_model(model, **options)
+    with quiet_transformers(downloads=False), reporter(True) as report:
+        try:
+            found = calibrate(
+                *loaded, texts, recipe=recipe, minutes=minutes, positions=positions, out=out, progress=report
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command goes on with the layers that are done") from None
+    return found, out or calibration_path(found.fingerprint)
+
+
+def _show(calibration: Calibration, path: Path) -> None:
+    console = _output.console()
+    held_out = calibration.held_out
+    source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"
+    steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
+    console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
+    console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")
+    console.print(_table(calibration))
+    values = np.array([[np.nan if x is None else max(0.0, x) for x in row] for row in held_out.by_head])
+    drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
+    console.print(Text("Share of the gap that the fitted map closes, by layer (across) and head (down)", "bold"))
+    console.print(drawn)
+    if meaning:
+        console.print(meaning)
+    console.print(f"Saved to {path}", soft_wrap=True)
+
+
+def _table(calibration: Calibration) -> Table:
+    held_out = calibration.held_out
+    table = Table(show_header=True)
+    table.add_column("what")
+    table.add_column("share", justify="right")
+    table.add_column("95 % over texts", justify="right")
+    for name, closed in held_out.gap_closed.items():
+        table.add_row(f"gap to the mean of values closed by {name}", *_cells(closed))
+    for name, closed in held_out.against.items():
+        if name != "uniform":
+            table.add_row(f"gap left by {name} closed by fitted", *_cells(closed))
+    for name, closed in held_out.by_position.items():
+        table.add_row(f"fitted, positions {name}", *_cells(closed))
+    for name, closed in held_out.by_sink.items():
+        table.add_row(f"fitted, heads with {name}", *_cells(closed))
+    table.add_row("energy explained by fitted, median head", f"{held_out.explained:.3f}", "")
+    return table
+
+
+def _cells(closed: Closed) -> tuple[str, str]:
+    return f"{closed.value:.3f}", f"{closed.low:.3f} to {closed.high:.3f}"

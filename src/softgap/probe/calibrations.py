@@ -1,0 +1,161 @@
+"""Calibrations on disk: parameters of mechanisms, fitted to one model, found by that model's fingerprint.
+
+A calibration is one safetensors file. Its tensors are named ``mechanism.parameter``, each ``[layer, head, ...]``; its
+metadata block holds one JSON document with the model's fingerprint and how the parameters came about. The cache holds
+at most one calibration per fingerprint; others are given by path, as in ``fitted@my.safetensors``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from softgap.attention import Mechanism, resolve
+from softgap.errors import StoreError, UnsupportedError
+from softgap.probe.cache import cache_dir
+from softgap.probe.fingerprint import model_fingerprint
+
+__all__ = [
+    "StoredCalibration",
+    "calibration_path",
+    "default_mechanisms",
+    "digest_of",
+    "equipped",
+    "load_calibration",
+    "save_calibration",
+]
+
+FORMAT = 1
+BLOCK = "softgap_calibration"
+DEFAULT_MECHANISMS = ("elu1", "uniform")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCalibration:
+    """A calibration as it was read: its tensors by ``mechanism.parameter``, its metadata, and a hash of the tensors."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+    digest: str
+
+    def equip(self, mechanism: str | Mechanism) -> Mechanism:
+        """The mechanism with the parameters that this calibration holds for it."""
+        mechanism = resolve(mechanism)
+        prefix = f"{mechanism.name}."
+        parameters = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+        missing = [name for name in mechanism.needs if name not in parameters]
+        if missing:
+            raise UnsupportedError(
+                f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
+            )
+        return replace(mechanism.with_parameters(**parameters), origin=self.digest)
+
+
+def calibration_path(fingerprint: str) -> Path:
+    """Where the calibration of the model with this fingerprint is kept.
+
+    In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
+    """
+    own = os.environ.get("SOFTGAP_CALIBRATIONS")
+    folder = Path(own).expanduser().absolute() if own else cache_dir() / "calibrations"
+    return folder / f"{fingerprint}.safetensors"
+
+
+def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
+    """Write a calibration, whole or not at all; the hash of its tensors."""
+    digest = digest_of(tensors)
+    block = json.dumps({**metadata, "format": FORMAT, "digest": digest}, sort_keys=True)
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        try:
+            save_file(contiguous, name, metadata={BLOCK: block})
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StoreError(
+            f"cannot write the calibration to '{path}' ({reason}); choose a file that you may write to"
+        ) from None
+    return digest
+
+
+def load_calibration(path: Path) -> StoredCalibration:
+    """Read a calibration and check that it is whole."""
+    if not path.is_file():
+        raise StoreError(f"there is no calibration at '{path}'; make one with 'softgap calibrate --out {path}'")
+    try:
+        with safe_open(path, framework="pt") as file:
+            block = (file.metadata() or {}).get(BLOCK)
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"'{path}' is no whole safetensors file ({error}); calibrate the model again") from None
+    if block is None:
+        raise StoreError(f"'{path}' is a safetensors file but no calibration of softgap; give another file")
+    metadata = json.loads(block)
+    if metadata.get("format", 0) > FORMAT:
+        raise StoreError(
+            f"'{path}' has calibration format {metadata['format']}, newer than {FORMAT}, which this softgap reads; "
+            "update softgap"
+        )
+    digest = digest_of(tensors)
+    if digest != metadata.get("digest"):
+        raise StoreError(f"'{path}' is damaged: its tensors do not match their hash; calibrate the model again")
+    return StoredCalibration(tensors, metadata, digest)
+
+
+def equipped(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+    """A mechanism ready for a model: by name, as ``name@file``, or itself; parameters come from its calibration."""
+    if isinstance(mechanism, str) and "@" in mechanism:
+        name, _, file = mechanism.partition("@")
+        return _of_model(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
+    found = resolve(mechanism)
+    if not found.missing:
+        return found
+    path = calibration_path(model_fingerprint(model))
+    if not path.is_file():
+        raise UnsupportedError(
+            f"mechanism '{found.name}' needs the parameters {', '.join(found.missing)}, and there is no calibration "
+            f"for this model; make one with 'softgap calibrate', or name a file as in {found.name}@FILE"
+        )
+    return _of_model(load_calibration(path), model, path).equip(found)
+
+
+def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
+    """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
+    calibrated = calibration_path(model_fingerprint(model)).is_file()
+    return (*DEFAULT_MECHANISMS, "fitted") if calibrated else DEFAULT_MECHANISMS
+
+
+def _of_model(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
+    fingerprint = model_fingerprint(model)
+    if stored.metadata.get("fingerprint") != fingerprint:
+        raise UnsupportedError(
+            f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "
+            f"({stored.metadata.get('model')}), and this one is {fingerprint}; calibrate this model"
+        )
+    return stored
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of named tensors: names, shapes, dtypes and all bytes."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        whole.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return whole.hexdigest()[:32]

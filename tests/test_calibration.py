@@ -1,0 +1,238 @@
+"""A calibration from texts to file: reproducible, resumable, found by fingerprint, refused where it does not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import softgap
+from model_examples import byte_tokenizer, tiny_llama
+from softgap.calibration import Calibration, Closed, Recipe, calibrate, fit_maps, gap_closed, whole_model
+from softgap.calibration.maps import Maps
+from softgap.calibration.texts import corpus_of
+from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration
+
+RECIPE = Recipe(features=4, steps=4)
+TOKENIZER = byte_tokenizer()
+
+
+def model(seed: int = 0) -> LlamaForCausalLM:
+    return tiny_llama(seed, max_position_embeddings=1024)
+
+
+def written(n: int = 400) -> str:
+    """Text of our own: sentences with numbers, the same on every machine."""
+    return " ".join(f"The {i}th boat left the harbour with {i * i % 97} barrels." for i in range(n))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One layer after the other, so that an interruption comes between two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+
+
+def made(path: Path | None = None, **settings: Any) -> Calibration:
+    return calibrate(model(), TOKENIZER, [written()], recipe=RECIPE, positions=256, out=path, **settings)
+
+
+def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors")
+    again = Calibration.load(tmp_path / "tiny.safetensors")
+    assert again.metadata["fingerprint"] == found.fingerprint
+    assert again.held_out == found.held_out
+    assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in found.tensors)
+    assert set(found.held_out.gap_closed) == {"fitted", "elu1", "mean_ablation", "profile"}
+    assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
+
+
+def test_every_part_finds_it_by_the_fingerprint() -> None:
+    assert default_mechanisms(model()) == ("elu1", "uniform")
+    made()
+    run = softgap.read(model(), TOKENIZER, written(8), mechanisms=["fitted", "profile", "mean_ablation", "uniform"])
+    assert run.manifest.mechanisms["fitted"] == {
+        "calibration": load_calibration(calibration_path(run.manifest.weights)).digest
+    }
+    assert np.isfinite(run.divergence).all()
+    assert default_mechanisms(model()) == ("elu1", "uniform", "fitted")
+
+
+def test_live_and_read_agree_on_a_fitted_map() -> None:
+    made()
+    live = softgap.generate(model(), TOKENIZER, written(3), 12, mechanisms=["fitted"], chat=False)
+    text = softgap.read(model(), TOKENIZER, live.prompt_text, live.completion_text, mechanisms=["fitted"])
+    n = text.divergence.shape[-1]
+    assert np.allclose(live.divergence[..., :n], text.divergence, atol=1e-5)
+
+
+def test_a_file_is_taken_by_its_path(tmp_path: Path) -> None:
+    made(tmp_path / "tiny.safetensors")
+    run = softgap.read(model(), TOKENIZER, written(8), mechanisms=[f"fitted@{tmp_path / 'tiny.safetensors'}"])
+    assert run.mechanisms == ("fitted",)
+
+
+def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "whole.safetensors")
+    calls: list[int] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Maps:
+        calls.append(kwargs["layer"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fit_maps(*args, **kwargs)
+
+    monkeypatch.setattr(whole_model, "fit_maps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "resumed.safetensors")
+    assert not (tmp_path / "resumed.safetensors").exists()
+    made(tmp_path / "resumed.safetensors")
+    assert calls == [0, 1, 1]  # the first layer was not fitted again
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "resumed.safetensors").read_bytes()
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.safetensors"
+
+    def once(*args: Any, **kwargs: Any) -> Maps:
+        if kwargs["layer"] == 1:
+            raise KeyboardInterrupt
+        return fit_maps(*args, **kwargs)
+
+    monkeypatch.setattr(whole_model, "fit_maps", once)
+    with pytest.raises(KeyboardInterrupt):
+        made(path)
+    layers: list[int] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Maps:
+        layers.append(kwargs["layer"])
+        return fit_maps(*args, **kwargs)
+
+    monkeypatch.setattr(whole_model, "fit_maps", noted)
+    calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
+    assert sorted(layers) == [0, 1]
+
+
+def test_minutes_choose_the_steps_and_record_them(tmp_path: Path) -> None:
+    found = made(tmp_path / "timed.safetensors", minutes=1e-9)
+    assert found.metadata["recipe"]["steps"] == 50  # the fewest
+
+
+def test_without_text_the_model_writes_its_own(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    found = calibrate(model(), TOKENIZER, recipe=RECIPE, positions=128, out=tmp_path / "own.safetensors")
+    assert found.metadata["text"] == "written by the model"
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_held_out_tokens_are_never_fitted_on() -> None:
+    text = written()
+    corpus = corpus_of(model(), TOKENIZER, [text], positions=256)
+    ids = TOKENIZER(text)["input_ids"]
+    reach = sum(len(part) for part in corpus.fitted)
+    assert [token for part in corpus.fitted for token in part] == ids[:reach]
+    assert reach <= len(ids) - sum(len(part) for part in corpus.held_out)
+    first = min(_places(ids, part) for part in corpus.held_out)
+    assert first >= reach
+
+
+def _places(ids: list[int], part: tuple[int, ...]) -> int:
+    return next(i for i in range(len(ids)) if tuple(ids[i : i + len(part)]) == part)
+
+
+def test_gap_closed_by_hand() -> None:
+    one, two = np.full((1, 1, 100), 0.25), np.full((1, 1, 100), 0.5)
+    found = gap_closed([one], [two], rng=np.random.default_rng(0))
+    assert found == Closed(0.5, 0.5, 0.5)
+    assert gap_closed([one], [two], range(128, 256), rng=np.random.default_rng(0)) is None
+
+
+BAD: list[tuple[Callable[[Path], object], type[Exception], str]] = [
+    (
+        lambda path: calibrate(model(), TOKENIZER, ["too short"], recipe=RECIPE, out=path),
+        ValueInputError,
+        "a calibration needs at least 2048 tokens of text, got 9; give more text, or none to use text that the model "
+        "writes itself",
+    ),
+    (
+        lambda path: calibrate(model(), TOKENIZER, [written(60)], recipe=RECIPE, positions=1024 * 2, out=path),
+        ValueInputError,
+        "positions must be at most the model's context of 1024, got 2048",
+    ),
+    (
+        lambda path: calibrate(tiny_llama(max_position_embeddings=8192), TOKENIZER, [written(60)], positions=4096),
+        ValueInputError,
+        r"calibrating up to position 4096 needs 5462 tokens of text, got \d+; .*",
+    ),
+    (
+        lambda path: calibrate(model(), TOKENIZER, [written(60)], minutes=0.0, out=path),
+        ValueInputError,
+        "minutes must be above 0, got 0; leave it out for a number of steps",
+    ),
+    (
+        lambda path: softgap.read(model(), TOKENIZER, "some text", mechanisms=["fitted"]),
+        UnsupportedError,
+        "mechanism 'fitted' needs the parameters .*, and there is no calibration for this model; make one with "
+        "'softgap calibrate', or name a file as in fitted@FILE",
+    ),
+    (
+        lambda path: softgap.read(model(), TOKENIZER, "some text", mechanisms=[f"fitted@{path}"]),
+        StoreError,
+        "there is no calibration at '.*'; make one with 'softgap calibrate --out .*'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD)
+def test_bad_input_is_one_sentence(
+    call: Callable[[Path], object], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=f"^{message}$"):
+        call(tmp_path / "out.safetensors")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_foreign_calibration_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.safetensors"
+    made(path)
+    with pytest.raises(UnsupportedError, match=r"the calibration '.*' was fitted to the model \w{32} .*, and this one"):
+        softgap.read(model(seed=1), TOKENIZER, "some text", mechanisms=[f"fitted@{path}"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "other"])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.safetensors"
+    made(path)
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[-5] ^= 0xFF
+        path.write_bytes(content)
+    else:
+        from safetensors.torch import save_file
+
+        save_file({"x": torch.zeros(2)}, path)
+    expected = {
+        "cut": "is no whole safetensors file",
+        "flip": "is damaged: its tensors do not match their hash",
+        "other": "is a safetensors file but no calibration of softgap",
+    }
+    with pytest.raises(StoreError, match=expected[damage]):
+        Calibration.load(path)

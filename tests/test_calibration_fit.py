@@ -1,0 +1,160 @@
+"""The fit of one layer: what it must find again, what it must leave alone, and what it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from softgap.attention import attend, attention_weights, compare_outputs, mechanisms
+from softgap.attention.mechanism import Mechanism
+from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.maps import Maps, landmark_maps, log_weights, softmax_scores, weights_kl
+from softgap.calibration.rows import LayerText, RowPlan, sample_rows
+from softgap.errors import ValueInputError
+
+DIM, LENGTH, HEADS, KV_HEADS = 8, 320, 4, 2
+SCALE = DIM**-0.5
+PLAN = RowPlan(blocks=2, rows=32, near=64, far=64)
+
+
+def random_text(seed: int, *, query_norm: float = 1.0, key_norm: float = 1.0) -> LayerText:
+    rng = np.random.default_rng(seed)
+    query = query_norm * rng.standard_normal((HEADS, LENGTH, DIM))
+    key = key_norm * rng.standard_normal((KV_HEADS, LENGTH, DIM))
+    return LayerText(torch.from_numpy(query).float(), torch.from_numpy(key).float())
+
+
+def as_mechanism(maps: Maps) -> Mechanism:
+    return mechanisms()["fitted"].with_parameters(**maps.parameters())
+
+
+def output(mechanism: str | Mechanism, text: LayerText, seed: int = 9) -> torch.Tensor:
+    value = torch.from_numpy(np.random.default_rng(seed).standard_normal((1, KV_HEADS, LENGTH, DIM))).float()
+    return attend(mechanism, text.query[None], text.key[None], value, scale=SCALE).output
+
+
+def mean_divergence(a: str | Mechanism, b: str | Mechanism, text: LayerText) -> float:
+    return float(compare_outputs(output(a, text), output(b, text)).divergence[..., 64:].mean())
+
+
+def teacher(seed: int, features: int = 4) -> Maps:
+    rng = np.random.default_rng(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape)).float()
+
+    return Maps(
+        query_weight=0.7 * drawn(KV_HEADS, HEADS // KV_HEADS, features, DIM),
+        query_bias=drawn(KV_HEADS, HEADS // KV_HEADS, features),
+        key_weight=0.7 * drawn(KV_HEADS, features, DIM),
+        key_bias=drawn(KV_HEADS, features),
+        log_rate=torch.linspace(-7, -2, features).repeat(KV_HEADS, 1),
+    )
+
+
+def test_a_head_that_is_linear_attention_is_found_again() -> None:
+    texts, truth = [random_text(seed) for seed in range(4)], teacher(5)
+    recipe = Recipe(features=16, steps=800, learning_rate=0.03, rows=PLAN)
+    found = fit_maps(texts, recipe, scale=SCALE, wanted=lambda rows: log_weights(truth, rows))
+    held_out = random_text(100)
+    assert mean_divergence(as_mechanism(truth), as_mechanism(found), held_out) < 1e-3
+    assert mean_divergence(as_mechanism(truth), "uniform", held_out) > 0.05
+
+
+def test_a_uniform_head_stays_uniform() -> None:
+    texts = [random_text(seed, query_norm=0.0) for seed in range(2)]
+    found = fit_maps(texts, Recipe(features=8, steps=60, rows=PLAN), scale=SCALE)
+    assert mean_divergence(as_mechanism(found), "uniform", random_text(50, query_norm=0.0)) < 1e-4
+
+
+def test_a_head_that_looks_up_one_random_token_stays_unfitted() -> None:
+    def lookup(seed: int) -> LayerText:
+        rng = np.random.default_rng(seed)
+        text = random_text(seed, key_norm=3.0)
+        # Every query is the key of one earlier token, ten times as long: softmax looks that token up.
+        at = torch.from_numpy(rng.integers(0, np.arange(1, LENGTH + 1)))
+        query = 10 * text.key[:, at].repeat_interleave(HEADS // KV_HEADS, dim=0)
+        return LayerText(query, text.key)
+
+    texts = [lookup(seed) for seed in range(3)]
+    found = fit_maps(texts, Recipe(features=4, steps=200, rows=PLAN), scale=SCALE)
+    held_out = lookup(60)
+    left = mean_divergence("softmax", as_mechanism(found), held_out)
+    assert left > 0.5 * mean_divergence("softmax", "uniform", held_out)
+
+
+def test_fitting_brings_the_weights_nearer_to_softmax() -> None:
+    texts = [random_text(seed, query_norm=2.0, key_norm=2.0) for seed in range(3)]
+    seen: list[float] = []
+    fit_maps(texts, Recipe(features=32, steps=150, rows=PLAN), scale=SCALE, report=lambda _, kl: seen.append(kl))
+    assert len(seen) == 150
+    assert np.mean(seen[-20:]) < 0.7 * np.mean(seen[:20])
+
+
+def test_the_same_seed_gives_the_same_map_and_another_seed_another() -> None:
+    texts = [random_text(1)]
+
+    def fitted(seed: int, layer: int = 0) -> torch.Tensor:
+        return fit_maps(texts, Recipe(features=4, steps=5, seed=seed, rows=PLAN), scale=SCALE, layer=layer).key_weight
+
+    assert torch.equal(fitted(0), fitted(0))
+    assert not torch.equal(fitted(0), fitted(1))
+    assert not torch.equal(fitted(0), fitted(0, layer=1))
+
+
+def test_the_weights_of_the_fit_are_those_of_the_mechanism() -> None:
+    text, maps = random_text(4), teacher(6)
+    rows = sample_rows([text], RowPlan(blocks=1, rows=LENGTH, near=0, far=1, start=0), rng=np.random.default_rng(0))
+    assert bool((rows.from_middle[0] == torch.arange(LENGTH) - (LENGTH - 1) / 2).all())
+    prior = torch.zeros(()).masked_fill(~rows.seen[0], -torch.inf)
+    found = torch.softmax(log_weights(maps, rows)[0] + prior, dim=-1)[..., -LENGTH:].flatten(0, 1)
+    truth = attention_weights(as_mechanism(maps), text.query[None], text.key[None], scale=SCALE)[0]
+    assert torch.allclose(found, truth, atol=1e-5)
+
+
+def test_sampled_keys_estimate_the_loss_over_all_keys() -> None:
+    """Over many draws the loss with a sample of far keys is near the loss over all of them."""
+    texts, maps = [random_text(3, query_norm=2.0)], None
+    maps = landmark_maps(texts, 16, SCALE, rng=np.random.default_rng(0))
+
+    def loss(plan: RowPlan) -> float:
+        rng = np.random.default_rng(1)
+        drawn = [sample_rows(texts, plan, rng=rng) for _ in range(150)]
+        return float(
+            np.mean([weights_kl(softmax_scores(r, SCALE), log_weights(maps, r), r).mean().item() for r in drawn])
+        )
+
+    everything = RowPlan(blocks=1, rows=8, near=LENGTH, far=1)
+    sample = RowPlan(blocks=1, rows=8, near=32, far=64)
+    assert loss(sample) == pytest.approx(loss(everything), rel=0.1)
+
+
+def test_keys_behind_a_window_are_not_seen() -> None:
+    rows = sample_rows([random_text(2)], PLAN, window=10, rng=np.random.default_rng(0))
+    distance = rows.from_middle[:, :, None] - rows.key_from_middle[:, None, :]
+    assert bool(((distance >= 0) & (distance < 10))[rows.seen].all())
+    assert rows.seen.sum(dim=-1).max() <= 10
+
+
+def test_each_key_is_drawn_once_and_counts_add_up() -> None:
+    """The counts of the keys that the last row of a block sees add up to its position, itself included."""
+    rows = sample_rows([random_text(2)], RowPlan(blocks=8, rows=4, near=20, far=30), rng=np.random.default_rng(3))
+    seen = rows.seen[:, -1]
+    counted = (rows.log_count.exp() * seen).sum(dim=-1)
+    position = -rows.key_from_middle.amin(dim=-1) + rows.from_middle[:, -1]
+    assert torch.allclose(counted, position + 1, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"features": 1}, "features must be at least 2, got 1; 128 is usual"),
+        ({"steps": 0}, "steps must be at least 1, got 0; 600 is usual"),
+    ],
+)
+def test_a_recipe_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueInputError, match=message):
+        Recipe(**settings)
