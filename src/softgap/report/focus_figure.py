@@ -46,7 +46,7 @@ def draw_focus(found: FocusFindings) -> Figure:
         axes[1, 1].plot(found.lengths, curve, label=f"λ = {decay:g}")
     axes[1, 1].set(title="decay", xlabel="n, number of keys", xscale="log", yscale="log")
     _draw_road(axes[1, 2], found.road)
-    for place in axes.flat:
+    for place in axes.flat[:-1]:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
         place.set_ylabel("S (small is focused)")
@@ -66,7 +66,7 @@ def draw_focus_in_model(found: ModelFocus) -> Figure:
     _draw_placement(axes[1, 1], found)
     _draw_floor(axes[1, 2], found)
     _draw_road(axes[1, 3], found.road)
-    for place in (axes[0, 0], axes[0, 3], axes[1, 0], axes[1, 3]):
+    for place in (axes[0, 0], axes[0, 3], axes[1, 0]):
         place.legend(fontsize=7, frameon=False)
     name = found.settings.get("model", "a model")
     figure.suptitle(f"Focus in the heads of {name}, {found.settings['tokens']} tokens")
@@ -105,6 +105,8 @@ def _draw_road(axes: Axes, road: Sequence[Milestone]) -> None:
         axes.plot(features, [stop.sparsity for stop in stops], "s:", color=colour, label=f"{label}: S")
     axes.axhline(road[-1].sparsity, color=_COLOURS[-1], linestyle="--", label="S of softmax")
     axes.set(title="more features", xlabel="features", xscale="log", yscale="log")
+    # Below the panel: its lines cross all of it.
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def _draw_predictions(axes: Axes, found: ModelFocus) -> None:

@@ -73,9 +73,12 @@ def _draw_prefixes(axes: Axes, lab: Injectivity) -> None:
     axes.semilogy(keys, np.maximum(error, _SMALLEST), "o", color=_COOL, label="error of the recovered query")
     axes.axvline(int(lab.settings["dim"]) + 0.5, color=_INK, linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
+    shown = sorted({int(keys[0]), int(lab.settings["dim"]), *(int(n) for n in keys if n >= 2 * lab.settings["dim"])})
+    axes.set_xticks(shown, [str(n) for n in shown])
+    axes.minorticks_off()
     axes.set_xlabel("keys")
     axes.set_title("softmax: it collides up to d keys (dotted), inverts beyond", fontsize="small")
-    axes.legend(fontsize="x-small", frameon=False)
+    axes.legend(fontsize="x-small", frameon=False, loc="center right")
 
 
 def _draw_searches(axes: Axes, lab: Injectivity) -> None:

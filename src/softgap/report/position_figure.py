@@ -21,7 +21,7 @@ _COLOURS = ("#0f766e", "#c2410c", "#7c3aed", "#444444")
 
 def draw_position(lab: Position) -> Figure:
     """Mean divergence by position on the left, the first mechanism's heads in the middle, shares on the right."""
-    figure = new_figure(14, 4.8)
+    figure = new_figure(14, 5.6)
     profile, heads, shares = figure.subplots(1, 3)
     _draw_profiles(profile, lab)
     _draw_heads(heads, lab)
@@ -34,16 +34,25 @@ def draw_position(lab: Position) -> Figure:
 def _draw_profiles(axes: Axes, lab: Position) -> None:
     first = lab.trends[0].mechanism
     edges = np.unique(np.geomspace(lab.positions[0], lab.positions[-1] + 1, 24).astype(int))
-    for name, values in lab.profiles.items():
+    from matplotlib import colormaps
+
+    shades = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    for place, (name, values) in enumerate(lab.profiles.items()):
         bins = np.digitize(lab.positions, edges)
         used = np.unique(bins)
         x = [lab.positions[bins == b].mean() for b in used]
         strong = name in (first, "uniform", "exchangeable values")
         style = "--" if name == "uniform" else ":" if name == "exchangeable values" else "-"
         y = [values[bins == b].mean() for b in used]
-        axes.plot(x, y, style, label=name, linewidth=2.0 if strong else 0.7, zorder=3 if strong else 1)
+        width = 2.2 if strong else 0.9
+        axes.plot(x, y, style, label=name, linewidth=width, zorder=3 if strong else 1, color=shades[place % 20])
     axes.set(xscale="log", xlabel="position", ylabel="divergence, mean over heads")
-    axes.legend(fontsize=6, frameon=False, ncols=2)
+    _legend_below(axes, 4)
+
+
+def _legend_below(axes: Axes, columns: int) -> None:
+    """Under the panel, where no line or bar runs through it."""
+    axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns)
 
 
 def _draw_heads(axes: Axes, lab: Position) -> None:
@@ -57,7 +66,8 @@ def _draw_heads(axes: Axes, lab: Position) -> None:
     axes.plot(place, trend.slopes.value.ravel()[order], color="black", linewidth=1.2, label="all")
     axes.set(xlabel="heads, by slope", ylabel="slope per doubling of position")
     axes.set_title(f"{trend.mechanism}: every head's trend and its terms", fontsize="small")
-    axes.legend(fontsize="x-small", frameon=False)
+    axes.locator_params(axis="x", integer=True)
+    _legend_below(axes, 3)
 
 
 def _draw_shares(axes: Axes, lab: Position) -> None:
@@ -71,4 +81,4 @@ def _draw_shares(axes: Axes, lab: Position) -> None:
     axes.set_yticks(place + 0.4, [trend.mechanism for trend in lab.trends], fontsize="x-small")
     axes.axvline(0, color="#444444", linewidth=0.6)
     axes.set_xlabel("share of the trend, over heads that have one")
-    axes.legend(fontsize="x-small", frameon=False)
+    _legend_below(axes, 4)
