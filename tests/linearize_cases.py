@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probe_cases import ids_of, row
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.reference import reference_attention
+from softgap.probe.layout import attention_layers
 from softgap.probe.support import attention_registries
 from softgap.probe.tap import AttentionCall, tapped
 
@@ -25,6 +27,17 @@ Swaps = Sequence[tuple[Heads, Mechanism]]
 DOUBLE = 1e-9
 # Two computations of one model in float32.
 SINGLE = 1e-4
+
+
+WINDOW: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 5}}
+IDS = row(ids_of(13))
+PAIR = [(0, 1), (1, 0), (1, 1), (1, 3)]  # of 4 heads in 2 KV groups: in layer 1 two of one group and one of the other
+
+
+def some_heads(model: Any) -> list[tuple[int, int]]:
+    """One head of the first layer, and all but one of the last: more of one KV group than of another."""
+    first, last = attention_layers(model)[0], attention_layers(model)[-1]
+    return [(first.number, 1), *((last.number, head) for head in range(last.heads) if head != 1)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Swapped heads compute what a reference in float64 says, in forwards and with every cache; the others do not move."""
+"""Swapped heads compute what a reference in float64 says, and the others do not move."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from torch import Tensor
 import softgap
 from linearize_cases import (
     DOUBLE,
+    IDS,
+    PAIR,
     SINGLE,
+    WINDOW,
     apart,
     calls_of,
     edited,
     logits_of,
     ready_for,
+    some_heads,
     with_random_parameters,
 )
-from probe_cases import ids_of, row, tiny_with, written
+from probe_cases import tiny_with, written
 from softgap.attention import attend
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_group, heads_of_layer, swap
@@ -35,17 +39,15 @@ MECHANISMS = """softmax elu1 relu hedgehog favor:features=16 taylor2 polynomial 
 top_k:k=3 relu2_scores zero self_token previous_token first_token""".split()  # noqa: SIM905
 # Its attention is more than softmax of the scores: softcaps, sinks.
 NOT_PLAIN = {"gemma2", "gpt_oss", "doge"}
+UNBUILT = {"gemma3n", "gemma4_assistant", "reformer"}  # as in test_support.py
+REFUSED = {
+    "blt": "its positions are not tokens",
+    "diffllama": "shares its module",
+    "git": "computes attention in code of its own",
+    "hrm_text": "shares its module",
+}
 # Products of experts exist in float32 and below only.
 EXPERTS = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_next", "jamba"}
-WINDOW: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 5}}
-IDS = row(ids_of(13))
-PAIR = [(0, 1), (1, 0), (1, 1), (1, 3)]  # of 4 heads in 2 KV groups: in layer 1 two of one group and one of the other
-
-
-def some_heads(model: Any) -> list[tuple[int, int]]:
-    """One head of the first layer, and all but one of the last: more of one KV group than of another."""
-    first, last = attention_layers(model)[0], attention_layers(model)[-1]
-    return [(first.number, 1), *((last.number, head) for head in range(last.heads) if head != 1)]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -160,158 +162,24 @@ def test_softmax_is_no_change(model_type: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # gpt_bigcode
 @pytest.mark.parametrize("model_type", causal_types())
 def test_softmax_is_no_change_at_the_seam_of_any_type(model_type: str) -> None:
-    if model_type in ("gemma3n", "gemma4_assistant", "reformer") or not goes_through_registry(model_type):
+    if model_type in UNBUILT or not goes_through_registry(model_type):
         pytest.skip("not built, or outside the registry")
     model = tiny_model(model_type, attn=attention_names(model_type)[-1])
-    try:
-        layers = attention_layers(model)
-        # One layer at a time, so that nothing adds up.
-        for layer in layers:
-            with swap(model, heads_of_layer(model, layer.number), "softmax"):
-                swapped = calls_of(model, IDS)[layer.index]
-            own = calls_of(model, IDS)[layer.index]
-            if any(own.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-                continue
-            assert apart(swapped.output, own.output) < SINGLE
-    except SoftgapError as refused:
-        assert any(word in str(refused) for word in ("shares its module", "positions are not tokens", "implementation"))  # noqa: PT017
-
-
-GENERATED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("llama", "sdpa", {}, {}),
-    ("llama", "eager", {}, {}),
-    ("llama", "sdpa", {"num_key_value_heads": 1}, {}),
-    ("llama", "sdpa", {"num_key_value_heads": 4}, {}),
-    ("llama", "sdpa", {}, {"cache_implementation": "static"}),
-    ("llama", "eager", {}, {"cache_implementation": "static"}),
-    ("llama", "sdpa", {}, {"prefill_chunk_size": 4}),
-    ("llama", "sdpa", {}, {"use_cache": False}),
-    ("mistral", "sdpa", {"sliding_window": 5}, {}),
-    ("mistral", "eager", {"sliding_window": 5}, {}),
-    ("mistral", "sdpa", {"sliding_window": 5}, {"cache_implementation": "static"}),
-    ("gemma3_text", "sdpa", {}, {}),
-    ("gpt2", "sdpa", {}, {}),
-    ("deepseek_v3", "sdpa", {}, {}),
-    ("qwen3_next", "sdpa", {}, {}),
-]
-
-
-@pytest.mark.parametrize("name", ["elu1", "decay:lam=0.8", "top_k:k=3", "cosformer", "previous_token"])
-@pytest.mark.parametrize(("model_type", "attn", "changes", "settings"), GENERATED, ids=str)
-def test_a_generation_is_its_text_read(
-    model_type: str, attn: str, changes: dict[str, Any], settings: dict[str, Any], name: str
-) -> None:
-    model = tiny_with(model_type, attn=attn, **changes)
-    new = 20  # more than any window of the tiny models
-    with swap(model, some_heads(model), name):
-        result = model.generate(
-            IDS,
-            attention_mask=torch.ones_like(IDS),
-            max_new_tokens=new,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **settings,
-        )
-        read = logits_of(model, result.sequences[:, :-1])
-    generated = torch.stack(result.logits, dim=1)
-    assert apart(generated, read[:, -new:]) < SINGLE
-    assert apart(generated, logits_of(model, result.sequences[:, :-1])[:, -new:]) > 1e-3
-
-
-def test_a_calibrated_mechanism_in_a_generation() -> None:
-    model = tiny_with("llama")
-    for mechanism in (with_random_parameters(name, 2, 4, 2, 16, 16) for name in ("fitted", "profile", "mean_ablation")):
-        with swap(model, PAIR, mechanism):
-            result = model.generate(
-                IDS,
-                attention_mask=torch.ones_like(IDS),
-                max_new_tokens=12,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            read = logits_of(model, result.sequences[:, :-1])
-        assert apart(torch.stack(result.logits, dim=1), read[:, -12:]) < SINGLE
-
-
-def padded(short: Tensor, long: Tensor) -> tuple[Tensor, Tensor]:
-    """Two texts as one left-padded batch, and its mask."""
-    missing = long.shape[1] - short.shape[1]
-    hidden = torch.zeros(1, missing, dtype=torch.long)
-    mask = torch.cat([torch.ones_like(long), torch.cat([hidden, torch.ones_like(short)], dim=1)])
-    return torch.cat([long, torch.cat([hidden, short], dim=1)]), mask
-
-
-@pytest.mark.parametrize("positions", [None, range(4, 16)], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
-@pytest.mark.parametrize("name", ["elu1", "decay:lam=0.8", "first_token"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_rows_of_a_padded_batch_are_those_of_each_text_alone(
-    model_type: str, name: str, settings: dict[str, Any], positions: range | None
-) -> None:
-    model = tiny_with(model_type, **WINDOW.get(model_type, {}))
-    short = row(ids_of(6, seed=3))
-    batch, mask = padded(short, IDS)
-    with swap(model, PAIR, name, positions=positions):
-        result = model.generate(
-            batch,
-            attention_mask=mask,
-            max_new_tokens=8,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **settings,
-        )
-        generated = torch.stack(result.logits, dim=1)
-        for index, text in enumerate((IDS, short)):
-            alone = torch.cat([text, result.sequences[index : index + 1, 13:-1]], dim=1)
-            assert apart(generated[index], logits_of(model, alone)[0, -8:]) < SINGLE
-
-
-def test_a_padded_forward_without_position_ids_counts_positions_by_its_mask() -> None:
-    model = tiny_with("opt")  # finds its own positions by the mask
-    short = row(ids_of(6, seed=3))
-    batch, mask = padded(short, IDS)
-    with swap(model, PAIR, "uniform", positions=(2, 5)):
-        found = logits_of(model, batch, attention_mask=mask)
-        for index, text in enumerate((IDS, short)):
-            assert apart(found[index, -text.shape[1] :], logits_of(model, text)[0]) < SINGLE
-    assert apart(found[1, -6:], logits_of(model, short)[0]) > 1e-3
-
-
-@pytest.mark.parametrize("positions", [range(4, 7), (4, 7), (12, 40)], ids=str)
-def test_some_positions_only(positions: range | tuple[int, int]) -> None:
-    model = tiny_with("llama", dtype=torch.float64)
-    inside = range(*positions) if isinstance(positions, tuple) else positions
-    with edited(model, [(PAIR, ready_for(model, "elu1"))], lambda t: t in inside):
-        truth = logits_of(model, IDS)
-    plain = logits_of(model, IDS)
-    with swap(model, PAIR, "elu1", positions=positions):
-        found = logits_of(model, IDS)
-    assert apart(found, truth) < DOUBLE
-    assert torch.equal(found[:, : inside.start], plain[:, : inside.start])
-    assert all(apart(found[:, t], plain[:, t]) > 1e-4 for t in range(inside.start, 13))
-
-
-@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt2"])
-def test_some_steps_of_a_generation(model_type: str, settings: dict[str, Any]) -> None:
-    model = tiny_with(model_type)
-    span = range(13 - 1 + 3, 13 - 1 + 6)  # steps 3, 4 and 5
-    with swap(model, PAIR, "uniform", positions=span):
-        result = model.generate(
-            IDS,
-            attention_mask=torch.ones_like(IDS),
-            max_new_tokens=10,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **settings,
-        )
-        read = logits_of(model, result.sequences[:, :-1])
-    generated = torch.stack(result.logits, dim=1)
-    plain = logits_of(model, result.sequences[:, :-1])[:, -10:]
-    assert apart(generated, read[:, -10:]) < SINGLE
-    assert [bool(apart(generated[:, i], plain[:, i]) > 1e-3) for i in range(10)][:6] == [False] * 3 + [True] * 3
+    if model_type in REFUSED:
+        with pytest.raises(SoftgapError, match=REFUSED[model_type]):
+            heads_of_layer(model, 0)
+        return
+    # One layer at a time, so that nothing adds up.
+    for layer in attention_layers(model):
+        with swap(model, heads_of_layer(model, layer.number), "softmax"):
+            swapped = calls_of(model, IDS)[layer.index]
+        own = calls_of(model, IDS)[layer.index]
+        if any(own.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+            continue
+        assert apart(swapped.output, own.output) < SINGLE
 
 
 def test_nested_swaps_and_where_they_meet() -> None:
@@ -346,7 +214,9 @@ def test_the_arithmetic_is_float32_under_autocast() -> None:
         call = calls_of(model, IDS)[0]
     assert (call.query.dtype, call.value.dtype, call.output.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     found = attend("elu1", call.query, call.key, call.value, scale=call.scale).output.transpose(1, 2)
-    assert apart(call.output[:, :, 1], found[:, :, 1].to(call.output.dtype)) <= torch.finfo(torch.bfloat16).eps
+    # Rounded once, at the end, nearly every number is the same; rounded on the way, every other one is.
+    same = call.output[:, :, 1] == found[:, :, 1].to(torch.bfloat16)
+    assert float(same.float().mean()) > 0.98
 
 
 @pytest.mark.parametrize("name", ["softmax", "uniform", "top_k:k=3", "taylor2", "relu", "hedgehog", "favor", "decay"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         report,
         signal,
         stats,
+        theory,
         trajectories,
     )
     from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
@@ -60,6 +61,7 @@ __all__ = [
     "report",
     "signal",
     "stats",
+    "theory",
     "trajectories",
 ]
 
@@ -73,6 +75,7 @@ _ROOMS = (
     "report",
     "signal",
     "stats",
+    "theory",
     "trajectories",
 )
 _NAMES_BY_ROOM = {

@@ -12,7 +12,14 @@ from softgap.errors import unknown_name
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
 from softgap.signal.residuals import fewest_steps
 
-__all__ = ["Cut"]
+__all__ = ["CONTROL", "Cut"]
+
+CONTROL = "control"
+"""The transform that subtracts, step by step, the same quantity of the mechanism `uniform`.
+
+It takes away what the position lab finds behind the trend (the running mean of values and the concentration of
+softmax) and leaves what the mechanism itself adds.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class Cut:
     segment: str
 
     def __post_init__(self) -> None:
-        if self.transform not in TRANSFORMS:
-            raise unknown_name("transform", self.transform, TRANSFORMS)
+        if self.transform not in (*TRANSFORMS, CONTROL):
+            raise unknown_name("transform", self.transform, (*TRANSFORMS, CONTROL))
         if self.segment not in SEGMENTS:
             raise unknown_name("segment", self.segment, SEGMENTS)
 
@@ -33,11 +40,16 @@ class Cut:
         """Whether all samples of a study are needed at once."""
         return self.transform == "residual"
 
+    @property
+    def _own(self) -> str:
+        # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
+        return "raw" if self.transform == CONTROL else self.transform
+
     def length(self, steps: int) -> int:
         """Steps that are left of so many; 0 where they are too few for the transform or the segment."""
         if self.fits_a_trend and steps < fewest_steps():
             return 0
-        left = max(0, steps - steps_lost(self.transform))
+        left = max(0, steps - steps_lost(self._own))
         if left < 3:
             return left if self.segment == "full" else 0
         part = segment_slice(left, self.segment)
@@ -50,5 +62,5 @@ class Cut:
         if self.fits_a_trend:
             changed: Sequence[np.ndarray] = residuals(series, positions).series
         else:
-            changed = [apply_transform(x, self.transform) for x in series]
+            changed = [apply_transform(x, self._own) for x in series]
         return [x[..., segment_slice(x.shape[-1], self.segment)] for x in changed]

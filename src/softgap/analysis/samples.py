@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int
 
-from softgap.analysis.cuts import Cut
+from softgap.analysis.cuts import CONTROL, Cut
 from softgap.analysis.settings import Settings
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
 from softgap.trajectories import Trajectories
 
 __all__ = ["Sample", "Samples", "samples_of", "transformed"]
+
+_CONTROLLER = "uniform"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,8 @@ class Sample:
 class Samples:
     """A study's samples, readable again and again, with the places of their heads.
 
-    ``positions`` are those of every sample's steps, ``used`` says which samples are long enough for one window.
+    ``positions`` are those of every sample's steps, ``used`` says which samples are long enough for one window, and
+    ``control`` is the mechanism that is subtracted, if any.
     """
 
     runs: Iterable[Trajectories]
@@ -39,6 +42,8 @@ class Samples:
     kv_group: Int[np.ndarray, "layer head"]
     positions: tuple[Int[np.ndarray, " step"], ...]
     used: tuple[bool, ...]
+    mechanisms: tuple[str, ...]
+    control: str | None = None
 
     @property
     def n_heads(self) -> int:
@@ -49,10 +54,21 @@ class Samples:
         """The positions of the used samples."""
         return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
 
+    def controlled(self) -> Samples:
+        """The same with the control subtracted."""
+        if _CONTROLLER not in self.mechanisms or self.mechanism == _CONTROLLER:
+            raise ValueInputError(
+                f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "
+                f"'{self.mechanism}' of {', '.join(self.mechanisms)}; measure both or use transform 'residual'"
+            )
+        return replace(self, control=_CONTROLLER)
+
     def __iter__(self) -> Iterator[Sample]:
         for run in self.runs:
             values = run.quantities[self.quantity][run.mechanisms.index(self.mechanism)]
             series = values[self.real].astype(np.float64)
+            if self.control is not None:
+                series -= run.quantities[self.quantity][run.mechanisms.index(self.control)][self.real]
             bad = ~np.isfinite(series)
             if bad.any():
                 head, step = (int(i) for i in np.argwhere(bad)[0])
@@ -94,11 +110,18 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
             "steps; use longer runs or a lower order"
         )
     real = first.kv_group >= 0
-    return Samples(runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used)
+    found = Samples(
+        runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
+    )
+    if settings.transform == CONTROL:
+        found.controlled()  # refused before anything is read
+    return found
 
 
 def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
     """The series of some heads after the cut, one used sample after the other."""
+    if cut.transform == CONTROL:
+        samples = samples.controlled()
     chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
     kept = ((sample.series[heads], sample.positions) for sample in chosen)
     if cut.fits_a_trend:

@@ -10,6 +10,7 @@ from softgap.cli import _output
 from softgap.cli.analyze import analyze_command
 from softgap.cli.calibrate import calibrate_command
 from softgap.cli.doctor import doctor_command
+from softgap.cli.lab import lab
 from softgap.cli.mechanisms import mechanisms_command
 from softgap.cli.models import models_command
 from softgap.cli.read import read_command
@@ -30,6 +31,7 @@ app.command("calibrate", epilog="Example: softgap calibrate --text book.txt --mi
 app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)
 app.command("models", epilog="Example: softgap models --json")(models_command)
 app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)
+app.add_typer(lab)
 
 
 def _show_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ def analyze_command(
         str | None, typer.Option(help="Which of the study's mechanisms; its first by default.", show_default=False)
     ] = None,
     quantity: Annotated[str, typer.Option(help="divergence, relative_l2 or norm_ratio.")] = "divergence",
-    transform: Annotated[str, typer.Option(help="raw, diff, diff2, diff3 or residual.")] = "diff",
+    transform: Annotated[str, typer.Option(help="raw, diff, diff2, diff3, residual or control.")] = "diff",
     order: Annotated[int, typer.Option(help="Values in a pattern, 2 to 8.")] = 3,
     delay: Annotated[int, typer.Option(help="Steps between the values of a pattern.")] = 1,
     segment: Annotated[str, typer.Option(help="full, early, mid or late.")] = "full",

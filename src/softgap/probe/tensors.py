@@ -32,10 +32,10 @@ class LayerTensors:
         Its number in the order of the calls.
     scale
         The model's scaling.
-    softcap
-        Bound of its scores, where it has one.
     visible
         Which keys each query sees.
+    softcap
+        Bound of its scores, where it has one.
     """
 
     layer: int
@@ -44,8 +44,8 @@ class LayerTensors:
     value: Float[Tensor, "kv_head key value_dim"]
     output: Float[Tensor, "head query value_dim"]
     scale: float
-    softcap: float | None
     visible: Visible
+    softcap: float | None = None
 
 
 def visit_layers(
@@ -64,7 +64,7 @@ def visit_layers(
         q, k, v = (x.detach()[0].float() for x in (call.query, call.key, call.value))
         output = call.output.detach()[0].transpose(0, 1).float()
         found.append(
-            visit(LayerTensors(len(found), q, k, v, output, call.scale, call.options.get("softcap"), sets.of(call)))
+            visit(LayerTensors(len(found), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
         )
 
     with torch.inference_mode(), tapped(model, listen):

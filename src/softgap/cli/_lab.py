@@ -1,0 +1,114 @@
+"""The outcome of a lab: a verdict for each claim, its figure, and both on disk with --out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from softgap.cli import _output
+from softgap.errors import StoreError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory import Claim
+
+__all__ = ["LabOut", "LabResult", "LabText", "LabTokens", "model_and_text", "present_lab", "reading_model"]
+
+_STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
+
+LabOut = Annotated[
+    str | None,
+    typer.Option("--out", help="Folder for result.json and figure.svg; without it none is saved.", show_default=False),
+]
+LabText = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        help="A text file for the model, or - for standard input; a built-in page by default. Without --model the "
+        "embedded model reads it.",
+        show_default=False,
+    ),
+]
+LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: read no more than so many tokens.")]
+
+
+class LabResult(Protocol):
+    """What every lab returns."""
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        """Its verdicts."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values, the settings included."""
+        ...
+
+
+def reading_model(model: str | None, text: str | None) -> str | None:
+    """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
+    return "smollm2-135m" if model is None and text is not None else model
+
+
+def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequence[str] | None) -> tuple[Any, list[int]]:
+    """The model and the token ids that it reads; what is wrong with text or mechanisms is said before it is loaded."""
+    import torch
+
+    from softgap.attention import resolve
+    from softgap.cli._texts import given_text, plain_text
+    from softgap.probe import load_model
+    from softgap.probe.capture import prompt_ids
+    from softgap.theory.passage import PASSAGE
+
+    page = PASSAGE if text is None else plain_text(*given_text(text))
+    for wanted in mechanisms or ():
+        resolve(wanted).site(torch.arange(1), torch.float32)
+    model, tokenizer = load_model(name)
+    return model, prompt_ids(tokenizer, page, chat=False)[:tokens]
+
+
+def present_lab(result: LabResult, draw: Callable[[], Figure], *, title: str, out: str | None, as_json: bool) -> None:
+    """Print the verdicts, or the result as JSON; save result and figure where a folder was given."""
+    if as_json:
+        _output.write_json(result.to_json())
+    else:
+        _show(_output.console(), result.claims, title)
+    if out is not None:
+        _save(result, draw, Path(out))
+        if not as_json:
+            _output.console().print(f"saved {out}", soft_wrap=True)
+
+
+def _show(console: Console, claims: Sequence[Claim], title: str) -> None:
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("claim", overflow="fold", ratio=3)
+    table.add_column("verdict", overflow="fold", ratio=2)
+    table.add_column("numbers", overflow="fold", ratio=3)
+    for claim in claims:
+        verdict = Text(claim.verdict, _STYLES[claim.verdict])
+        if claim.condition:
+            verdict.append(f" {claim.condition}" if claim.verdict == "holds only when" else f" ({claim.condition})", "")
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in claim.numbers.items())
+        table.add_row(f"{claim.statement} [{claim.source}]", verdict, numbers)
+    console.print(table)
+
+
+def _save(result: LabResult, draw: Callable[[], Figure], folder: Path) -> None:
+    from softgap.report import save_figure
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / ".result.json.partial"
+        partial.write_text(json.dumps(_output.finite(result.to_json()), indent=2, allow_nan=False) + "\n")
+        partial.replace(folder / "result.json")
+    except OSError as error:
+        raise StoreError(f"cannot write to '{folder}': {error.strerror or error}; choose another folder") from error
+    save_figure(draw(), folder / "figure.svg")

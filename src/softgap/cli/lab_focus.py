@@ -1,0 +1,140 @@
+"""`softgap lab focus`: how sparse attention weights can be, in closed form and in every head of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from softgap.cli import _output
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
+from softgap.cli._options import Json, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory.focus.model import ModelFocus
+    from softgap.theory.focus.synthetic import FocusFindings
+
+__all__ = ["focus_command"]
+
+
+def focus_command(
+    model: Model = None,
+    text: LabText = None,
+    tokens: LabTokens = 512,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare with softmax; may be repeated. Default: every mechanism with weights.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Annotated[int, typer.Option(help="Without --model: number of keys.")] = 512,
+    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries and keys.")] = 64,
+    draws: Annotated[int, typer.Option(help="Without --model: simulated rows per check.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Of simulations and intervals.")] = 0,
+    out: LabOut = None,
+    as_json: Json = False,
+) -> None:
+    """How far attention can focus: closed forms of the sparsity S, and S, entropy and rank of the heads of a model."""
+    name = reading_model(model, text)
+    if name is None:
+        found = _synthetic(keys, dim, draws, mechanism, seed)
+        title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
+        present_lab(found, partial(_draw_synthetic, found), title=title, out=out, as_json=as_json)
+        if not as_json:
+            _output.console().print(_rank_table(found))
+        return
+    lab = _in_model(name, text, tokens, mechanism, seed)
+    title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
+    if not as_json:
+        _output.console().print(_mechanism_table(lab))
+
+
+def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.focus.synthetic import focus_lab
+
+    with waiting("checking", 100) as show:
+        found = focus_lab(
+            n=keys,
+            d=dim,
+            draws=draws,
+            mechanisms=mechanisms,
+            rng=np.random.default_rng(seed),
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(found, settings={**found.settings, "seed": seed})
+
+
+def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | None, seed: int) -> ModelFocus:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.focus.model import focus_in_model
+
+    model, ids = model_and_text(name, text, tokens, mechanisms)
+    with waiting("reading", 100) as show:
+        lab = focus_in_model(
+            model,
+            ids,
+            rng=np.random.default_rng(seed),
+            mechanisms=mechanisms,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+
+
+def _rank_table(found: FocusFindings) -> Table:
+    size = found.ranks[0]
+    table = Table(title=f"One random head of {size.n} keys, dimension {size.d}", title_justify="left")
+    for heading in ("mechanism", "mask", "S", "rank", "rank of a block", "99 % of its energy"):
+        table.add_column(heading, justify="left" if heading in ("mechanism", "mask") else "right", no_wrap=True)
+    for row in found.ranks:
+        counts = (str(count) for count in (row.whole, row.block, row.energy))
+        table.add_row(row.mechanism, row.mask, f"{row.sparsity:.3f}", *counts)
+    return table
+
+
+def _mechanism_table(lab: ModelFocus) -> Table:
+    table = Table(title="Means over heads (columns, distance: share by position alone)", title_justify="left")
+    table.add_column("mechanism", no_wrap=True)
+    columns = {
+        "features": "features",
+        "S": "sparsity",
+        "S i.i.d.": "iid",
+        "from softmax": "from_softmax",
+        "from uniform": "from_uniform",
+        "columns": "columns",
+        "distance": "distance",
+        "weight error": "block_error",
+        "floor": "floor",
+    }
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for found in lab.mechanisms:
+        row = found.summary()
+        cells = (
+            "" if row[field] is None or row[field] != row[field] else f"{row[field]:.3g}" for field in columns.values()
+        )
+        table.add_row(found.name, *cells)
+    return table
+
+
+def _draw_synthetic(found: FocusFindings) -> Figure:
+    from softgap.report.focus_figure import draw_focus
+
+    return draw_focus(found)
+
+
+def _draw_model(lab: ModelFocus) -> Figure:
+    from softgap.report.focus_figure import draw_focus_in_model
+
+    return draw_focus_in_model(lab)

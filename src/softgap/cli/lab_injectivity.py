@@ -1,0 +1,135 @@
+"""`softgap lab injectivity`: which mechanisms tell queries apart, on synthetic keys or in every head of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from softgap.cli import _output
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
+from softgap.cli._options import Json, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory.injectivity.model import ModelInjectivity
+    from softgap.theory.injectivity.synthetic import Injectivity
+
+__all__ = ["injectivity_command"]
+
+
+def injectivity_command(
+    model: Model = None,
+    text: LabText = None,
+    tokens: LabTokens = 512,
+    near: Annotated[
+        float, typer.Option(help="With --model: share of a mechanism's mean distance that counts as nearly the same.")
+    ] = 0.2,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to look at; may be repeated. Default: every mechanism that can be.", show_default=False
+        ),
+    ] = None,
+    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries and keys.")] = 8,
+    keys: Annotated[int, typer.Option(help="Without --model: number of keys.")] = 48,
+    queries: Annotated[
+        int | None,
+        typer.Option(
+            help="Queries per head to compare (64), or tried by the collision finder (2).", show_default=False
+        ),
+    ] = None,
+    starts: Annotated[int, typer.Option(help="Without --model: starts of the finder per query and radius.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the keys, the finder and the intervals.")] = 0,
+    out: LabOut = None,
+    as_json: Json = False,
+) -> None:
+    """Which mechanisms give different queries different distributions: margins, collisions, confusion in real heads."""
+    name = reading_model(model, text)
+    if name is None:
+        found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
+        draw = partial(_draw_synthetic, found)
+        present_lab(found, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
+        if not as_json:
+            _output.console().print(_search_table(found))
+        return
+    lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
+    title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
+
+
+def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, starts: int, seed: int) -> Injectivity:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.injectivity.synthetic import injectivity_lab
+
+    with waiting("looking for collisions", 100) as show:
+        lab = injectivity_lab(
+            rng=np.random.default_rng(seed),
+            dim=dim,
+            keys=keys,
+            mechanisms=mechanisms,
+            queries=queries,
+            starts=starts,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
+
+
+def _in_model(
+    name: str, text: str | None, tokens: int, mechanisms: list[str] | None, queries: int, near: float, seed: int
+) -> ModelInjectivity:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.injectivity.model import injectivity_in_model
+
+    model, ids = model_and_text(name, text, tokens, mechanisms)
+    with waiting("reading", 100) as show:
+        lab = injectivity_in_model(
+            model,
+            ids,
+            rng=np.random.default_rng(seed),
+            mechanisms=mechanisms,
+            queries=queries,
+            near=near,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+
+
+def _search_table(lab: Injectivity) -> Table:
+    title = "What the collision finder found (* outside proposition 2)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("mechanism", no_wrap=True)
+    table.add_column("collision")
+    for heading in ("closest", "starts", "distributions"):
+        table.add_column(heading, justify="right")
+    table.add_column("* why", overflow="fold")
+    for search in lab.searches:
+        table.add_row(
+            search.mechanism + (" *" if search.outside else ""),
+            "found" if search.found else "none found",
+            f"{search.closest:.1e}",
+            str(search.starts),
+            str(search.evaluations),
+            search.outside,
+        )
+    return table
+
+
+def _draw_synthetic(lab: Injectivity) -> Figure:
+    from softgap.report.injectivity_figure import draw_injectivity
+
+    return draw_injectivity(lab)
+
+
+def _draw_model(lab: ModelInjectivity) -> Figure:
+    from softgap.report.injectivity_figure import draw_injectivity_in_model
+
+    return draw_injectivity_in_model(lab)

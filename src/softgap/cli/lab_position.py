@@ -1,0 +1,111 @@
+"""`softgap lab position`: why divergence changes with position, in i.i.d. heads or in every head of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from softgap.cli import _output
+from softgap.cli._lab import LabOut, LabText, model_and_text, present_lab, reading_model
+from softgap.cli._options import Json, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory.position.lab import Position
+
+__all__ = ["position_command"]
+
+
+def position_command(
+    model: Model = None,
+    text: LabText = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Read, or draw, no more than so many tokens.")] = 512,
+    start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare softmax with; may be repeated, verdicts are about the first. "
+            "Default: elu1 and every other linear map.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Without --model: number of heads.")] = 20,
+    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries, keys and values.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the heads, the random queries and the intervals.")] = 0,
+    out: LabOut = None,
+    as_json: Json = False,
+) -> None:
+    """Why divergence changes with position: the normaliser, the running mean of values, or softmax's concentration."""
+    name = reading_model(model, text)
+    if name is None:
+        lab = _synthetic(mechanism, heads, tokens, dim, start, seed)
+    else:
+        lab = _in_model(name, text, tokens, mechanism, start, seed)
+    title = f"Position in {name or 'i.i.d. heads'} over {lab.settings['tokens']} tokens"
+    present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
+    if not as_json:
+        _output.console().print(_shares_table(lab))
+
+
+def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, start: int, seed: int) -> Position:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.position.lab import position_lab
+
+    with waiting("drawing heads", 100) as show:
+        lab = position_lab(
+            rng=np.random.default_rng(seed),
+            heads=heads,
+            length=tokens,
+            dim=dim,
+            start=start,
+            mechanisms=mechanisms,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
+
+
+def _in_model(
+    name: str, text: str | None, tokens: int, mechanisms: list[str] | None, start: int, seed: int
+) -> Position:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.position.lab import position_in_model
+
+    model, ids = model_and_text(name, text, tokens, mechanisms)
+    with waiting("reading", 100) as show:
+        lab = position_in_model(
+            model,
+            ids,
+            rng=np.random.default_rng(seed),
+            start=start,
+            mechanisms=mechanisms,
+            progress=lambda what, share: show(what, int(100 * share)),
+        )
+    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+
+
+def _shares_table(lab: Position) -> Table:
+    from softgap.theory.position.drift import TERMS
+
+    table = Table(title="Shares of the trend, over the heads that have one", title_justify="left")
+    for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):
+        table.add_column(heading, justify="left" if heading == "mechanism" else "right")
+    for trend in lab.trends:
+        shares = [f"{s.value:.2f} [{s.low:.2f}, {s.high:.2f}]" for s in (*trend.shares, trend.random_share)]
+        count = f"{int(trend.trending.sum())} of {trend.trending.size}"
+        table.add_row(trend.mechanism, count, f"{trend.slopes.value.mean():+.4f}", *shares)
+    return table
+
+
+def _draw(lab: Position) -> Figure:
+    from softgap.report.position_figure import draw_position
+
+    return draw_position(lab)

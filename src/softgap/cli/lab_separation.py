@@ -1,0 +1,136 @@
+"""`softgap lab separation`: the two classes of sequences that softmax tells apart, and where it stops to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._options import Json
+
+if TYPE_CHECKING:
+    from softgap.theory.separation.lab import Separation
+    from softgap.theory.separation.trained import Trained
+
+__all__ = ["separation_command"]
+
+_Cross = Annotated[bool, typer.Option("--cross", help="Queries from one sequence, keys and values from another.")]
+_Breaks = Annotated[
+    bool, typer.Option("--allow-breaks", help="Take sizes outside the construction, n not (d - 2) t or b + c not 1.")
+]
+_Mechanisms = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="In the network, the map and training, beside softmax and identity; may be repeated. Default: all in "
+        "the network, softmax and identity in the map, softmax and elu1 in training.",
+        show_default=False,
+    ),
+]
+_Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Tasks for --train: separation, separation_levels, separation_number, recall-<pairs>, "
+        "counting-<length>, listops; may be repeated. Default: all.",
+        show_default=False,
+    ),
+]
+
+
+def separation_command(
+    n: Annotated[int | None, typer.Option(help="Rows, (d - 2) t.", show_default=False)] = None,
+    d: Annotated[int | None, typer.Option(help="Columns; 514 if neither n nor d is given.", show_default=False)] = None,
+    t: Annotated[int | None, typer.Option(help="Stacked copies; what n and d give, or 1.", show_default=False)] = None,
+    m: Annotated[int | None, typer.Option(help="Columns of signs; 4 log(n / 0.01).", show_default=False)] = None,
+    a0: Annotated[float, typer.Option(help="Level of the marked row in class D0.")] = 0.05,
+    a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0,
+    b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5,
+    c: Annotated[float | None, typer.Option(help="Level of the last column; 1 - b.", show_default=False)] = None,
+    cross: _Cross = False,
+    allow_breaks: _Breaks = False,
+    mechanism: _Mechanisms = None,
+    axes: Annotated[str, typer.Option("--map", help="Two axes, such as d,b or a1=0.5/0.7/1,n=512/8192/32768.")] = "d,b",
+    draws: Annotated[int, typer.Option(help="Draws of marked rows and signs.")] = 30,
+    map_draws: Annotated[int, typer.Option(help="Draws in each cell of the map, and at each n.")] = 20,
+    train: Annotated[bool, typer.Option("--train", help="Also train small models: minutes.")] = False,
+    task: _Tasks = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of every model.")] = 600,
+    seeds: Annotated[int, typer.Option(min=1, help="Models of every kind, from seeds 0, 1, ...")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    out: LabOut = None,
+    as_json: Json = False,
+) -> None:
+    """Run the separation of softmax from linear attention: every mechanism, a phase map, growth in n, what explains it.
+
+    With --train and --out, finished models are kept in the folder's cells/ and not trained again.
+    """
+    from softgap.theory.separation.phase_map import parse_axes
+
+    sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
+    # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
+    chosen = None if axes == "d,b" else parse_axes(axes)
+    settings: dict[str, Any] = {
+        "mechanisms": mechanism,
+        "mapped": ("softmax", "identity", *mechanism) if mechanism else None,
+        "axes": chosen,
+        "draws": draws,
+        "map_draws": map_draws,
+        "allow_breaks": allow_breaks,
+    }
+    if train:
+        _check_training(task, mechanism)
+    found = _separated(sizes, settings, seed)
+    if train:
+        found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
+
+    def draw() -> Any:
+        from softgap.report.separation_figure import draw_separation
+
+        return draw_separation(found)
+
+    present_lab(found, draw, title="Separation", out=out, as_json=as_json)
+
+
+def _separated(sizes: dict[str, Any], settings: dict[str, Any], seed: int) -> Separation:
+    import numpy as np
+
+    from softgap.cli._waiting import waiting
+    from softgap.theory.separation.lab import separation_lab
+
+    with waiting("separating", 100) as show:
+        found = separation_lab(
+            sizes,
+            **settings,
+            rng=np.random.default_rng(seed),
+            progress=lambda stage, part: show(stage, int(100 * part)),
+        )
+    return replace(found, settings={**found.settings, "seed": seed})
+
+
+def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:
+    """Refuse what cannot be trained before anything runs."""
+    from softgap.theory.separation.trained_model import trainable
+    from softgap.theory.separation.trained_tasks import task
+
+    for name in mechanisms or ():
+        trainable(name)
+    for name in tasks or ():
+        task(name)
+
+
+def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
+    from softgap.cli._waiting import waiting
+    from softgap.theory.separation.trained import train_all
+    from softgap.theory.separation.trained_cells import Training
+
+    with waiting("training", 100) as show:
+        return train_all(
+            tasks,
+            mechanisms,
+            seeds=seeds,
+            training=Training(steps=steps),
+            folder=None if out is None else Path(out) / "cells",
+            progress=lambda stage, part: show(stage, int(100 * part)),
+        )

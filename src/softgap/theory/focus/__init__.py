@@ -1,0 +1,36 @@
+"""Focus: how sparse the weights of each kind of attention can be, in closed form and inside a real model."""
+
+from softgap.theory.focus.closed_forms import (
+    FUNCTIONS,
+    decay_sparsity,
+    iid_sparsity,
+    linear_sparsity,
+    log_sparsity,
+    norm_ratio_bounds,
+    sparsity,
+)
+from softgap.theory.focus.finite import GaussianTable, Simulated, finite_sparsity, simulate_sparsity
+from softgap.theory.focus.model import ModelFocus, focus_in_model
+from softgap.theory.focus.off_diagonal import BlockSpectra, block_spectra, capacity_exponent
+from softgap.theory.focus.synthetic import FocusFindings, focus_lab
+
+__all__ = [
+    "FUNCTIONS",
+    "BlockSpectra",
+    "FocusFindings",
+    "GaussianTable",
+    "ModelFocus",
+    "Simulated",
+    "block_spectra",
+    "capacity_exponent",
+    "decay_sparsity",
+    "finite_sparsity",
+    "focus_in_model",
+    "focus_lab",
+    "iid_sparsity",
+    "linear_sparsity",
+    "log_sparsity",
+    "norm_ratio_bounds",
+    "simulate_sparsity",
+    "sparsity",
+]

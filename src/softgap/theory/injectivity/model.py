@@ -1,0 +1,266 @@
+"""The injectivity lab inside a real model: every head over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int
+
+from softgap.attention import Mechanism, mechanisms, resolve
+from softgap.errors import UnsupportedError, ValueInputError
+from softgap.probe.capture import check_lengths
+from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.theory.claims import Claim
+from softgap.theory.injectivity.collisions import Collision, multiples_collision
+from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
+from softgap.theory.injectivity.model_claims import model_claims
+from softgap.theory.intervals import Estimate, cluster_interval, rank_correlation, weighted_mean
+
+__all__ = ["Correlation", "ModelInjectivity", "comparable", "injectivity_in_model"]
+
+Progress = Callable[[str, float], None]
+CLASSICAL = "elu1"
+# Both are needed by the verdict on whether injectivity is what matters.
+_ALWAYS = ("softmax", CLASSICAL, "relu2_scores", "taylor2", "uniform")
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Across heads: a measure against the divergence from a mechanism, plain and at equal concentration.
+
+    ``at_equal_focus`` is the partial correlation given S(a) of the head's softmax weights: concentration alone moves
+    both the divergence and most measures.
+    """
+
+    measure: str
+    mechanism: str
+    plain: Estimate
+    at_equal_focus: Estimate
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInjectivity:
+    """What the lab found in a model; arrays are [layer, head].
+
+    Attributes
+    ----------
+    lengths
+        Prefix lengths (numbers of keys) of ``margin`` and ``confusion``.
+    margin, first, weight_margin, focus, confusion, divergence
+        As in :class:`LayerMeasures`; ``confusion`` and ``divergence`` by mechanism.
+    linear
+        Which of the mechanisms are linear maps, phi(q).phi(k).
+    confused
+        By mechanism, mean over heads of its confusion minus that of softmax, over the longest common key set.
+    correlations
+        Every measure against every divergence asked for.
+    nearer
+        Mean over heads of div(taylor2) - div(relu2_scores): above 0 where the mechanism that is not injective is the
+        nearer one.
+    collision
+        q and 7 q of one head over its own keys under relu2_scores.
+    """
+
+    mechanisms: tuple[str, ...]
+    linear: tuple[bool, ...]
+    lengths: tuple[int, ...]
+    margin: Float64[np.ndarray, "layer head length"]
+    first: Int[np.ndarray, "layer head"]
+    weight_margin: Float64[np.ndarray, "layer head"]
+    focus: Float64[np.ndarray, "layer head"]
+    confusion: Float64[np.ndarray, "mechanism layer head length"]
+    divergence: Float64[np.ndarray, "mechanism layer head"]
+    confused: tuple[Estimate, ...]
+    correlations: tuple[Correlation, ...]
+    nearer: Estimate
+    collision: Collision
+    dim: int
+    settings: dict[str, Any]
+
+    @property
+    def rate(self) -> Float64[np.ndarray, "mechanism layer head"]:
+        """Confusion over the longest common key set."""
+        return np.asarray(self.confusion[..., self.common])
+
+    @property
+    def common(self) -> int:
+        """Index of the longest common key set among ``lengths``."""
+        measured = np.isfinite(self.confusion).any(axis=(0, 1, 2))
+        return int(np.flatnonzero(measured)[-1])
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The verdicts, read from the fields above."""
+        return model_claims(self)
+
+    def of(self, name: str) -> int:
+        """Index of a mechanism."""
+        return self.mechanisms.index(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rate = self.rate
+        return {
+            "lab": "injectivity",
+            "settings": self.settings,
+            "claims": [claim.to_json() for claim in self.claims],
+            "mechanisms": list(self.mechanisms),
+            "lengths": list(self.lengths),
+            "margin": self.margin.tolist(),
+            "first": self.first.tolist(),
+            "weight_margin": self.weight_margin.tolist(),
+            "focus": self.focus.tolist(),
+            "confusion_keys": self.lengths[self.common],
+            "confusion": {name: rate[i].tolist() for i, name in enumerate(self.mechanisms)},
+            "mean_confusion": {
+                name: [_mean(self.confusion[i, :, :, j]) for j in range(len(self.lengths))]
+                for i, name in enumerate(self.mechanisms)
+            },
+            "divergence": {name: self.divergence[i].tolist() for i, name in enumerate(self.mechanisms)},
+            "confused": {name: asdict(self.confused[i]) for i, name in enumerate(self.mechanisms)},
+            "correlations": [asdict(correlation) for correlation in self.correlations],
+            "nearer": asdict(self.nearer),
+            "collision": self.collision.to_json(),
+        }
+
+
+def comparable() -> list[str]:
+    """Registered mechanisms that look at the query and wait for no parameters, and the control."""
+    found = mechanisms().items()
+    return [n for n, m in found if (m.kind in ("features", "scores") and not m.missing and not m.query_free)] + [
+        "uniform"
+    ]
+
+
+def injectivity_in_model(
+    model: Any,
+    token_ids: Sequence[int],
+    *,
+    rng: np.random.Generator,
+    mechanisms: Sequence[str | Mechanism] | None = None,
+    queries: int = 64,
+    near: float = 0.2,
+    progress: Progress | None = None,
+) -> ModelInjectivity:
+    """Measure margins, confusion and divergence of every head of a model over a text.
+
+    Parameters
+    ----------
+    token_ids
+        The text; at least 2 (d + 2) tokens for heads of dimension d, and no more than the model's context.
+    mechanisms
+        Compared beside softmax, elu1, relu2_scores, taylor2 and uniform, which always are; every mechanism that looks
+        at the query by default. A :class:`Mechanism` may carry parameters for every layer and head: ``fitted`` with
+        those of a calibration gives the calibrated divergence.
+    queries
+        Queries of the second half of the text whose distributions are compared pairwise.
+    near
+        See :func:`confusion_rate`.
+    """
+    if queries < 8:
+        raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
+    chosen = [resolve(m) for m in (comparable() if mechanisms is None else mechanisms)]
+    names = [m.name for m in chosen]
+    chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]
+    for mechanism in chosen:
+        mechanism.site(torch.arange(1), torch.float32)
+    check_lengths(model, [list(token_ids)], 0)
+    plan = LayerPlan(queries, tuple(chosen), near, start=min(64, len(token_ids) // 2))
+    total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    tell = progress or (lambda *_: None)
+    kept: list[tuple[np.ndarray, np.ndarray, float]] = []
+
+    def visit(layer: LayerTensors) -> LayerMeasures:
+        tell(f"layer {layer.layer}", layer.layer / total)
+        if not kept:
+            half = layer.key.shape[1] // 2
+            kept.append((layer.query[0, -1].double().numpy(), layer.key[0, :half].double().numpy(), layer.scale))
+        return measure_layer(layer, plan)
+
+    layers = visit_layers(model, token_ids, visit)
+    query, keys, scale = kept[0]
+    collision = multiples_collision(query, keys, scale=scale, factors=(1.0, 7.0), mechanism="relu2_scores")
+    settings = {"tokens": len(token_ids), "queries": queries, "near": near, "start": plan.start}
+    return _assembled(layers, chosen, collision, keys.shape[1], settings, rng)
+
+
+def _assembled(
+    layers: Sequence[LayerMeasures],
+    chosen: Sequence[Mechanism],
+    collision: Collision,
+    dim: int,
+    settings: dict[str, Any],
+    rng: np.random.Generator,
+) -> ModelInjectivity:
+    shapes = {(layer.margin.shape, layer.kv_heads) for layer in layers}
+    if len(shapes) != 1:
+        raise UnsupportedError(
+            "this lab needs the same heads in every layer, got layers that differ; use another model"
+        )
+    names = tuple(m.name for m in chosen)
+    stacked = {
+        field: np.stack([getattr(layer, field) for layer in layers])
+        for field in ("margin", "first", "weight_margin", "focus")
+    }
+    confusion = np.stack([layer.confusion for layer in layers], axis=1)
+    divergence = np.stack([layer.divergence for layer in layers], axis=1)
+    heads, kv_heads = divergence.shape[2], layers[0].kv_heads
+    # Heads of one KV group share their keys: an interval draws whole groups.
+    clusters = (np.arange(len(layers))[:, None] * kv_heads + np.arange(heads) // (heads // kv_heads)).ravel()
+    common = int(np.flatnonzero(np.isfinite(confusion).any(axis=(0, 1, 2)))[-1])
+    rate = confusion[..., common].reshape(len(names), -1)
+    difference = (divergence[names.index("taylor2")] - divergence[names.index("relu2_scores")]).ravel()
+    return ModelInjectivity(
+        mechanisms=names,
+        linear=tuple(m.kind == "features" and not m.query_free for m in chosen),
+        lengths=layers[0].lengths,
+        **stacked,
+        confusion=confusion,
+        divergence=divergence,
+        correlations=_correlations(names, confusion[..., common], divergence, stacked, clusters, rng),
+        nearer=_mean_over_heads(difference, clusters, rng),
+        confused=tuple(_mean_over_heads(row - rate[names.index("softmax")], clusters, rng) for row in rate),
+        collision=collision,
+        dim=dim,
+        settings={**settings, "layers": len(layers), "heads": heads, "kv_heads": kv_heads},
+    )
+
+
+def _correlations(
+    names: tuple[str, ...],
+    rate: Float64[np.ndarray, "mechanism layer head"],
+    divergence: Float64[np.ndarray, "mechanism layer head"],
+    stacked: dict[str, np.ndarray],
+    clusters: Int[np.ndarray, " head"],
+    rng: np.random.Generator,
+) -> tuple[Correlation, ...]:
+    softmax, classical = rate[names.index("softmax")], rate[names.index(CLASSICAL)]
+    measures = {
+        "softmax confusion": softmax,
+        f"{CLASSICAL} confusion": classical,
+        f"{CLASSICAL} confusion - softmax confusion": classical - softmax,
+        "log margin": stacked["margin"][..., -1],
+        "weight margin": stacked["weight_margin"],
+    }
+    against = [name for name in (CLASSICAL, "uniform", "fitted") if name in names]
+    found = []
+    for measure, values in measures.items():
+        for mechanism in against:
+            x, y = values.ravel(), divergence[names.index(mechanism)].ravel()
+            plain = rank_correlation(x, y, clusters, rng=rng)
+            partial = rank_correlation(x, y, clusters, rng=rng, given=stacked["focus"].ravel())
+            found.append(Correlation(measure, mechanism, plain, partial))
+    return tuple(found)
+
+
+def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, rng: np.random.Generator) -> Estimate:
+    known = np.isfinite(values)
+    return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")

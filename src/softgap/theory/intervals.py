@@ -1,0 +1,111 @@
+"""Numbers across heads with intervals that know which heads share their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from scipy.stats import rankdata
+
+from softgap.errors import ShapeError
+
+__all__ = ["Estimate", "Statistic", "cluster_interval", "rank_correlation", "ratio", "weighted_mean"]
+
+_REPLICATES = 999
+_FEWEST = 8
+
+Table = Float64[np.ndarray, "row head"]
+Statistic = Callable[[Table, Float64[np.ndarray, "draw head"]], Float64[np.ndarray, " draw"]]
+"""A number for each row of weights: how often each head was drawn."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % bootstrap interval over clusters, and how many heads and clusters it rests on.
+
+    All three numbers are NaN where fewer than 8 heads have values or one side does not vary.
+    """
+
+    value: float
+    low: float
+    high: float
+    heads: int
+    clusters: int
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval excludes 0, else 0."""
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+
+def rank_correlation(
+    x: Any, y: Any, clusters: Any, *, rng: np.random.Generator, given: Any | None = None, replicates: int = _REPLICATES
+) -> Estimate:
+    """Spearman's correlation of x and y across heads, with an interval from drawing whole clusters.
+
+    With ``given`` it is the partial correlation, (r_xy - r_xg r_yg) / sqrt((1 - r_xg^2) (1 - r_yg^2)) on ranks. Heads
+    in which any of them is NaN are left out. Ranks are those of all heads; the draws weigh them and do not rank anew.
+    """
+    columns = [np.asarray(c, dtype=np.float64) for c in ((x, y) if given is None else (x, y, given))]
+    groups = np.asarray(clusters)
+    if any(c.shape != groups.shape for c in columns):
+        raise ShapeError(f"one value per head is needed, got {[list(c.shape) for c in (*columns, groups)]}")
+    table = np.stack(columns)
+    kept = np.isfinite(table).all(axis=0)
+    ranks = np.stack([rankdata(row) for row in table[:, kept]])
+    return cluster_interval(ranks, groups[kept], _correlation, rng=rng, replicates=replicates)
+
+
+def cluster_interval(
+    table: Table,
+    clusters: Int64[np.ndarray, " head"],
+    statistic: Statistic,
+    *,
+    rng: np.random.Generator,
+    replicates: int = _REPLICATES,
+) -> Estimate:
+    """A statistic of the columns of a table, with its quantiles when clusters of columns are drawn with replacement."""
+    names, place = np.unique(clusters, return_inverse=True)
+    nothing = Estimate(float("nan"), float("nan"), float("nan"), table.shape[1], len(names))
+    if table.shape[1] < _FEWEST:
+        return nothing
+    times = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=replicates)
+    weights = np.concatenate([np.ones((1, table.shape[1])), times[:, place]])
+    found = statistic(table, weights)
+    drawn = found[1:][np.isfinite(found[1:])]
+    if not np.isfinite(found[0]) or not len(drawn):
+        return nothing
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Estimate(float(found[0]), float(low), float(high), table.shape[1], len(names))
+
+
+def weighted_mean(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:
+    """Mean of the first row."""
+    return np.asarray(weights @ table[0] / weights.sum(axis=1))
+
+
+def ratio(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:
+    """Sum of the first row over that of the second."""
+    return np.asarray(weights @ table[0] / np.maximum(weights @ table[1], 1e-300))
+
+
+def _correlation(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:
+    """Of the first two rows; at equal third where there is one."""
+    # Centred first, so that moments of large ranks do not cancel.
+    rows = table - table.mean(axis=1, keepdims=True)
+    total = weights.sum(axis=1)
+    mean = weights @ rows.T / total[:, None]
+    products = np.einsum("dh,ih,jh->dij", weights, rows, rows, optimize=True) / total[:, None, None]
+    covariance = products - mean[:, :, None] * mean[:, None, :]
+    spread = np.sqrt(np.maximum(np.einsum("dii->di", covariance), 0))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        r = covariance / (spread[:, :, None] * spread[:, None, :])
+        if len(table) == 2:
+            return np.asarray(np.where(spread.min(axis=1) > 0, r[:, 0, 1], np.nan))
+        xy, xg, yg = r[:, 0, 1], r[:, 0, 2], r[:, 1, 2]
+        # What a given copy leaves of a row is rounding, not variation.
+        room = np.sqrt(np.maximum((1 - xg**2) * (1 - yg**2), 0))
+        return np.asarray(np.where((spread.min(axis=1) > 0) & (room > 1e-6), (xy - xg * yg) / room, np.nan))

@@ -1,0 +1,227 @@
+"""Does the gap survive training? Small models with softmax and linear attention on the same tasks and budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from softgap.errors import ValueInputError
+from softgap.theory.claims import Claim, Verdict
+from softgap.theory.separation.trained_cells import Cell, Training, stored_cell
+from softgap.theory.separation.trained_model import trainable
+from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, task
+
+__all__ = ["Score", "Trained", "train_all"]
+
+Progress = Callable[[str, float], None]
+
+# Scores that differ by less are called the same.
+_SAME = 0.02
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean over seeds with its t interval (95 % by default); without an interval (NaN) for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def score_of(values: Sequence[float], level: float = 0.95) -> Score:
+    """The mean of some values over seeds with its t interval; values that are NaN make the mean NaN."""
+    array = np.asarray(values, float)
+    mean = float(array.mean())
+    if len(array) < 2:
+        return Score(mean, math.nan, math.nan, len(array))
+    half = float(stats.t.ppf(0.5 + level / 2, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
+    return Score(mean, mean - half, mean + half, len(array))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """All trained cells.
+
+    Attributes
+    ----------
+    rival
+        What softmax is compared with: the first other mechanism.
+    resumed
+        How many cells were found finished.
+    """
+
+    cells: tuple[Cell, ...]
+    rival: str
+    resumed: int
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """In the order they were trained."""
+        return tuple(dict.fromkeys(cell.task for cell in self.cells))
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """In the order they were trained."""
+        return tuple(dict.fromkeys(cell.mechanism for cell in self.cells))
+
+    def of(self, name: str, mechanism: str) -> tuple[Cell, ...]:
+        """The cells of one task and mechanism, by seed."""
+        return tuple(cell for cell in self.cells if (cell.task, cell.mechanism) == (name, mechanism))
+
+    def score(self, name: str, mechanism: str) -> Score:
+        """At equal size and equal steps."""
+        return score_of([cell.score for cell in self.of(name, mechanism)])
+
+    def advantage(self, name: str, *, equal_time: bool = False, level: float = 0.95) -> Score:
+        """Score of softmax minus that of the rival, by seed; after the processor time of the faster one if asked."""
+        return score_of(self._differences(name, equal_time), level)
+
+    def _differences(self, name: str, equal_time: bool = False) -> list[float]:
+        pairs = zip(self.of(name, "softmax"), self.of(name, self.rival), strict=True)
+        differences = []
+        for soft, other in pairs:
+            limit = min(soft.seconds, other.seconds) if equal_time else math.inf
+            differences.append(soft.score_after(limit) - other.score_after(limit))
+        return differences
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The verdicts: one per task whose size does not grow, then recall, then whether linear wins anywhere."""
+        fixed = [self._survives(name) for name in self.tasks if "-" not in name]
+        return (*fixed, *filter(None, [self._recall()]), self._linear_wins())
+
+    def _survives(self, name: str) -> Claim:
+        found = self.advantage(name)
+        scores = {mechanism: self.score(name, mechanism) for mechanism in self.mechanisms}
+        verdict = _decided(found)
+        return Claim(
+            f"trained {name}",
+            "softgap",
+            f"Trained on {name}, softmax attention scores higher than {self.rival}.",
+            verdict,
+            _missing(found) if verdict == "not decided" else "",
+            {
+                **{f"{task(name).measure}, {mechanism}": one.mean for mechanism, one in scores.items()},
+                "difference at least": found.low,
+                "at most": found.high,
+                "at equal time": self.advantage(name, equal_time=True).mean,
+            },
+        )
+
+    def _recall(self) -> Claim | None:
+        lengths = sorted(int(name.partition("-")[2]) for name in self.tasks if name.startswith("recall-"))
+        if len(lengths) < 2:
+            return None
+        found = {pairs: self.advantage(f"recall-{pairs}") for pairs in lengths}
+        few, many = (self._differences(f"recall-{lengths[i]}") for i in (0, -1))
+        growth = score_of([last - first for first, last in zip(few, many, strict=True)])
+        verdict = _decided(growth)
+        return Claim(
+            "recall",
+            "softgap",
+            f"The advantage of softmax over {self.rival} in associative recall grows with the number of pairs.",
+            verdict,
+            _missing(growth) if verdict == "not decided" else "",
+            {
+                **{f"advantage, {pairs} pairs": one.mean for pairs, one in found.items()},
+                "growth at least": growth.low,
+                "at most": growth.high,
+            },
+        )
+
+    def _linear_wins(self) -> Claim:
+        asked = [(name, timed) for name in self.tasks for timed in (False, True)]
+        # So many comparisons: each interval is wide enough for all of them to hold together (Bonferroni).
+        level = 1 - 0.05 / len(asked)
+        found = {
+            f"{name}, equal {'time' if timed else 'size'}": self.advantage(name, equal_time=timed, level=level)
+            for name, timed in asked
+        }
+        won = {words: one.mean for words, one in found.items() if one.high < 0}
+        lost = all(one.low > -_SAME for one in found.values())
+        verdict: Verdict = "holds" if won else "does not hold" if lost else "not decided"
+        one_seed = all(one.seeds < 2 for one in found.values())
+        missing = "one seed has no interval" if one_seed else "some intervals, widened for so many comparisons, hold 0"
+        return Claim(
+            "a task for linear",
+            "Deng, Song and Zhou 2023, third open question",
+            f"There is a task here on which trained {self.rival} attention beats softmax.",
+            verdict,
+            missing if verdict == "not decided" else "",
+            {f"advantage of softmax, {words}": one.mean for words, one in found.items() if words in won or not won},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "rival": self.rival,
+            "cells": [cell.to_json() for cell in self.cells],
+            "scores": [
+                {
+                    "task": name,
+                    "kind": task(name).kind,
+                    "chance": task(name).chance,
+                    **{mechanism: asdict(self.score(name, mechanism)) for mechanism in self.mechanisms},
+                    "advantage": asdict(self.advantage(name)),
+                    "advantage_at_equal_time": asdict(self.advantage(name, equal_time=True)),
+                }
+                for name in self.tasks
+            ],
+        }
+
+
+def _decided(difference: Score) -> Verdict:
+    if difference.seeds < 2:
+        return "not decided"
+    if difference.low > 0:
+        return "holds"
+    return "does not hold" if difference.high < _SAME else "not decided"
+
+
+def _missing(difference: Score) -> str:
+    return "one seed has no interval" if difference.seeds < 2 else "the interval of the difference holds 0"
+
+
+def train_all(
+    tasks: Sequence[str] | None = None,
+    mechanisms: Sequence[str] | None = None,
+    *,
+    seeds: int = 3,
+    training: Training | None = None,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train every mechanism on every task from every seed; finished cells in ``folder`` are read, not trained again.
+
+    Parameters
+    ----------
+    mechanisms
+        Beside softmax; elu1 by default. The first one is the rival of the comparisons.
+    """
+    names = tuple(tasks or DEFAULT_TASKS)
+    wanted = tuple(dict.fromkeys(("softmax", *(mechanisms or ("elu1",)))))
+    budget = training or Training()
+    if seeds < 1 or budget.steps < 1:
+        raise ValueInputError(f"training needs at least one seed and one step, got {seeds} and {budget.steps}")
+    if len(wanted) < 2:
+        raise ValueInputError("training compares softmax with another mechanism, got softmax alone; add one")
+    for name in wanted:
+        trainable(name)
+    for name in names:
+        task(name)
+    asked = [(name, mechanism, seed) for name in names for seed in range(seeds) for mechanism in wanted]
+    cells, resumed = [], 0
+    for done, (name, mechanism, seed) in enumerate(asked):
+        if progress is not None:
+            progress(f"training {mechanism} on {name}", done / len(asked))
+        cell, there = stored_cell(folder, name, mechanism, seed, budget)
+        cells.append(cell)
+        resumed += there
+    return Trained(tuple(cells), wanted[1], resumed)

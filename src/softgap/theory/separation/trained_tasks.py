@@ -1,0 +1,186 @@
+"""Tasks for small trained attention models: the separation's classes, recall, counting, and nested expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from softgap.errors import ValueInputError, unknown_name
+from softgap.theory.separation.data import construct
+
+__all__ = ["DEFAULT_TASKS", "TASKS", "TrainedTask", "task"]
+
+Sample = Callable[[int, torch.Generator], tuple[Float[Tensor, "sample time feature"], Shaped[Tensor, " sample"]]]
+
+_ROWS = 62
+_KEYS, _VALUES = 128, 16
+_SYMBOLS = 4
+_LISTOPS_LENGTH = 32
+_OPERATORS = ("MAX", "MIN", "MED", "SM")
+_DIGITS = 10
+_CLOSE = _DIGITS + len(_OPERATORS)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedTask:
+    """Sequences with a known answer.
+
+    Attributes
+    ----------
+    kind
+        ``classes``: the answer is one of ``outputs`` classes; ``number``: it is a number, scored by R^2.
+    chance
+        The score of the best constant answer.
+    reads
+        Whether the answer is read off the last token or the mean of all tokens.
+    ordered
+        Whether the order of the tokens matters, so that the model gets positions.
+    """
+
+    name: str
+    kind: Literal["classes", "number"]
+    length: int
+    features: int
+    outputs: int
+    chance: float
+    reads: Literal["last", "mean"]
+    ordered: bool
+    layers: int
+    sample: Sample
+
+    @property
+    def measure(self) -> str:
+        """What a score is."""
+        return "accuracy" if self.kind == "classes" else "R^2"
+
+
+def _separation(kind: str) -> TrainedTask:
+    """Rows of D0 and D1 in random order, with levels a from an interval so that no single value gives them away.
+
+    ``separation``: a in [0, 0.1] or [0.7, 1.2]; ``separation_levels``: four intervals; ``separation_number``: a itself.
+    """
+    size = construct(n=_ROWS, t=1)
+    low = torch.tensor([0.0, 0.7] if kind == "separation" else [0.0, 0.3, 0.6, 0.9])
+    width = 0.1 if kind == "separation_levels" else torch.tensor([0.1, 0.5])
+    plain = torch.zeros(_ROWS, size.d)
+    plain[torch.arange(_ROWS), 1 + torch.arange(_ROWS)] = size.b * size.unit
+    plain[:, -1] = size.c * size.unit
+
+    def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        label = torch.randint(len(low), (count,), generator=generator)
+        uniform = torch.rand(count, generator=generator)
+        if kind == "separation_number":
+            level = answer = 1.2 * uniform
+        else:
+            level = low[label] + uniform * (width if isinstance(width, float) else width[label])
+            answer = label
+        order = torch.rand(count, _ROWS, generator=generator).argsort(1)
+        x = plain[order].clone()
+        x[torch.arange(count), torch.randint(_ROWS, (count,), generator=generator), 0] = level * size.unit
+        return x, answer
+
+    numeric = kind == "separation_number"
+    outputs = 1 if numeric else len(low)
+    chance = 0.0 if numeric else 1 / outputs
+    return TrainedTask(
+        kind, "number" if numeric else "classes", _ROWS, size.d, outputs, chance, "mean", False, 1, sample
+    )
+
+
+def _recall(pairs: int) -> TrainedTask:
+    """Associative recall: one token per (key, value) pair, then a key alone; the answer is its value.
+
+    After Arora et al. 2023 (arXiv:2312.04927), with key and value in one token so that one layer can do it.
+    """
+    if not 2 <= pairs <= _KEYS:
+        raise ValueInputError(f"recall takes 2 to {_KEYS} pairs, got {pairs}; for example recall-16")
+
+    def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        keys = torch.rand(count, _KEYS, generator=generator).argsort(1)[:, :pairs]
+        values = torch.randint(_VALUES, (count, pairs), generator=generator)
+        asked = torch.randint(pairs, (count,), generator=generator)
+        x = torch.zeros(count, pairs + 1, _KEYS + _VALUES)
+        x[:, :pairs].scatter_(2, keys[..., None], 1.0).scatter_(2, _KEYS + values[..., None], 1.0)
+        rows = torch.arange(count)
+        x[rows, pairs, keys[rows, asked]] = 1.0
+        return x, values[rows, asked]
+
+    return TrainedTask(
+        f"recall-{pairs}", "classes", pairs + 1, _KEYS + _VALUES, _VALUES, 1 / _VALUES, "last", False, 1, sample
+    )
+
+
+def _counting(length: int) -> TrainedTask:
+    """The share of one symbol among random ones: a mean over all tokens, which asks for no sharp attention."""
+    if length < 2:
+        raise ValueInputError(f"counting takes a length from 2, got {length}; for example counting-128")
+
+    def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        share = torch.rand(count, 1, generator=generator)
+        chosen = torch.rand(count, length, generator=generator) < share
+        other = torch.randint(1, _SYMBOLS, (count, length), generator=generator)
+        symbols = torch.where(chosen, 0, other)
+        return torch.nn.functional.one_hot(symbols, _SYMBOLS).float(), chosen.float().mean(1)
+
+    return TrainedTask(f"counting-{length}", "number", length, _SYMBOLS, 1, 0.0, "last", False, 1, sample)
+
+
+def _listops() -> TrainedTask:
+    """Nested expressions over digits, [MAX 4 [MIN 2 7] 1], after ListOps (Nangia and Bowman 2018, arXiv:1804.06028).
+
+    Up to two levels and 32 tokens; MED is the lower median, SM the sum modulo 10; the answer is a digit.
+    """
+
+    def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.zeros(count, _LISTOPS_LENGTH, _CLOSE + 1)
+        answers = torch.zeros(count, dtype=torch.long)
+        for i in range(count):
+            tokens, answers[i] = expression(generator, depth=2)
+            x[i, torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
+        return x, answers
+
+    return TrainedTask("listops", "classes", _LISTOPS_LENGTH, _CLOSE + 1, _DIGITS, 1 / _DIGITS, "mean", True, 2, sample)
+
+
+def expression(generator: torch.Generator, depth: int) -> tuple[list[int], int]:
+    """Tokens and value of a random expression: digits 0 to 9, operators 10 to 13, the closing bracket 14."""
+
+    def number(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=generator))
+
+    operator, tokens, values = number(len(_OPERATORS)), [], []
+    for _ in range(2 + number(3)):
+        if depth > 1 and number(3) == 0:
+            inner, value = expression(generator, depth - 1)
+            tokens += inner
+        else:
+            value = number(_DIGITS)
+            tokens.append(value)
+        values.append(value)
+    ordered = sorted(values)
+    outcome = (ordered[-1], ordered[0], ordered[(len(ordered) - 1) // 2], sum(values) % _DIGITS)[operator]
+    return [_DIGITS + operator, *tokens, _CLOSE], outcome
+
+
+TASKS = ("separation", "separation_levels", "separation_number", "recall-<pairs>", "counting-<length>", "listops")
+DEFAULT_TASKS = (
+    *("separation", "separation_levels", "separation_number"),
+    *("recall-4", "recall-16", "recall-64", "counting-128", "listops"),
+)
+
+
+def task(name: str) -> TrainedTask:
+    """A task by name; ``recall-16`` and ``counting-128`` carry their size."""
+    kind, _, size = name.partition("-")
+    if name in ("separation", "separation_levels", "separation_number"):
+        return _separation(name)
+    if name == "listops":
+        return _listops()
+    if kind in ("recall", "counting") and size.isdigit():
+        return _recall(int(size)) if kind == "recall" else _counting(int(size))
+    raise unknown_name("task", name, TASKS)
