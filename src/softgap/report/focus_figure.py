@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_focus", "draw_focus_in_model"]
 
 _SHOWN = ("softmax", "relu2_scores", "elu1")
+_NAMED = ("softmax", "relu", "decay", "self_token", "first_token", "identity", "taylor2", "exp_dim", "favor")
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7c3aed", "#444444")
 
 
@@ -148,6 +149,13 @@ def _draw_capacity(axes: Axes, found: ModelFocus) -> None:
             label=f"{share:.0%} of heads",
         )
     axes.set(title="rank for 99 % of the energy", xlabel="block size", ylabel="rank", xscale="log", yscale="log")
+    _mark(axes, found.capacity.sizes)
+
+
+def _mark(axes: Axes, values: Sequence[float]) -> None:
+    """Ticks at these values of a logarithmic axis, as plain numbers."""
+    axes.minorticks_off()
+    axes.set_xticks(list(values), [f"{value:g}" for value in values])
 
 
 def _draw_effects(axes: Axes, found: ModelFocus) -> None:
@@ -163,6 +171,7 @@ def _draw_effects(axes: Axes, found: ModelFocus) -> None:
                     label=f"{change}: {name}",
                 )
     axes.set(title="interventions", xlabel="factor", ylabel="S", xscale="log")
+    _mark(axes, AMOUNTS["scale q"])
 
 
 def _draw_placement(axes: Axes, found: ModelFocus) -> None:
@@ -170,7 +179,8 @@ def _draw_placement(axes: Axes, found: ModelFocus) -> None:
         if np.isfinite(one.columns).any():
             place = (float(np.nanmedian(one.columns)), float(np.nanmedian(one.distance)))
             axes.scatter(*place, s=14, color=_COLOURS[0])
-            axes.annotate(one.name, place, (3, 3), textcoords="offset points", fontsize=6)
+            if one.name in _NAMED:  # the others crowd around relu
+                axes.annotate(one.name, place, (3, 3), textcoords="offset points", fontsize=7)
     axes.set(title="share by position alone", xlabel="absolute position (columns)", ylabel="distance (Toeplitz)")
 
 

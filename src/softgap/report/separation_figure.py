@@ -54,7 +54,7 @@ def _draw_trials(axes: Axes, found: Separation) -> None:
     axes.set_xticks(place, [one.mechanism for one in found.trials], rotation=60, ha="right", fontsize="small")
     axes.set_ylabel("P(F > 0), 95 % interval")
     axes.set_ylim(0, 1.05)
-    axes.legend(frameon=False, fontsize="small", loc="upper right")
+    axes.legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 def _draw_map(figure: Figure, axes: Axes, one: PhaseMap) -> None:
@@ -64,13 +64,13 @@ def _draw_map(figure: Figure, axes: Axes, one: PhaseMap) -> None:
     axes.set_xlabel(one.x.name)
     axes.set_ylabel(one.y.name)
     columns, rows = np.meshgrid(range(len(one.x.values)), range(len(one.y.values)))
-    lines: list[tuple[Any, str, str]] = [(one.median, "white", "argued"), (one.bound < 0.5, "#fca5a5", "bound < 1/2")]
+    lines: list[tuple[Any, str, str]] = [(one.median, "white", "argued"), (one.bound < 0.5, "#dc2626", "bound < 1/2")]
     named = []
     for values, colour, label in lines:
         inside = np.nan_to_num(np.asarray(values, float))
         if 0 < inside.mean() < 1 and min(inside.shape) > 1:
             axes.contour(columns, rows, inside, levels=[0.5], colors=[colour], linewidths=1.5)
-            named.append(f"{label}: {'white' if colour == 'white' else 'pink'}")
+            named.append(f"{label}: {'white' if colour == 'white' else 'red'}")
     axes.set_title(f"{one.mechanism}, P(both right)\n{'; '.join(named)}", fontsize="small")
     figure.colorbar(image, ax=axes, fraction=0.05)
 
