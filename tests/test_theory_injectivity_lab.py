@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cli_examples import failure, loads_once
-from model_examples import save_folder, tiny_llama
+from model_examples import byte_tokenizer, save_folder, tiny_llama
 from softgap.attention import attend, resolve
 from softgap.attention.divergence import divergence
+from softgap.calibration import Recipe, calibrate
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -169,6 +170,22 @@ def test_parameters_of_layers_and_heads_are_those_of_the_head() -> None:
     calibrated = next(claim for claim in lab.claims if claim.name == "calibrated divergence")
     assert calibrated.numbers["heads"] == 8
     assert calibrated.condition == ""
+
+
+def test_a_calibrated_model_brings_its_fitted_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path))
+    model = tiny_llama(max_position_embeddings=512)
+    text = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
+    found = calibrate(model, byte_tokenizer(), [text], recipe=Recipe(features=4, steps=3), positions=128)
+    lab = injectivity_in_model(model, IDS, rng=np.random.default_rng(0), queries=12)
+    assert "fitted" in lab.mechanisms
+    assert {c.mechanism for c in lab.correlations} == {"elu1", "uniform", "fitted"}
+    layer = visit_layers(model, IDS, lambda seen: seen)[1]
+    q, k, v = (x[None] for x in (layer.query, layer.key, layer.value))
+    linear = attend(found.mechanism().for_layers([1]), q, k, v, scale=layer.scale).output[0]
+    start = lab.settings["start"]
+    mean = divergence(layer.output, linear)[:, start:].mean(dim=-1)
+    assert lab.divergence[lab.mechanisms.index("fitted"), 1] == pytest.approx(mean.numpy(), abs=1e-5)
 
 
 def test_the_verdicts_in_a_model_follow_the_numbers(in_model: ModelInjectivity) -> None:

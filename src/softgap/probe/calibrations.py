@@ -28,6 +28,7 @@ from softgap.probe.fingerprint import model_fingerprint
 
 __all__ = [
     "StoredCalibration",
+    "calibrated",
     "calibration_path",
     "default_mechanisms",
     "digest_of",
@@ -138,8 +139,12 @@ def equipped(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
 
 def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
     """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
-    calibrated = calibration_path(model_fingerprint(model)).is_file()
-    return (*DEFAULT_MECHANISMS, "fitted") if calibrated else DEFAULT_MECHANISMS
+    return (*DEFAULT_MECHANISMS, *calibrated(model))
+
+
+def calibrated(model: PreTrainedModel) -> tuple[str, ...]:
+    """``fitted`` where the model has a calibration, else nothing."""
+    return ("fitted",) if calibration_path(model_fingerprint(model)).is_file() else ()
 
 
 def _of_model(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:

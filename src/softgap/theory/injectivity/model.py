@@ -12,7 +12,9 @@ from jaxtyping import Float64, Int
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.probe.calibrations import calibrated
 from softgap.probe.capture import check_lengths
+from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
@@ -154,8 +156,8 @@ def injectivity_in_model(
         The text; at least 2 (d + 2) tokens for heads of dimension d, and no more than the model's context.
     mechanisms
         Compared beside softmax, elu1, relu2_scores, taylor2 and uniform, which always are; every mechanism that looks
-        at the query by default. A :class:`Mechanism` may carry parameters for every layer and head: ``fitted`` with
-        those of a calibration gives the calibrated divergence.
+        at the query by default, ``fitted`` among them where the model has a calibration: its divergence is the
+        calibrated one. A :class:`Mechanism` may carry parameters for every layer and head.
     queries
         Queries of the second half of the text whose distributions are compared pairwise.
     near
@@ -163,7 +165,8 @@ def injectivity_in_model(
     """
     if queries < 8:
         raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
-    chosen = [resolve(m) for m in (comparable() if mechanisms is None else mechanisms)]
+    wanted = [*comparable(), *calibrated(model)] if mechanisms is None else mechanisms
+    chosen = [ready(mechanism, model) for mechanism in wanted]
     names = [m.name for m in chosen]
     chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]
     for mechanism in chosen:
