@@ -10,6 +10,7 @@ import torch
 
 from softgap.attention import attend, attention_weights, compare_outputs, mechanisms
 from softgap.attention.mechanism import Mechanism
+from softgap.attention.off_diagonal import block_spectra, dyadic_blocks
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.maps import Maps, landmark_maps, log_weights, softmax_scores, weights_kl
 from softgap.calibration.rows import LayerText, RowPlan, sample_rows
@@ -38,6 +39,16 @@ def output(mechanism: str | Mechanism, text: LayerText, seed: int = 9) -> torch.
 
 def mean_divergence(a: str | Mechanism, b: str | Mechanism, text: LayerText) -> float:
     return float(compare_outputs(output(a, text), output(b, text)).divergence[..., 64:].mean())
+
+
+def relative_error(truth: torch.Tensor, found: torch.Tensor) -> np.ndarray:
+    """Relative Frobenius error over the dyadic off-diagonal blocks, per head."""
+    blocks = dyadic_blocks(truth.shape[-1])
+    wrong, whole = (
+        sum(x[:, rows, columns].double().square().sum(dim=(1, 2)) for rows, columns in blocks)
+        for x in (truth - found, truth)
+    )
+    return np.asarray(np.sqrt(np.asarray(wrong) / np.asarray(whole)))
 
 
 def teacher(seed: int, features: int = 4) -> Maps:
@@ -84,6 +95,14 @@ def test_a_head_that_looks_up_one_random_token_stays_unfitted() -> None:
     held_out = lookup(60)
     left = mean_divergence("softmax", as_mechanism(found), held_out)
     assert left > 0.5 * mean_divergence("softmax", "uniform", held_out)
+    # The floor says that no map of so few features could have done it, and the found one lies above it.
+    softmax, fitted = (
+        attention_weights(m, held_out.query[None], held_out.key[None], scale=SCALE)[0]
+        for m in ("softmax", as_mechanism(found))
+    )
+    floor = block_spectra(softmax).floor(4)
+    assert (floor > 0.7).all()
+    assert (relative_error(softmax, fitted) >= floor).all()
 
 
 def test_fitting_brings_the_weights_nearer_to_softmax() -> None:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softgap.attention import Visible, attention_weights, mechanisms, resolve
+from softgap.attention.off_diagonal import block_spectra, capacity_exponent, dyadic_blocks, numerical_rank
 from softgap.errors import ShapeError, ValueInputError
 from softgap.theory.focus.closed_forms import iid_sparsity
 from softgap.theory.focus.concentration import concentration, feature_prediction, score_moments
 from softgap.theory.focus.interventions import intervene, intervened
-from softgap.theory.focus.off_diagonal import block_spectra, capacity_exponent, dyadic_blocks, numerical_rank
 from softgap.theory.focus.placement import column_share, distance_share
 from softgap.theory.focus.road import feature_road
 

@@ -1,5 +1,6 @@
 """Focus: how sparse the weights of each kind of attention can be, in closed form and inside a real model."""
 
+from softgap.attention.off_diagonal import BlockSpectra, block_spectra, capacity_exponent
 from softgap.theory.focus.closed_forms import (
     FUNCTIONS,
     decay_sparsity,
@@ -11,7 +12,6 @@ from softgap.theory.focus.closed_forms import (
 )
 from softgap.theory.focus.finite import GaussianTable, Simulated, finite_sparsity, simulate_sparsity
 from softgap.theory.focus.model import ModelFocus, focus_in_model
-from softgap.theory.focus.off_diagonal import BlockSpectra, block_spectra, capacity_exponent
 from softgap.theory.focus.synthetic import FocusFindings, focus_lab
 
 __all__ = [

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softgap.attention import Visible, attention_weights, compare_outputs, resolve
+from softgap.attention.off_diagonal import BlockSpectra, block_spectra, dyadic_blocks, numerical_rank
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
 from softgap.theory.focus.interventions import Effect, intervened
-from softgap.theory.focus.off_diagonal import BlockSpectra, block_spectra, dyadic_blocks, numerical_rank
 from softgap.theory.focus.placement import column_share, distance_share
 from softgap.theory.focus.road import Milestone, feature_road
 

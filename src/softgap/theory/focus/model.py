@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softgap.attention import resolve
+from softgap.attention.off_diagonal import capacity_exponent
 from softgap.errors import ValueInputError
 from softgap.probe.capture import check_lengths
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -21,7 +22,6 @@ from softgap.theory.focus.concentration import with_weights
 from softgap.theory.focus.finite import GaussianTable
 from softgap.theory.focus.interventions import Effect
 from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
-from softgap.theory.focus.off_diagonal import capacity_exponent
 from softgap.theory.focus.road import Milestone
 from softgap.theory.intervals import Estimate, rank_correlation
 
