@@ -38,7 +38,7 @@ class Auroc:
     standard_error: Float[np.ndarray, "*unit"]
     level: float
     method: str
-    sample: Float[np.ndarray, "replicate *unit"] | None
+    sample: Float[np.ndarray, "replicate ..."] | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,7 +172,7 @@ def contrast_of(
 
 
 def small_sample_factor(df: float) -> float:
-    """J = Gamma(m / 2) / (sqrt(m / 2) Gamma((m - 1) / 2)): takes the bias from a standardised difference (Hedges 1981)."""
+    """J = Gamma(m / 2) / (sqrt(m / 2) Gamma((m - 1) / 2)), which takes the bias from a standardised difference."""
     if df <= 1:  # no unbiased estimate exists
         return math.nan
     return float(np.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / np.sqrt(df / 2))

@@ -28,7 +28,7 @@ class EffectSize:
     high: Float[np.ndarray, "*unit"]
     level: float
     method: str
-    sample: Float[np.ndarray, "replicate *unit"] | None
+    sample: Float[np.ndarray, "replicate ..."] | None
 
 
 def hedges_g(

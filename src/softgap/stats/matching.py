@@ -90,10 +90,7 @@ def match(
     leading = np.unique(thing, return_index=True)[1]
     label, allowed = chosen[leading], codes[leading] if within else np.zeros(len(leading), np.int64)
     spread = _pooled_deviation(covariates, chosen)
-    if method == "caliper":
-        stratum = _pairs(means / spread, label, allowed, caliper)
-    else:
-        stratum = _cells(means, allowed, bins)
+    stratum = _pairs(means / spread, label, allowed, caliper) if method == "caliper" else _cells(means, allowed, bins)
     return _kept(stratum[thing], chosen, codes if clusters is not None else None, covariates / spread, method)
 
 

@@ -100,10 +100,8 @@ def verdict(
     first = _step("all samples", comparison, comparison, margin)
     steps = (first, *(_step(name, control, comparison, margin) for name, control in controls.items()))
     failed = [step for step in steps if not step.convincing]
-    if not failed:
-        outcome = "separated"
-    else:
-        outcome = "not separated" if any(step.able for step in failed) else "not enough data"
+    undecided = "not separated" if any(step.able for step in failed) else "not enough data"
+    outcome = undecided if failed else "separated"
     units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
     sentence = _sentence(outcome, steps, units, margin)
     return Verdict(outcome, sentence, steps, units, float(margin), comparison.alpha)
