@@ -219,7 +219,7 @@ def test_a_verdict_says_what_it_rests_on() -> None:
     x, labels = planted(21, 60, 10, {1: 1.6})
     found = stats.compare_table(x, labels, permutations=499, rng=RNG(22))
     text = str(stats.verdict(found, margin=1.5))
-    assert text.splitlines()[0] == "Separated: 1 units differ between the groups, without any control."
+    assert text.splitlines()[0] == "Separated: the groups differ in 1 unit, without any control."
     assert text.splitlines()[1].startswith("all samples: convincing, p = 0.00")
     none = stats.verdict(found, margin=1.5, controls={"shuffled": null_of(x, labels)})
     assert none.outcome == "not separated"

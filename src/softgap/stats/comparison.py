@@ -21,7 +21,7 @@ from softgap.stats.checked import (
 )
 from softgap.stats.contrast import LEAST_RESIDUAL, Contrast, contrast_of
 from softgap.stats.design import Design, design_of
-from softgap.stats.nulls import SLACK, Null, Omnibus, null_of, omnibus_of
+from softgap.stats.nulls import SLACK, Null, Omnibus, omnibus_of
 from softgap.stats.power import Power, detectable
 from softgap.stats.relabelling import Prepared, prepare, relabel
 
@@ -162,10 +162,9 @@ def _compared(
     t = contrast.t.ravel()
     bars = _bars(t, prepared, design)
     relabelled = relabel(prepared, design, bars, count, rng)
-    maximum = null_of(float(np.abs(t).max()), relabelled.largest)
     p = (relabelled.reached + 1) / (count + 1)
-    ordered = np.sort(relabelled.largest)
-    p_max = (count - np.searchsorted(ordered, bars, side="left") + 1) / (count + 1)
+    p_max = (count - np.searchsorted(np.sort(relabelled.largest), bars, side="left") + 1) / (count + 1)
+    maximum = Null(float(np.abs(t).max()), relabelled.largest, float(p_max.min()))
     return Comparison(
         contrast=contrast,
         p=p.reshape(shape),

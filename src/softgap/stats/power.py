@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,5 +66,4 @@ def detectable(prepared: Prepared, design: Design, critical: float, target: floa
     deviation = np.sqrt(np.maximum(design.rows - s**2 / total, LEAST_RESIDUAL * design.rows) / left)
     sign = rng.choice([-1.0, 1.0], size=s.shape)
     needed = np.sort(np.maximum((critical - sign * s / root) * root / total / deviation, 0).ravel())
-    smallest = float(np.quantile(needed, target, method="higher"))
-    return Power(smallest, target, critical, needed)
+    return Power(float(needed[math.ceil(target * len(needed)) - 1]), target, critical, needed)

@@ -131,7 +131,7 @@ def relabel(
             units = slice(start, min(start + _UNITS, prepared.units))
             t, root = parts(prepared, labels, units)
             t /= root
-            mean[where] += t.sum(axis=1, dtype=np.float64)
+            mean[where] += t.sum(axis=1)
             asymmetry[where] += 2 * np.count_nonzero(t > 0, axis=1) - t.shape[1]
             np.abs(t, out=t)
             np.maximum(largest[where], t.max(axis=1), out=largest[where])

@@ -54,7 +54,7 @@ class Step:
     units: tuple[Unit, ...]
 
     def __str__(self) -> str:
-        found = f"{len(self.units)} units found" if self.units else "no single unit found"
+        found = f"{_units(self.units)} found" if self.units else "no single unit found"
         reach = "no effect" if math.isinf(self.smallest) else f"effects from {self.smallest:.2f} standard deviations"
         return (
             f"{self.name}: {'convincing' if self.convincing else 'not convincing'}, p = {self.p:.2g} for any "
@@ -133,12 +133,16 @@ def _near_end(comparison: Comparison) -> np.ndarray:
     return np.where(np.isnan(near), -np.inf, near)
 
 
+def _units(units: tuple[Unit, ...]) -> str:
+    return "1 unit" if len(units) == 1 else f"{len(units)} units"
+
+
 def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], margin: float) -> str:
     controls = ", ".join(step.name for step in steps[1:])
     after = f" after controls ({controls})" if controls else ", without any control"
     if outcome == "separated":
-        what = f"{len(units)} units" if units else "the units together"
-        return f"Separated: {what} differ between the groups{after}."
+        what = _units(units) if units else "the units together"
+        return f"Separated: the groups differ in {what}{after}."
     if outcome == "not separated":
         step = next(step for step in steps if step.able and not step.convincing)
         return (
