@@ -128,8 +128,9 @@ def main() -> None:
         "stats",
         "Comparing two groups over many units",
         f"`python benchmarks/stats.py --pairs {arguments.pairs}` on float64 noise in groups of 160 and 240; "
-        f"{machine()}, one BLAS thread. softgap: the whole of `stats.compare`, with checks, effects, max-T, omnibus tests, false "
-        "discovery rate and power. scipy: a loop over units with `scipy.stats.permutation_test` and a vectorized Welch "
+        f"{machine()}, one BLAS thread. softgap: the whole of `stats.compare`, with checks, effects, max-T, omnibus "
+        "tests, false discovery rate and power. scipy: a loop over units with `scipy.stats.permutation_test` and a "
+        "vectorized Welch "
         f"t, which gives neither max-T nor the rest, timed on {RIVAL_UNITS} units and scaled to all. Their p-values "
         f"agree within the chance of both. At least {LEAST_RATIO} times faster was asked for. Memory is what one call "
         "adds to the peak of a process of its own, the copies of the table included: it does not grow with the "

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from scipy import stats
 
-from softgap.errors import ShapeError, ValueInputError
+from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.stats.checked import (
     checked_codes,
     checked_count,
@@ -22,6 +22,7 @@ from softgap.stats.checked import (
 )
 from softgap.stats.comparison import ComparisonOptions, compare_table
 from softgap.stats.design import mixed_clusters
+from softgap.stats.verdict import OUTCOMES, verdict
 
 __all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]
 
@@ -48,16 +49,28 @@ class Kappa:
 
 @dataclass(frozen=True, eq=False)
 class LabelNoise:
-    """A comparison repeated with labels flipped at random.
+    """A comparison and its verdict repeated with labels flipped at random.
 
-    Per rate: ``separated`` is the share of draws whose p for any difference is at most alpha, ``p`` the p of every
-    draw, and ``kept`` the share of the units found with the given labels that are found again (NaN if none was).
+    Attributes
+    ----------
+    rates
+        How often a label was flipped.
+    outcomes, p
+        Of every draw at every rate: the verdict, and p for any difference.
+    kept
+        Per rate, the share of the units found with the given labels that are found again; NaN if none was.
     """
 
     rates: Float64[np.ndarray, " rate"]
-    separated: Float64[np.ndarray, " rate"]
+    outcomes: tuple[tuple[str, ...], ...]
     p: Float64[np.ndarray, "rate draw"]
     kept: Float64[np.ndarray, " rate"]
+
+    def share(self, outcome: str) -> Float64[np.ndarray, " rate"]:
+        """The share of draws with this verdict, per rate."""
+        if outcome not in OUTCOMES:
+            raise unknown_name("outcome", outcome, OUTCOMES)
+        return np.array([drawn.count(outcome) / len(drawn) for drawn in self.outcomes])
 
 
 def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
@@ -99,14 +112,16 @@ def label_noise(
     values: Any,
     labels: Any,
     *,
+    margin: float,
     rng: np.random.Generator,
     rates: Sequence[float] = (0.02, 0.05, 0.1, 0.2),
     draws: int = 20,
     first: Any = None,
     **options: Unpack[ComparisonOptions],
 ) -> LabelNoise:
-    """Compare again and again with each label flipped at a rate: how wrong may labels be before the finding goes.
+    """Compare again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
 
+    ``margin`` is that of :func:`softgap.stats.verdict`; ``permutations`` are 499 unless given.
     Labels that are constant within clusters are flipped a cluster at a time. The labels at hand are taken as the truth
     that is spoilt; if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
@@ -122,13 +137,13 @@ def label_noise(
     things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
     found = set(compare_table(values, chosen, rng=rng, **options).found())
     p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
+    outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
             again = compare_table(values, _flipped(chosen, things, rate, rng), rng=rng, **options)
-            p[i, j] = again.omnibus.any.p
+            p[i, j], outcomes[i][j] = again.omnibus.any.p, verdict(again, margin=margin).outcome
             kept[i, j] = len(found & set(again.found())) / len(found) if found else math.nan
-    alpha = options.get("alpha", 0.05)
-    return LabelNoise(np.asarray(rates, np.float64), (p <= alpha).mean(axis=1), p, kept.mean(axis=1))
+    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
 
 
 def _flipped(
