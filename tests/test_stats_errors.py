@@ -83,7 +83,7 @@ CASES: Values = {
         "stratum 'difficulty' must have one entry per sample, got 2 for 12 samples",
     ),
     "a label unknown": (
-        lambda: stats.compare_table(x, ["a"] * 6 + ["b"] * 5 + [None], rng=rng),  # type: ignore[list-item]
+        lambda: stats.compare_table(x, ["a"] * 6 + ["b"] * 5 + [None], rng=rng),
         ValueInputError,
         "labels must be known for every sample, got None at sample 11 (1 such entries); leave those samples out",
     ),

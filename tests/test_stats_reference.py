@@ -160,9 +160,9 @@ def test_p_of_one_unit_is_scipys() -> None:
     a, b = rng.standard_normal(6) + 1, 2 * rng.standard_normal(7)
 
     def size(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
-        return np.abs(scipy_stats.ttest_ind(x, y, equal_var=False, axis=axis).statistic)
+        return np.asarray(np.abs(scipy_stats.ttest_ind(x, y, equal_var=False, axis=axis).statistic))
 
-    exact = scipy_stats.permutation_test((a, b), size, alternative="greater", n_resamples=np.inf, vectorized=True)
+    exact = scipy_stats.permutation_test((a, b), size, alternative="greater", n_resamples=10_000, vectorized=True)
     assert stats.compare(a, b, permutations=20_000, rng=rng).p == pytest.approx(exact.pvalue, abs=0.012)
 
 

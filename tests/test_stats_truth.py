@@ -5,6 +5,9 @@ Each simulation has a fast version and, marked slow, one with enough studies to 
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
@@ -33,7 +36,7 @@ def null_study(kind: str, rng: np.random.Generator, units: int = 8) -> Compariso
 
 def above(nominal: float, studies: int, errors: float = 3.5) -> float:
     """A rate that chance exceeds once in thousands of tests."""
-    return nominal + errors * np.sqrt(nominal * (1 - nominal) / studies)
+    return nominal + errors * math.sqrt(nominal * (1 - nominal) / studies)
 
 
 @pytest.mark.parametrize("studies", [150, many])
@@ -49,7 +52,7 @@ def test_p_values_of_the_null_are_uniform(kind: str, studies: int) -> None:
     }
     for name, p in every.items():
         # Values of the smallest p are few and tie: "any" may be conservative, never liberal.
-        side = "greater" if name == "any" else "two-sided"
+        side: Literal["greater", "two-sided"] = "greater" if name == "any" else "two-sided"
         test = scipy_stats.kstest(randomised(p, PERMUTATIONS, rng), "uniform", alternative=side)
         assert test.pvalue > 1e-3, name
     wrong = np.mean([(x.p_max <= 0.05).any() for x in found])
@@ -82,7 +85,7 @@ def test_five_heads_of_270_are_found() -> None:
 
 
 def test_many_small_effects_are_seen_together_where_none_is_by_itself() -> None:
-    x, labels = planted(3, 120, 270, dict.fromkeys(range(270), 0.2), common=0.02)
+    x, labels = planted(3, 120, 270, dict.fromkeys(range(270), 0.12), common=0.02)
     found = stats.compare_table(x, labels, permutations=999, rng=RNG(2))
     assert found.omnibus.mean_t.p <= 0.002
     assert found.omnibus.asymmetry.p <= 0.002
@@ -147,7 +150,7 @@ def test_repeated_questions_inflate_nothing(mixed: bool, studies: int) -> None:
         naive.append(stats.compare_table(x, labels, permutations=PERMUTATIONS, rng=rng).maximum.p <= 0.05)
         found = stats.compare_table(x, labels, clusters=clusters, permutations=PERMUTATIONS, rng=rng)
         honest.append(found.maximum.p <= 0.05)
-    assert np.mean(naive) > 0.3
+    assert np.mean(naive) > 0.15
     assert np.mean(honest) <= above(0.05, studies)
 
 
@@ -228,7 +231,8 @@ def test_the_bootstrap_of_the_auroc_keeps_clusters_together() -> None:
 
 def test_a_perfect_auroc_is_not_certain() -> None:
     found = stats.auroc(np.arange(10.0) + 100, np.arange(20.0))
-    assert (found.value, found.high) == (1, 1)
+    assert found.value == found.high == 1
     assert found.low == pytest.approx(0.025 ** (1 / 10))
     mirrored = stats.auroc(np.arange(20.0), np.arange(10.0) + 100)
-    assert (mirrored.low, mirrored.high) == (0, pytest.approx(1 - 0.025 ** (1 / 10)))
+    assert mirrored.low == mirrored.value == 0
+    assert mirrored.high == pytest.approx(1 - 0.025 ** (1 / 10))

@@ -160,6 +160,7 @@ def test_kappa_is_symmetric_and_free_of_names(seed: int, n: int, k: int) -> None
 def test_pairs_do_not_depend_on_which_group_is_first(seed: int, size: tuple[int, int]) -> None:
     rng = RNG(seed)
     labels, on = np.arange(sum(size)) < size[0], rng.standard_normal(sum(size))
+    on[:2], on[-2:] = (0.1, 0.2), (0.15, 0.25)  # two pairs at least
     one, other = (stats.match(y, on, caliper=1.5) for y in (labels, ~labels))
     assert len(one.kept) == len(other.kept)
     np.testing.assert_allclose(np.abs(one.before), np.abs(other.before), rtol=1e-9)

@@ -82,14 +82,14 @@ def auroc(
     if clusters is None:
         error = np.sqrt(first.var(axis=0, ddof=1) / len(first) + second.var(axis=0, ddof=1) / len(second))
         low, high = _logit_interval(value, error, level, min(len(first), len(second)))
-        results = (x.reshape(shape) for x in (value, low, high, error))
-        return Auroc(*results, level, "DeLong", None)
+        value, low, high, error = (x.reshape(shape) for x in (value, low, high, error))
+        return Auroc(value, low, high, error, level, "DeLong", None)
     codes = checked_codes("clusters", clusters, len(table))
     drawn = drawn_weights(labels, codes, checked_count("replicates", replicates, least=99), _needed(rng))
     sample = np.stack([_weighted_auroc(column, labels, drawn) for column in table.T], axis=1)
     low, high = percentile_interval(sample, level)
-    results = (x.reshape(shape) for x in (value, low, high, sample.std(axis=0, ddof=1)))
-    return Auroc(*results, level, "cluster bootstrap", sample.reshape(-1, *shape))
+    value, low, high, error = (x.reshape(shape) for x in (value, low, high, sample.std(axis=0, ddof=1)))
+    return Auroc(value, low, high, error, level, "cluster bootstrap", sample.reshape(-1, *shape))
 
 
 def auroc_difference(

@@ -93,7 +93,7 @@ def centred_rows(rows: Float64[np.ndarray, "row unit"], design: Design) -> Float
     """Rows minus the mean of their block."""
     size = np.bincount(design.block)
     means = np.add.reduceat(rows, design.block_starts, axis=0) / size[:, None]
-    return rows - means[design.block]
+    return np.asarray(rows - means[design.block])
 
 
 def contrast_table(

@@ -82,11 +82,11 @@ class Design:
 
     def reduce(self, values: Float64[np.ndarray, "sample unit"]) -> Float64[np.ndarray, "row unit"]:
         """The rows of a table: its samples, or the means of its clusters."""
-        ordered = values[self.index]
+        ordered = np.asarray(values[self.index])
         if len(self.index) == self.rows:
             return ordered
         counts = np.diff(self.starts, append=len(self.index))
-        return np.add.reduceat(ordered, self.starts, axis=0) / counts[:, None]
+        return np.asarray(np.add.reduceat(ordered, self.starts, axis=0) / counts[:, None])
 
     def relabelled(self, count: int, rng: np.random.Generator) -> Float32[np.ndarray, "relabelling row"]:
         """Random exchanges of the labels, 1 for the first group; every block keeps its numbers of both."""

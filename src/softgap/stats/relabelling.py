@@ -49,7 +49,7 @@ class Prepared:
     @property
     def units(self) -> int:
         """Units of the table."""
-        return self.x.shape[1]
+        return int(self.x.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,7 +129,7 @@ def label_noise(
     chosen, _ = checked_labels(labels, len(table), first)
     checked_rng(rng)
     checked_count("draws", draws)
-    options = {"permutations": 499, **options}  # type: ignore[misc]
+    options = {"permutations": 499, **options}
     for rate in rates:
         checked_share("each of rates", rate, 0.1)
     clusters = options.get("clusters")
