@@ -59,18 +59,30 @@ def test_p_values_of_the_null_are_uniform(kind: str, studies: int) -> None:
     assert wrong <= above(0.05, studies)
 
 
-@pytest.mark.parametrize("studies", [150, many])
-def test_unequal_spread_in_unequal_groups_is_no_difference(studies: int) -> None:
+def test_unequal_spread_in_unequal_groups_is_no_difference() -> None:
     """The smaller group has three times the spread: a difference of means that is not studentised fails here."""
     rng = RNG(10)
-    wrong, plain = [], []
-    for _ in range(studies):
-        a, b = 3 * rng.standard_normal((16, 5)), rng.standard_normal((64, 5))
-        wrong.append(stats.compare(a, b, permutations=PERMUTATIONS, rng=rng).maximum.p <= 0.05)
-        pooled = scipy_stats.ttest_ind(a, b).pvalue.min() * 5
-        plain.append(pooled <= 0.05)
-    assert np.mean(wrong) <= above(0.05, studies)
-    assert np.mean(plain) > 0.15
+    x = np.concatenate([3 * rng.standard_normal((40, 2000)), rng.standard_normal((160, 2000))])
+    labels = np.arange(200) < 40
+    found = stats.compare_table(x, labels, permutations=499, rng=rng)
+    assert (found.p <= 0.05).mean() <= above(0.05, 2000)
+    drawn = np.stack([labels, *(rng.permutation(labels) for _ in range(199))])
+    plain = np.abs(drawn @ x / 40 - ~drawn @ x / 160)
+    assert ((plain >= plain[0]).mean(axis=0) <= 0.05).mean() > 0.2
+
+
+@pytest.mark.slow
+def test_unequal_spread_in_small_groups_costs_a_few_per_cent() -> None:
+    """Studentising is right in large samples only: docs/stats.md gives the rate for 16 against 64."""
+    rng = RNG(11)
+    wrong = [
+        stats.compare(
+            3 * rng.standard_normal((16, 5)), rng.standard_normal((64, 5)), permutations=PERMUTATIONS, rng=rng
+        ).maximum.p
+        <= 0.05
+        for _ in range(1000)
+    ]
+    assert np.mean(wrong) <= above(0.085, 1000)
 
 
 def test_five_heads_of_270_are_found() -> None:
