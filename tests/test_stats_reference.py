@@ -245,7 +245,7 @@ def test_kappa_is_scikit_learns() -> None:
 
 def test_the_error_of_kappa_is_that_of_repeated_samples() -> None:
     rng = RNG(26)
-    share = np.array([[0.35, 0.10], [0.05, 0.50]])
+    share = np.array([[0.15, 0.45], [0.05, 0.35]])  # scorers that differ in how often they say yes
     pairs = np.array([(i, j) for i in range(2) for j in range(2)])
     drawn = [pairs[rng.choice(4, 200, p=share.ravel())] for _ in range(1500)]
     found = [stats.cohens_kappa(x[:, 0], x[:, 1]) for x in drawn]
