@@ -1,6 +1,57 @@
 """Honest comparisons: effect sizes, permutation nulls, matching, correction, equivalence and classification.
 
-Works on numpy arrays with scipy and imports without torch.
+Works on numpy arrays whose first axis is the sample and imports with numpy and scipy alone.
 """
 
-__all__: list[str] = []
+from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
+from softgap.stats.comparison import Comparison, ComparisonOptions, compare, compare_table
+from softgap.stats.contrast import Contrast, contrast_table
+from softgap.stats.design import EXCHANGES
+from softgap.stats.effects import EffectSize, hedges_g
+from softgap.stats.equivalence import Equivalence, equivalence
+from softgap.stats.incremental import Incremental, incremental_auroc
+from softgap.stats.matching import MATCHINGS, Matched, match
+from softgap.stats.nulls import Null, Omnibus
+from softgap.stats.power import Power
+from softgap.stats.recurrence import Recurrence, recurrence
+from softgap.stats.reliability import Kappa, LabelNoise, cohens_kappa, label_noise
+from softgap.stats.split import Split, confirmation_split
+from softgap.stats.verdict import OUTCOMES, Step, Verdict, verdict
+
+__all__ = [
+    "EXCHANGES",
+    "MATCHINGS",
+    "OUTCOMES",
+    "Auroc",
+    "AurocDifference",
+    "Comparison",
+    "ComparisonOptions",
+    "Contrast",
+    "EffectSize",
+    "Equivalence",
+    "Incremental",
+    "Kappa",
+    "LabelNoise",
+    "Matched",
+    "Null",
+    "Omnibus",
+    "Power",
+    "Recurrence",
+    "Split",
+    "Step",
+    "Verdict",
+    "auroc",
+    "auroc_difference",
+    "cohens_kappa",
+    "compare",
+    "compare_table",
+    "confirmation_split",
+    "contrast_table",
+    "equivalence",
+    "hedges_g",
+    "incremental_auroc",
+    "label_noise",
+    "match",
+    "recurrence",
+    "verdict",
+]

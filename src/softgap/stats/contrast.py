@@ -1,0 +1,197 @@
+"""The difference between two groups, its standard error and its size: one formula for Welch, strata and pairs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float64
+from scipy import stats
+from scipy.special import gammaln
+
+from softgap.errors import ValueInputError
+from softgap.stats.checked import checked_codes, checked_labels, checked_share, checked_strata, checked_values
+from softgap.stats.design import Design, design_of
+
+__all__ = ["Contrast", "Weights", "centred_rows", "contrast_of", "contrast_table", "small_sample_factor", "weights_of"]
+
+# Residual variance below this share of the total is rounding, in single precision: the statistic stops growing there.
+LEAST_RESIDUAL = 1e-3
+_EQUAL = 1e-13
+
+
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """How much larger the first group is than the second, per unit.
+
+    Attributes
+    ----------
+    effect, standard_error, df
+        Difference of the group means, adjusted for blocks, in the unit's own scale; its standard error; and the
+        degrees of freedom of the t distribution that goes with it.
+    low, high, level
+        Interval of the effect at ``level``, for each unit by itself.
+    deviation
+        Standard deviation within groups (and blocks), pooled: what an effect is divided by.
+    g
+        Hedges' g: effect / deviation, times the small-sample factor.
+    t
+        The studentised effect that relabelling is applied to: effect over its heteroscedastic standard error.
+    groups, sizes
+        Names of the first and second group, and their rows.
+    kind, blocks, dropped, arrangements
+        How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
+        were left out since their block holds one label only, and how many relabellings there are.
+    """
+
+    effect: Float[np.ndarray, "*unit"]
+    standard_error: Float[np.ndarray, "*unit"]
+    df: Float[np.ndarray, "*unit"]
+    low: Float[np.ndarray, "*unit"]
+    high: Float[np.ndarray, "*unit"]
+    level: float
+    deviation: Float[np.ndarray, "*unit"]
+    g: Float[np.ndarray, "*unit"]
+    t: Float[np.ndarray, "*unit"]
+    groups: tuple[str, str]
+    sizes: tuple[int, int]
+    kind: str
+    blocks: int
+    dropped: int
+    arrangements: float
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What the statistic needs of a design; no exchange of labels changes it.
+
+    Per row: ``share`` of the first group in its block, and the factors of a squared residual in the variance if the
+    row is in the first group (``first``) or not (``second``). ``total`` is sum_s n1 n0 / n over blocks.
+    """
+
+    share: Float64[np.ndarray, " row"]
+    first: Float64[np.ndarray, " row"]
+    second: Float64[np.ndarray, " row"]
+    total: float
+
+
+def weights_of(design: Design) -> Weights:
+    """The factors of HC2: squared residuals over one minus leverage, times the squared regressor."""
+    starts = design.block_starts
+    size = np.bincount(design.block).astype(np.float64)
+    count = np.add.reduceat(design.labels.astype(np.float64), starts)
+    share = count / size
+    total = float((count * (size - count) / size).sum())
+    leverage = (1 / size + (1 - share) ** 2 / total, 1 / size + share**2 / total)
+    first, second = (1 - share) ** 2 / (1 - leverage[0]), share**2 / (1 - leverage[1])
+    return Weights(share[design.block], first[design.block], second[design.block], total)
+
+
+def centred_rows(rows: Float64[np.ndarray, "row unit"], design: Design) -> Float64[np.ndarray, "row unit"]:
+    """Rows minus the mean of their block."""
+    size = np.bincount(design.block)
+    means = np.add.reduceat(rows, design.block_starts, axis=0) / size[:, None]
+    return np.asarray(rows - means[design.block])
+
+
+def contrast_table(
+    values: Any,
+    labels: Any,
+    *,
+    clusters: Any = None,
+    strata: Any = None,
+    exchange: str = "auto",
+    first: Any = None,
+    level: float = 0.95,
+) -> Contrast:
+    """The difference between two groups of a table [sample, *unit], without a test.
+
+    The effect is the coefficient beta of the label y in x = alpha_block + beta y + e, by least squares:
+
+        beta = sum_s w_s (mean1_s - mean0_s) / sum_s w_s,   w_s = n1_s n0_s / n_s   over blocks s,
+        V(beta) = sum_i yc_i^2 e_i^2 / (1 - h_i) / (sum_s w_s)^2,
+
+    yc_i the label minus its block's mean and h_i the leverage of row i (HC2; MacKinnon and White 1985, eq. 12). With
+    one block this is Welch's t exactly, with pairs as blocks it is the paired t exactly; both are tested. Degrees of
+    freedom are Welch's, and no more than rows minus blocks minus 1 where there are several blocks.
+
+    Parameters
+    ----------
+    labels
+        Two different values, one per sample. The effect is that of the larger one (True, 1, the last in the
+        alphabet), or of ``first`` if given, minus the other.
+    clusters
+        What samples belong together, such as a question's id.
+    strata
+        A blocking factor, or several by name (a mapping), crossed.
+    exchange
+        What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
+        error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
+    """
+    table, shape = checked_values(values)
+    chosen, groups = checked_labels(labels, len(table), first)
+    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
+    design = design_of(chosen, codes, checked_strata(strata, len(table)), exchange)
+    return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95))
+
+
+def contrast_of(
+    rows: Float64[np.ndarray, "row unit"], design: Design, groups: tuple[str, str], shape: tuple[int, ...], level: float
+) -> Contrast:
+    """The contrast of reduced rows."""
+    weights = weights_of(design)
+    centred = centred_rows(rows, design)
+    _raise_if_equal(rows, centred, shape)
+    y = design.labels - weights.share
+    effect = y @ centred / weights.total
+    squared = (centred - y[:, None] * effect) ** 2
+    parts = [factor @ squared for factor in (design.labels * weights.first, ~design.labels * weights.second)]
+    variance, size = (parts[0] + parts[1]) / weights.total**2, design.sizes
+    left = design.rows - design.blocks - 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        satterthwaite = (parts[0] + parts[1]) ** 2 / (parts[0] ** 2 / (size[0] - 1) + parts[1] ** 2 / (size[1] - 1))
+    df = np.where(np.isfinite(satterthwaite), satterthwaite, left)
+    df = df if design.blocks == 1 else np.minimum(df, left)
+    whole = np.where(design.labels, weights.first, weights.second) @ centred**2 / weights.total**2
+    t = effect / np.sqrt(np.maximum(variance, LEAST_RESIDUAL * whole))
+    error = np.sqrt(variance)
+    if design.kind == "whole":
+        error, df = _cluster_robust(centred - y[:, None] * effect, y, design, weights.total)
+    deviation = np.sqrt(squared.sum(axis=0) / left)
+    reach = stats.t.ppf((1 + level) / 2, df) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        g = effect / deviation * small_sample_factor(float(left))
+    arrays = (effect, error, df, effect - reach, effect + reach, deviation, g, t)
+    effect, error, df, low, high, deviation, g, t = (array.reshape(shape) for array in arrays)
+    return Contrast(
+        effect, error, df, low, high, level, deviation, g, t,
+        groups, size, design.kind, design.blocks, design.dropped, design.arrangements,
+    )  # fmt: skip
+
+
+def small_sample_factor(df: float) -> float:
+    """J = Gamma(m / 2) / (sqrt(m / 2) Gamma((m - 1) / 2)), which takes the bias from a standardised difference."""
+    if df <= 1:  # no unbiased estimate exists
+        return math.nan
+    return float(np.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / np.sqrt(df / 2))
+
+
+def _cluster_robust(residual: np.ndarray, y: np.ndarray, design: Design, total: float) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.flatnonzero(np.diff(design.cluster, prepend=-1))
+    scores = np.add.reduceat(y[:, None] * residual, starts, axis=0)
+    n = len(starts)
+    if n < 2:
+        raise ValueInputError(f"exchange 'whole' needs at least 2 clusters, got {n}; use 'within'")
+    return np.sqrt((scores**2).sum(axis=0) * n / (n - 1)) / total, np.full(residual.shape[1], n - 1.0)
+
+
+def _raise_if_equal(rows: np.ndarray, centred: np.ndarray, shape: tuple[int, ...]) -> None:
+    equal = np.abs(centred).max(axis=0) <= _EQUAL * np.abs(rows).max(axis=0)
+    if equal.any():
+        unit = tuple(int(i) for i in np.unravel_index(int(np.flatnonzero(equal)[0]), shape)) if shape else ()
+        where = f"at unit {unit} ({int(equal.sum())} such units)" if shape else "in all of them"
+        raise ValueInputError(
+            f"a unit must vary among the samples compared, got all equal values {where}; leave such units out"
+        )

@@ -1,0 +1,204 @@
+"""What units add to free baselines: nested cross-validation, with the whole selection inside every permutation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Int64
+
+from softgap.errors import ValueInputError
+from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
+from softgap.stats.checked import checked_codes, checked_count, checked_labels, checked_rng, checked_values
+from softgap.stats.design import row_exchange
+from softgap.stats.folds import grouped_folds
+from softgap.stats.nulls import Null, null_of
+from softgap.stats.ridge import Samples, best_choice, fitted_scores
+
+__all__ = ["Incremental", "incremental_auroc"]
+
+_INNER = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Incremental:
+    """AUROC of baselines alone and with units, on samples that took no part in the choice.
+
+    Attributes
+    ----------
+    baseline, combined, difference
+        With intervals for the samples at hand; the training of the models is taken as given.
+    null
+        The difference when the units' own part is exchanged among samples, selection and all repeated; one-sided.
+    chosen
+        In how many outer folds each unit was taken.
+    baseline_scores, combined_scores, fold
+        Of each sample, from the models of the other folds.
+    """
+
+    baseline: Auroc
+    combined: Auroc
+    difference: AurocDifference
+    null: Null
+    chosen: Int64[np.ndarray, "*unit"]
+    baseline_scores: Float[np.ndarray, " sample"]
+    combined_scores: Float[np.ndarray, " sample"]
+    fold: Int64[np.ndarray, " sample"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    baseline: Float64[np.ndarray, " sample"]
+    combined: Float64[np.ndarray, " sample"]
+    chosen: Int64[np.ndarray, " unit"]
+
+
+# Training samples, held-out samples, and the inner splits of the training samples.
+_Outer = tuple[Samples, Samples, list[tuple[Samples, Samples]]]
+
+
+def incremental_auroc(
+    values: Any,
+    labels: Any,
+    *,
+    rng: np.random.Generator,
+    baselines: Any = None,
+    clusters: Any = None,
+    first: Any = None,
+    folds: int = 5,
+    sizes: Sequence[int] = (0, 1, 2, 4, 8, 16),
+    ridges: Sequence[float] = (0.001, 0.01, 0.1, 1.0),
+    permutations: int = 199,
+    replicates: int = 1999,
+    level: float = 0.95,
+) -> Incremental:
+    """How much better baselines with selected units tell the groups apart than baselines alone.
+
+    In each outer fold the number of units, the units (by partial correlation with the label given the baselines) and
+    the ridge are chosen by inner cross-validation on the other folds; both models are fitted there and score the fold.
+    No units is among the choices. Clusters are never divided between folds.
+
+    The null: values = baselines' least-squares part + rest, and the rest changes places among samples (Freedman and
+    Lane 1983), whole clusters with others of their size. So units keep what they share with the baselines and lose what
+    they know beyond them.
+
+    Parameters
+    ----------
+    baselines
+        [sample, baseline]: length, entropies, perplexity and the like; None compares with guessing.
+    sizes, ridges
+        Numbers of units and strengths of the ridge (times the number of samples) to choose from.
+
+    Notes
+    -----
+    Baselines enter linearly. If one acts by its square, give the square too, or units that follow it will seem to add.
+    """
+    table, shape = checked_values(values)
+    chosen, _ = checked_labels(labels, len(table), first)
+    free = np.empty((len(table), 0)) if baselines is None else checked_values(baselines, "baselines")[0]
+    if len(free) != len(table):
+        raise ValueInputError(
+            f"baselines must have one row per sample, got {len(free)} for {len(table)} samples; "
+            "give each sample its own row"
+        )
+    sizes = sorted({0, *(checked_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
+    checked_count("folds", folds, least=2)
+    count = checked_count("permutations", permutations, least=19)
+    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
+    plan = _plan(chosen, codes, folds, checked_rng(rng))
+    y = np.where(chosen, 1.0, -1.0)
+    table = _standardised(table)
+    free = _standardised(free)
+    scored = _scored(free, table, y, plan, sizes, list(ridges))
+    observed = _difference(scored, chosen)
+    basis, _ = np.linalg.qr(np.concatenate([np.ones((len(table), 1)), free], axis=1))
+    shared = basis @ (basis.T @ table)
+    sample = np.empty(count)
+    for i in range(count):
+        exchanged = shared + (table - shared)[row_exchange(chosen, codes, rng)]
+        sample[i] = _difference(_scored(free, exchanged, y, plan, sizes, list(ridges)), chosen)
+    return _summary(scored, null_of(observed, sample), chosen, codes, plan, shape, rng, replicates, level)
+
+
+def _summary(
+    scored: _Scored,
+    null: Null,
+    labels: Bool[np.ndarray, " sample"],
+    clusters: Int64[np.ndarray, " sample"] | None,
+    plan: list[_Outer],
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
+    replicates: int,
+    level: float,
+) -> Incremental:
+    order = np.concatenate([np.flatnonzero(labels), np.flatnonzero(~labels)])
+    grouped = None if clusters is None else clusters[order]
+
+    def area(scores: np.ndarray) -> Auroc:
+        return auroc(scores[labels], scores[~labels], level=level, clusters=grouped, replicates=replicates, rng=rng)
+
+    fold = np.empty(len(labels), np.int64)
+    for number, (_, held, _) in enumerate(plan):
+        fold[held] = number
+    return Incremental(
+        baseline=area(scored.baseline),
+        combined=area(scored.combined),
+        difference=auroc_difference(
+            scored.combined, scored.baseline, labels, level=level, clusters=clusters, replicates=replicates, rng=rng
+        ),
+        null=null,
+        chosen=scored.chosen.reshape(shape),
+        baseline_scores=scored.baseline,
+        combined_scores=scored.combined,
+        fold=fold,
+    )
+
+
+def _plan(
+    labels: Bool[np.ndarray, " sample"],
+    clusters: Int64[np.ndarray, " sample"] | None,
+    folds: int,
+    rng: np.random.Generator,
+) -> list[_Outer]:
+    """Outer and inner splits; they depend on labels and clusters, never on values."""
+    fold = grouped_folds(labels, clusters, folds, rng)
+    plan = []
+    for number in range(folds):
+        train, held = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
+        codes = None if clusters is None else np.unique(clusters[train], return_inverse=True)[1].astype(np.int64)
+        inner = grouped_folds(labels[train], codes, _INNER, rng)
+        splits = [(train[inner != part], train[inner == part]) for part in range(_INNER)]
+        plan.append((train, held, splits))
+    return plan
+
+
+def _scored(
+    free: Float64[np.ndarray, "sample baseline"],
+    table: Float64[np.ndarray, "sample unit"],
+    y: Float64[np.ndarray, " sample"],
+    plan: list[_Outer],
+    sizes: list[int],
+    ridges: list[float],
+) -> _Scored:
+    baseline, combined = np.empty(len(y)), np.empty(len(y))
+    taken = np.zeros(table.shape[1], np.int64)
+    for train, held, splits in plan:
+        alone, best = best_choice(free, table, y, splits, sizes, ridges)
+        baseline[held], _ = fitted_scores(free, table, y, train, held, alone)
+        combined[held], units = fitted_scores(free, table, y, train, held, best)
+        taken[units] += 1
+    return _Scored(baseline, combined, taken)
+
+
+def _standardised(table: Float64[np.ndarray, "sample column"]) -> Float64[np.ndarray, "sample column"]:
+    """Columns of mean 0 and deviation 1, so that no sum of squares drowns in a mean; equal columns become 0."""
+    centred = table - table.mean(axis=0)
+    deviation = centred.std(axis=0)
+    equal = deviation <= 1e-13 * np.abs(table).max(axis=0, initial=0)
+    return np.where(equal, 0.0, centred / np.where(equal, 1.0, deviation))
+
+
+def _difference(scored: _Scored, labels: Bool[np.ndarray, " sample"]) -> float:
+    return auroc_difference(scored.combined, scored.baseline, labels).value

@@ -1,0 +1,169 @@
+"""How far labels can be trusted: agreement of two scorers, and what wrong labels do to a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+from scipy import stats
+
+from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.stats.checked import (
+    checked_codes,
+    checked_count,
+    checked_labels,
+    checked_rng,
+    checked_share,
+    checked_values,
+)
+from softgap.stats.comparison import ComparisonOptions, compare_table
+from softgap.stats.design import mixed_clusters
+from softgap.stats.verdict import OUTCOMES, verdict
+
+__all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]
+
+
+@dataclass(frozen=True, eq=False)
+class Kappa:
+    """Agreement of two scorers beyond chance.
+
+    ``agreement`` is the share of samples they agree on, ``chance`` what two scorers with these frequencies would agree
+    on by lot, ``value`` = (agreement - chance) / (1 - chance). ``table`` counts [first scorer, second scorer] over
+    ``categories``.
+    """
+
+    value: float
+    low: float
+    high: float
+    standard_error: float
+    level: float
+    agreement: float
+    chance: float
+    table: Int64[np.ndarray, "category category"]
+    categories: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelNoise:
+    """A comparison and its verdict repeated with labels flipped at random.
+
+    Attributes
+    ----------
+    rates
+        How often a label was flipped.
+    outcomes, p
+        Of every draw at every rate: the verdict, and p for any difference.
+    kept
+        Per rate, the share of the units found with the given labels that are found again; NaN if none was.
+    """
+
+    rates: Float64[np.ndarray, " rate"]
+    outcomes: tuple[tuple[str, ...], ...]
+    p: Float64[np.ndarray, "rate draw"]
+    kept: Float64[np.ndarray, " rate"]
+
+    def share(self, outcome: str) -> Float64[np.ndarray, " rate"]:
+        """The share of draws with this verdict, per rate."""
+        if outcome not in OUTCOMES:
+            raise unknown_name("outcome", outcome, OUTCOMES)
+        return np.array([drawn.count(outcome) / len(drawn) for drawn in self.outcomes])
+
+
+def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
+    """Cohen's kappa of two columns of labels for the same samples, with its large-sample interval.
+
+    The standard error is that of Fleiss, Cohen and Everitt (1969, eq. 13). It is 0 where the two agree everywhere;
+    the agreement is then bounded by the exact binomial interval instead.
+    """
+    first, second = np.asarray(one), np.asarray(other)
+    if first.ndim != 1 or first.shape != second.shape:
+        raise ShapeError(
+            f"both scorers must label the same samples, got {list(first.shape)} and {list(second.shape)} labels; "
+            "leave out samples that one of them skipped"
+        )
+    level = checked_share("level", level, 0.95)
+    n = len(first)
+    codes = checked_codes("labels", np.concatenate([first, second]), 2 * n)
+    categories = np.unique(np.concatenate([first, second]))
+    if len(categories) < 2:
+        raise ValueInputError(
+            f"agreement beyond chance needs two categories, got only '{categories[0]}'; label samples of both kinds"
+        )
+    k = len(categories)
+    table = np.bincount(codes[:n] * k + codes[n:], minlength=k * k).reshape(k, k)
+    share = table / n
+    rows, columns = share.sum(axis=1), share.sum(axis=0)
+    agreement, chance = float(np.trace(share)), float(rows @ columns)
+    value = (agreement - chance) / (1 - chance)
+    error = _kappa_error(share, value, chance, n)
+    reach = float(stats.norm.ppf((1 + level) / 2)) * error
+    low, high = max(-1.0, value - reach), min(1.0, value + reach)
+    if agreement == 1:
+        low = (((1 - level) / 2) ** (1 / n) - chance) / (1 - chance)
+    names = tuple(str(name) for name in categories.tolist())
+    return Kappa(value, low, high, error, level, agreement, chance, table, names)
+
+
+def label_noise(
+    values: Any,
+    labels: Any,
+    *,
+    margin: float,
+    rng: np.random.Generator,
+    rates: Sequence[float] = (0.02, 0.05, 0.1, 0.2),
+    draws: int = 20,
+    first: Any = None,
+    **options: Unpack[ComparisonOptions],
+) -> LabelNoise:
+    """Compare again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
+
+    ``margin`` is that of :func:`softgap.stats.verdict`; ``permutations`` are 499 unless given.
+    Labels that are constant within clusters are flipped a cluster at a time. The labels at hand are taken as the truth
+    that is spoilt; if they already hold errors, the finding is weaker than without them and this shows how fast.
+    """
+    table, _ = checked_values(values)
+    chosen, _ = checked_labels(labels, len(table), first)
+    checked_rng(rng)
+    checked_count("draws", draws)
+    options = {"permutations": 499, **options}
+    for rate in rates:
+        checked_share("each of rates", rate, 0.1)
+    clusters = options.get("clusters")
+    codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
+    things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
+    found = set(compare_table(values, chosen, rng=rng, **options).found())
+    p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
+    outcomes = [[""] * draws for _ in rates]
+    for i, rate in enumerate(rates):
+        for j in range(draws):
+            again = compare_table(values, _flipped(chosen, things, rate, rng), rng=rng, **options)
+            p[i, j], outcomes[i][j] = again.omnibus.any.p, verdict(again, margin=margin).outcome
+            kept[i, j] = len(found & set(again.found())) / len(found) if found else math.nan
+    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
+
+
+def _flipped(
+    labels: Bool[np.ndarray, " sample"], things: Int64[np.ndarray, " sample"], rate: float, rng: np.random.Generator
+) -> Bool[np.ndarray, " sample"]:
+    for _ in range(100):
+        flipped = np.asarray(labels ^ (rng.random(int(things.max()) + 1) < rate)[things])
+        if min(len(np.unique(things[flipped])), len(np.unique(things[~flipped]))) >= 2:
+            return flipped
+    raise ValueInputError(
+        f"flipped labels must leave 2 of each group, got fewer in 100 draws at rate {rate:g}; use more samples"
+    )
+
+
+def _kappa_error(share: np.ndarray, value: float, chance: float, n: int) -> float:
+    rows, columns = share.sum(axis=1), share.sum(axis=0)
+    diagonal = np.diag(share)
+    agree = (diagonal * (1 - (rows + columns) * (1 - value)) ** 2).sum()
+    # Entry [i, j] meets the frequency of i with the second scorer and of j with the first.
+    cross = share * (columns[:, None] + rows[None, :]) ** 2
+    disagree = (1 - value) ** 2 * (cross.sum() - np.trace(cross))
+    variance = (agree + disagree - (value - chance * (1 - value)) ** 2) / (n * (1 - chance) ** 2)
+    return math.sqrt(max(0.0, float(variance)))

@@ -1,0 +1,157 @@
+"""The verdict in plain words: separated, not separated, or not enough data, after which controls.
+
+The rule, so that it can be written down before the data are seen. Let ``margin`` be the smallest effect in one unit
+that would matter, in standard deviations within groups.
+
+1. A comparison is *able* if it finds an effect of the margin with the power it was asked for (``power.smallest`` is at
+   most the margin).
+2. It is *convincing* if it is able and p for any difference is at most alpha; or if it is not able, but the near end
+   of a unit's simultaneous interval, |effect| - critical x error, lies beyond the margin. For a control, the units that
+   the first comparison found must be found again, with the same sign; if that found none by itself, p decides here too.
+3. **Separated**: the first comparison and every control are convincing.
+4. **Not separated**: one of them is able, and not convincing.
+5. **Not enough data**: otherwise.
+
+So a small study cannot be believed on a small p alone, and a study that could not have found the effect cannot say that
+there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from softgap.errors import ShapeError, ValueInputError
+from softgap.stats.comparison import Comparison
+from softgap.stats.equivalence import equivalence
+
+__all__ = ["OUTCOMES", "Step", "Verdict", "verdict"]
+
+OUTCOMES = ("separated", "not separated", "not enough data")
+"""All that a verdict can be."""
+
+Unit = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One comparison under the rule.
+
+    ``smallest`` is the effect it could find, ``bound`` the one that no unit exceeds (both in standard deviations),
+    ``units`` those that it found and that the first comparison found with the same sign.
+    """
+
+    name: str
+    able: bool
+    convincing: bool
+    p: float
+    smallest: float
+    bound: float
+    units: tuple[Unit, ...]
+
+    def __str__(self) -> str:
+        found = f"{_units(self.units)} found" if self.units else "no single unit found"
+        reach = "no effect" if math.isinf(self.smallest) else f"effects from {self.smallest:.2f} standard deviations"
+        return (
+            f"{self.name}: {'convincing' if self.convincing else 'not convincing'}, p = {self.p:.2g} for any "
+            f"difference, {found}; it could find {reach}, and no effect is larger than {self.bound:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the comparisons say together; ``steps`` are what it rests on, ``units`` those found in every one of them."""
+
+    outcome: str
+    sentence: str
+    steps: tuple[Step, ...]
+    units: tuple[Unit, ...]
+    margin: float
+    alpha: float
+
+    def __str__(self) -> str:
+        return "\n".join([self.sentence, *map(str, self.steps)])
+
+
+def verdict(
+    comparison: Comparison, *, margin: float, controls: Mapping[str, Comparison] = MappingProxyType({})
+) -> Verdict:
+    """Apply the rule of this page to a comparison and its controls by name: "length matched", "confirmation", ...
+
+    All comparisons must be of the same units, alpha and power.
+    """
+    if not (np.isfinite(margin) and margin > 0):
+        raise ValueInputError(f"margin must be a positive number, got {margin!r}; 0.5 standard deviations are usual")
+    for name, control in controls.items():
+        if control.p.shape != comparison.p.shape:
+            raise ShapeError(
+                f"a control must be of the same units, got {list(control.p.shape)} in '{name}' for "
+                f"{list(comparison.p.shape)}; compare the same table"
+            )
+        if control.alpha != comparison.alpha or control.power.target != comparison.power.target:
+            raise ValueInputError(
+                f"a control must keep alpha {comparison.alpha:g} and power {comparison.power.target:g}, got "
+                f"{control.alpha:g} and {control.power.target:g} in '{name}'; compare with the same options"
+            )
+    first = _step("all samples", comparison, comparison, margin)
+    steps = (first, *(_step(name, control, comparison, margin) for name, control in controls.items()))
+    failed = [step for step in steps if not step.convincing]
+    undecided = "not separated" if any(step.able for step in failed) else "not enough data"
+    outcome = undecided if failed else "separated"
+    units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
+    sentence = _sentence(outcome, steps, units, margin)
+    return Verdict(outcome, sentence, steps, units, float(margin), comparison.alpha)
+
+
+def _step(name: str, comparison: Comparison, first: Comparison, margin: float) -> Step:
+    able = comparison.power.smallest <= margin
+    claimed = set(first.found())
+    same = np.sign(comparison.effect) == np.sign(first.effect)
+    units = tuple(unit for unit in comparison.found() if unit in claimed and bool(same[unit]))
+    p = comparison.omnibus.any.p
+    if able:
+        convincing = p <= comparison.alpha and (bool(units) or not claimed)
+    else:
+        beyond = _near_end(comparison) >= margin
+        units = tuple(unit for unit in units if bool(beyond[unit]))
+        convincing = bool(units)
+    bound = equivalence(comparison.contrast, margin, alpha=comparison.alpha).bound_all
+    return Step(name, able, convincing, p, comparison.power.smallest, bound, units)
+
+
+def _near_end(comparison: Comparison) -> np.ndarray:
+    """The near end of the simultaneous interval of each unit's effect, in standard deviations."""
+    if math.isinf(comparison.critical):
+        return np.full(comparison.p.shape, -np.inf)
+    contrast = comparison.contrast
+    with np.errstate(divide="ignore", invalid="ignore"):
+        near = (np.abs(contrast.effect) - comparison.critical * contrast.standard_error) / contrast.deviation
+    return np.where(np.isnan(near), -np.inf, near)
+
+
+def _units(units: tuple[Unit, ...]) -> str:
+    return "1 unit" if len(units) == 1 else f"{len(units)} units"
+
+
+def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], margin: float) -> str:
+    controls = ", ".join(step.name for step in steps[1:])
+    after = f" after controls ({controls})" if controls else ", without any control"
+    if outcome == "separated":
+        what = _units(units) if units else "the units together"
+        return f"Separated: the groups differ in {what}{after}."
+    if outcome == "not separated":
+        step = next(step for step in steps if step.able and not step.convincing)
+        return (
+            f"Not separated: {step.name} could have found an effect of {margin:g} standard deviations in one unit and "
+            f"did not; no effect is larger than {step.bound:.2f}."
+        )
+    step = next(step for step in steps if not step.convincing)
+    reach = "no effect at all" if math.isinf(step.smallest) else f"only effects from {step.smallest:.2f} on"
+    return (
+        f"Not enough data: an effect of {margin:g} standard deviations in one unit would matter, and {step.name} could "
+        f"find {reach}; use more samples."
+    )
