@@ -1,6 +1,16 @@
-"""Findings as pictures."""
+"""Findings as pictures, and a study as one self-contained HTML file."""
 
+from softgap.report.explorer import Report, explorer, write_explorer
 from softgap.report.pictures import PICTURES, new_figure, save_figure
 from softgap.report.planes import draw_plane, save_plane
 
-__all__ = ["PICTURES", "draw_plane", "new_figure", "save_figure", "save_plane"]
+__all__ = [
+    "PICTURES",
+    "Report",
+    "draw_plane",
+    "explorer",
+    "new_figure",
+    "save_figure",
+    "save_plane",
+    "write_explorer",
+]
