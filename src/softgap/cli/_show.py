@@ -10,11 +10,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli._colour import colourful, harmless, on_shade, pieces, ramp
+from softgap.cli._colour import colourful, harmless, on_shade, ramp
 from softgap.cli._heatmap import heat_map
 from softgap.cli._summary import HeadMean, Summary, mean, merged, summarise
 from softgap.cli._task import CONTROL
 from softgap.trajectories import Manifest, Trajectories
+from softgap.trajectories.pieces import pieces
 
 __all__ = ["show_run", "show_study"]
 

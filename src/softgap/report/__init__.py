@@ -1,15 +1,19 @@
-"""Findings as pictures."""
+"""Findings as pictures, and a study as one self-contained HTML file."""
 
+from softgap.report.explorer import Report, explorer, write_explorer
 from softgap.report.files import written_whole
 from softgap.report.pictures import PICTURES, new_figure, require_matplotlib, save_figure
 from softgap.report.planes import draw_plane, save_plane
 
 __all__ = [
     "PICTURES",
+    "Report",
     "draw_plane",
+    "explorer",
     "new_figure",
     "require_matplotlib",
     "save_figure",
     "save_plane",
+    "write_explorer",
     "written_whole",
 ]

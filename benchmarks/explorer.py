@@ -1,0 +1,116 @@
+"""Size of the explorer's file, and how soon it can be used in headless Chromium.
+
+Run: python benchmarks/explorer.py [--rounds 7]   (writes its section of docs/benchmarks.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from playwright.sync_api import Browser, sync_playwright
+
+from harness import machine, require_quiet_machine, write_section
+from softgap.report import write_explorer
+from softgap.trajectories import QUANTITIES, Manifest, Trajectories
+
+# Layers, heads of each, tokens, mechanisms.
+SIZES = ((30, 9, 2000, ("elu1", "taylor2", "uniform")), (32, 32, 1000, ("elu1", "uniform")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one file."""
+
+    name: str
+    megabytes: float
+    written: float
+    ready: list[float]
+
+
+def noisy_run(layers: int, heads: int, tokens: int, mechanisms: tuple[str, ...]) -> Trajectories:
+    """A run of noise around levels of their own, which compresses worse than any model's."""
+    rng = np.random.default_rng(0)
+    shape = (len(mechanisms), layers, heads, tokens)
+    words = ("The", " quick", " brown", " fox", " jumps", " over", " the", " lazy", " dog", ".")
+    shown = tuple(words[i % len(words)] for i in range(tokens))
+    return Trajectories(
+        mechanisms=mechanisms,
+        layers=tuple(range(layers)),
+        kv_group=np.tile(np.arange(heads) // 3, (layers, 1)).astype(np.int32),
+        quantities={name: rng.gamma(4.0, 0.1, shape).astype(np.float32) for name in QUANTITIES},
+        positions=np.arange(tokens, dtype=np.int32),
+        token_ids=np.zeros(tokens, np.int32),
+        tokens=shown,
+        logprob=-rng.exponential(1.0, tokens).astype(np.float32),
+        entropy=rng.exponential(1.0, tokens).astype(np.float32),
+        completion_text="".join(shown),
+        manifest=Manifest(model="noise", mechanisms={name: {} for name in mechanisms}),
+    )
+
+
+def ready_after(browser: Browser, path: Path) -> float:
+    """Milliseconds from navigation until text, map and trajectories are drawn and answer."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(path.absolute().as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached")
+    found = float(page.evaluate("Number(document.documentElement.dataset.ready)"))
+    page.close()
+    return found
+
+
+def measure(browser: Browser, folder: Path, rounds: int) -> list[Row]:
+    """Every size, opened in turn so that a slow minute of the machine hits all of them."""
+    rows = []
+    for size in SIZES:
+        layers, heads, tokens, mechanisms = size
+        name = f"{layers * heads:,} heads x {tokens:,} tokens x {len(mechanisms)} mechanisms"
+        noisy_run(*size).save(folder / name)
+        start = time.perf_counter()
+        report = write_explorer(folder / name)
+        rows.append(Row(name, report.size / 1e6, time.perf_counter() - start, []))
+    for _ in range(rounds):
+        for row in rows:
+            row.ready.append(ready_after(browser, folder / row.name / "report.html"))
+    return rows
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("this benchmark needs a browser, and none was found; install chromium and try again")
+    require_quiet_machine()
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        rows = measure(browser, Path(folder), rounds)
+        version = browser.version
+        browser.close()
+    lines = [
+        f"| {row.name} | {row.megabytes:.2f} | {row.written:.1f} | {statistics.median(row.ready):.0f} "
+        f"({min(row.ready):.0f} to {max(row.ready):.0f}) |"
+        for row in rows
+    ]
+    table = "\n".join(["| run | file, MB | written in, s | ready after, ms |", "|---|---|---|---|", *lines])
+    intro = (
+        f"`python benchmarks/explorer.py --rounds {rounds}`: runs of noise, which compress worse than a model's; "
+        f"headless Chromium {version}, opened from disk in a fresh page each time; {machine()}. *Ready* is the time "
+        "from navigation until the text, the map and the trajectories are drawn and answer (median and range); "
+        "*written* includes the analysis of the dynamics of every mechanism."
+    )
+    write_section("explorer", "The explorer's file and how soon it is ready", f"{intro}\n\n{table}")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+'use strict';
+// Put the parts together.
+
+function fillSelect(id, entries, name) {
+  const select = byId(id);
+  select.replaceChildren(...entries.map(({ key, label }) => option(key, label)));
+  select.value = STATE[name];
+  select.addEventListener('change', () => update({ [name]: select.value }));
+}
+
+/** Quantities come and go with the mechanism: nothing is far from uniform if uniform itself is shown. */
+function fillQuantities() {
+  const available = QUANTITIES.filter((entry) => entry.available());
+  byId('quantity').replaceChildren(...available.map(({ key, label }) => option(key, label)));
+  if (!available.some(({ key }) => key === STATE.quantity)) update({ quantity: 'divergence' });
+  byId('quantity').value = STATE.quantity;
+}
+
+function startControls() {
+  fillSelect('mechanism', PAYLOAD.mechanisms.map((name) => ({ key: name, label: name === CONTROL ? `${name} (control)` : name })), 'mechanism');
+  fillSelect('shade', SHADES, 'shade');
+  byId('shade-of').addEventListener('change', () => update({ shadeOf: byId('shade-of').value }));
+  fillQuantities();
+  byId('quantity').addEventListener('change', () => update({ quantity: byId('quantity').value }));
+  listen(['mechanism'], fillQuantities);
+  for (const name of ['view', 'zoom']) byId(name).addEventListener('change', (event) => update({ [name]: event.target.value }));
+  listen(['shade'], () => { byId('shade-of-control').hidden = STATE.shade !== 'divergence'; });
+  startRange();
+  startTheme();
+}
+
+function startRange() {
+  const fields = ['from', 'to'].map(byId);
+  // A number that is being typed is the reader's until it is finished.
+  const typing = new Set();
+  const read = () => {
+    const [from, to] = fields.map((field) => (field.value === '' ? NaN : Math.round(field.valueAsNumber)));
+    if (from === from && to === to) chooseRange(from, to);
+  };
+  const write = () => {
+    const [a, b] = STATE.range || [0, stepCount()];
+    [a, b - 1].forEach((step, i) => {
+      Object.assign(fields[i], { min: 0, max: stepCount() - 1 });
+      if (!typing.has(fields[i])) fields[i].value = step;
+    });
+    byId('clear').disabled = !STATE.range;
+  };
+  for (const field of fields) {
+    field.addEventListener('input', () => typing.add(field));
+    field.addEventListener('blur', () => typing.delete(field));
+    field.addEventListener('change', () => {
+      typing.delete(field);
+      read();
+      write();
+    });
+  }
+  byId('clear').addEventListener('click', () => update({ range: null }));
+  listen(['range', 'sample'], write);
+  write();
+}
+
+function startTheme() {
+  const button = byId('theme');
+  const root = document.documentElement;
+  const tell = () => update({ theme: `${root.dataset.theme || 'auto'}, ${isDark() ? 'dark' : 'light'}` });
+  button.addEventListener('click', () => {
+    const next = { undefined: 'light', light: 'dark' }[root.dataset.theme];
+    if (next) root.dataset.theme = next;
+    else delete root.dataset.theme;
+    button.textContent = `Theme: ${next || 'auto'}`;
+    tell();
+  });
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', tell);
+}
+
+function startFacts() {
+  const { samples, layers, mechanisms } = PAYLOAD;
+  const one = samples.length === 1;
+  const parts = [PAYLOAD.model, one ? '' : plural(samples.length, 'sample'), `${layers.length} layers`, plural(HEADS.length, 'head')];
+  byId('subject').textContent = parts.filter(Boolean).join(' · ');
+  const steps = samples.reduce((total, sample) => total + sample.steps, 0);
+  const mean = (at) => d3.mean(samples, (sample) => sample.divergence[at] ?? undefined);
+  const facts = [
+    [plural(steps, 'token').split(' ')[0], 'completion tokens'],
+    [HEADS.length.toLocaleString('en'), 'heads'],
+    ...mechanisms.slice(0, 4).map((name, at) => [show(mean(at)), `mean divergence from ${name}`]),
+    [show(d3.mean(samples, (sample) => sample.logprob ?? undefined)), 'log-probability per token'],
+  ];
+  for (const [number, label] of facts) {
+    const box = element('div');
+    box.append(element('dt', '', label), element('dd', '', number));
+    byId('facts').append(box);
+  }
+  for (const [heading, words] of PAYLOAD.about) byId('about').append(element('dt', '', heading), element('dd', '', words));
+}
+
+/** The head that is furthest from linear and the one that is nearest: something to look at from the start. */
+function firstHeads() {
+  const means = quantityNow(quantity('divergence')).numbers;
+  if (!means || !means.some((value) => value === value)) return [];
+  const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((one, other) => means[other] - means[one]);
+  return [...new Set([sorted[0], sorted[sorted.length - 1]])];
+}
+
+function watchWidth() {
+  let known = 0;
+  new ResizeObserver(() => {
+    const width = document.documentElement.clientWidth;
+    if (width !== known) update({ width });
+    known = width;
+  }).observe(document.documentElement);
+}
+
+async function start() {
+  startFacts();
+  startControls();
+  startText();
+  startMap();
+  startLines();
+  startPlane();
+  startTable();
+  startSamples();
+  addSaving();
+  await unpackFirst();
+  update({ heads: firstHeads(), width: document.documentElement.clientWidth, arrived: STATE.arrived + 1 });
+  watchWidth();
+  requestAnimationFrame(() => requestAnimationFrame(() => {
+    document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  }));
+}
+
+function unpackFirst() {
+  return new Promise((resolve) => {
+    if (arrayAt(current().arrays[divergenceKey()], resolve)) resolve();
+  });
+}
+
+start().catch(fail);

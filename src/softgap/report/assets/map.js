@@ -1,0 +1,190 @@
+'use strict';
+// The map: one cell per head, layers along one side and heads along the other, key-value groups set apart.
+
+const NARROW = 560;
+const GROUP_GAP = 6;
+let mapFocus = 0;
+
+/** Heads that begin a new key-value group, if all layers are cut alike and groups have several heads; else none. */
+function groupStarts() {
+  const cuts = PAYLOAD.kvGroup.map((row) => row.flatMap((kv, head) => (head && kv >= 0 && kv !== row[head - 1] ? [head] : [])).join());
+  const starts = cuts[0] ? cuts[0].split(',').map(Number) : [];
+  const shared = starts.length + 1 < MOST_HEADS;
+  return shared && cuts.every((cut) => cut === cuts[0]) ? starts : [];
+}
+
+const GROUP_STARTS = groupStarts();
+
+function gapsBefore(head) {
+  return GROUP_STARTS.filter((start) => start <= head).length * GROUP_GAP;
+}
+
+function mapLayout(width) {
+  const across = width >= NARROW;
+  const layers = PAYLOAD.layers.length;
+  const gaps = GROUP_STARTS.length * GROUP_GAP;
+  const left = 46;
+  const top = 22;
+  const [columns, rows] = across ? [layers, MOST_HEADS] : [MOST_HEADS, layers];
+  const cellWidth = Math.max(5, Math.min(44, (width - left - 14 - (across ? 0 : gaps)) / columns));
+  const cellHeight = Math.max(8, Math.min(across ? Math.max(20, Math.min(36, 1.7 * cellWidth)) : 20, 400 / rows));
+  const place = ({ at, head }) => (across
+    ? [left + at * cellWidth, top + head * cellHeight + gapsBefore(head)]
+    : [left + head * cellWidth + gapsBefore(head), top + at * cellHeight]);
+  const height = top + rows * cellHeight + (across ? gaps : 0) + 66;
+  return { across, left, top, cellWidth, cellHeight, place, height, width };
+}
+
+function drawMap() {
+  const box = byId('map');
+  const { numbers, of } = quantityNow();
+  const entry = quantity();
+  byId('map-caption').textContent = `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit}), ${
+    ['divergence', 'slope', 'distance'].includes(entry.key) ? `from ${STATE.mechanism}, ` : ''}${of}.`;
+  if (!numbers) return;
+  const layout = mapLayout(box.clientWidth);
+  const scale = colourScale(numbers, { isDiverging: entry.isDiverging });
+  const hadFocus = box.contains(document.activeElement) && document.activeElement.classList.contains('cell');
+  box.replaceChildren();
+  const svg = d3.select(box).append('svg').attr('width', layout.width).attr('height', layout.height)
+    .attr('role', 'grid').attr('aria-label', `Map of heads: ${entry.label}`).attr('aria-multiselectable', 'true');
+  drawMapAxes(svg, layout);
+  const byLine = groupBy(HEADS, layout.across ? 'head' : 'at');
+  for (const line of byLine) {
+    const row = svg.append('g').attr('role', 'row');
+    for (const head of line) drawCell(row, head, numbers[head.row], scale, layout, entry);
+  }
+  drawChosen(svg, layout);
+  const legend = svg.append('g').attr('transform', `translate(${layout.left},${layout.height - 40})`).attr('aria-hidden', 'true');
+  if (numbers.some((value) => value === value)) drawLegend(legend, scale, layout.width - layout.left, entry.unit);
+  else legend.append('text').attr('y', 12).text(emptyWords(entry));
+  if (hadFocus) box.querySelector(`[data-row="${mapFocus}"]`).focus();
+}
+
+function emptyWords(entry) {
+  if (['entropy', 'z', 'complexity'].includes(entry.key)) return `too few tokens: ${leastWindows()} windows are needed`;
+  return 'not available for this choice';
+}
+
+function groupBy(heads, name) {
+  const lines = new Map();
+  for (const head of heads) lines.set(head[name], [...(lines.get(head[name]) || []), head]);
+  return [...lines.entries()].sort((one, other) => one[0] - other[0]).map(([, line]) => line);
+}
+
+function drawCell(row, head, value, scale, layout, entry) {
+  const [x, y] = layout.place(head);
+  const known = value === value;
+  const chosen = STATE.heads.indexOf(head.row);
+  const inset = Math.min(layout.cellWidth, layout.cellHeight) > 9 ? 1 : 0.4;
+  const cell = row.append('rect').attr('class', `cell${chosen >= 0 ? ' chosen' : ''}`).attr('role', 'gridcell')
+    .attr('x', x + inset).attr('y', y + inset).attr('rx', 2)
+    .attr('width', layout.cellWidth - 2 * inset).attr('height', layout.cellHeight - 2 * inset)
+    .attr('tabindex', head.row === mapFocus ? 0 : -1).attr('data-row', head.row)
+    .attr('aria-selected', String(chosen >= 0))
+    .attr('aria-label', `head ${head.name}, key-value group ${head.kv}, ${entry.label} ${known ? show(value) : 'unknown'}`);
+  if (known) cell.attr('fill', scale.colour(value).toString());
+  else cell.style('fill', 'var(--none)');
+  cell.datum({ head, value });
+}
+
+/** A frame in the head's colour around each chosen cell, with a rim that shows on every ground. */
+function drawChosen(svg, layout) {
+  const frames = svg.append('g').attr('aria-hidden', 'true').attr('pointer-events', 'none');
+  STATE.heads.forEach((row, i) => {
+    const [x, y] = layout.place(HEADS[row]);
+    for (const [className, colour] of [['rim', null], ['ring', lineColour(i)]]) {
+      const frame = frames.append('rect').attr('class', className).attr('x', x - 1).attr('y', y - 1).attr('rx', 3)
+        .attr('width', layout.cellWidth + 2).attr('height', layout.cellHeight + 2);
+      if (colour) frame.attr('stroke', colour);
+    }
+  });
+}
+
+function drawMapAxes(svg, layout) {
+  const { across, left, top, cellWidth, cellHeight } = layout;
+  const axes = svg.append('g').attr('aria-hidden', 'true');
+  const every = (size, least) => Math.max(1, Math.ceil(least / size));
+  const layerSize = across ? cellWidth : cellHeight;
+  PAYLOAD.layers.forEach((layer, at) => {
+    if (at % every(layerSize, across ? 18 : 13)) return;
+    const middle = (at + 0.5) * layerSize;
+    axes.append('text').attr('x', across ? left + middle : left - 5).attr('y', across ? top - 6 : top + middle + 4)
+      .attr('text-anchor', across ? 'middle' : 'end').text(layer);
+  });
+  const headSize = across ? cellHeight : cellWidth;
+  for (let head = 0; head < MOST_HEADS; head += 1) {
+    if (head % every(headSize, across ? 12 : 18)) continue;
+    const middle = (head + 0.5) * headSize + gapsBefore(head);
+    axes.append('text').attr('x', across ? left - 5 : left + middle).attr('y', across ? top + middle + 4 : top - 6)
+      .attr('text-anchor', across ? 'end' : 'middle').text(head);
+  }
+  axes.append('text').attr('x', 0).attr('y', top - 6).text(across ? 'head' : 'layer');
+  const below = layout.height - 48;
+  axes.append('text').attr('x', layout.width - 4).attr('y', below + 2).attr('text-anchor', 'end')
+    .text(`${across ? 'layers across, heads down' : 'heads across, layers down'}${GROUP_STARTS.length ? '; gaps part the key-value groups' : ''}`);
+}
+
+function describeHead({ head, value }) {
+  const mates = HEADS.filter(({ at, kv }) => at === head.at && kv === head.kv);
+  const shared = mates.length > 1 ? `, shares keys and values with ${mates.filter(({ row }) => row !== head.row).map(({ name }) => name).join(', ')}` : '';
+  return `Head ${head.name} (layer ${head.layer}, head ${head.head}${shared}): ${quantity().label} ${show(value)}`;
+}
+
+function cellUnder(event) {
+  return event.target.classList && event.target.classList.contains('cell') ? event.target : null;
+}
+
+function markMates(cell) {
+  const { head } = d3.select(cell).datum();
+  for (const other of byId('map').querySelectorAll('.cell')) {
+    const there = HEADS[Number(other.dataset.row)];
+    other.classList.toggle('mate', there.at === head.at && there.kv === head.kv && there.row !== head.row);
+  }
+  byId('map-readout').textContent = describeHead(d3.select(cell).datum());
+}
+
+function onMapKey(event) {
+  const cell = cellUnder(event);
+  if (!cell) return;
+  const here = HEADS[Number(cell.dataset.row)];
+  const { across } = mapLayout(byId('map').clientWidth);
+  const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  if (event.key in steps) {
+    event.preventDefault();
+    const [right, down] = steps[event.key];
+    const [at, head] = across ? [here.at + right, here.head + down] : [here.at + down, here.head + right];
+    const there = HEADS.find((other) => other.at === at && other.head === head);
+    if (there) focusCell(there.row);
+  } else if (event.key === 'Enter' || event.key === ' ') {
+    event.preventDefault();
+    chooseHead(here.row, event.shiftKey);
+  } else if (event.key === 'Escape') update({ range: null });
+}
+
+function focusCell(row) {
+  for (const cell of byId('map').querySelectorAll('.cell')) {
+    cell.setAttribute('tabindex', Number(cell.dataset.row) === row ? 0 : -1);
+  }
+  mapFocus = row;
+  byId('map').querySelector(`[data-row="${row}"]`).focus();
+}
+
+function startMap() {
+  const box = byId('map');
+  box.addEventListener('click', (event) => {
+    const cell = cellUnder(event);
+    if (!cell) return;
+    mapFocus = Number(cell.dataset.row);
+    chooseHead(mapFocus, event.shiftKey || event.ctrlKey || event.metaKey);
+  });
+  for (const kind of ['pointerover', 'focusin']) {
+    box.addEventListener(kind, (event) => {
+      const cell = cellUnder(event);
+      if (cell) markMates(cell);
+    });
+  }
+  box.addEventListener('keydown', onMapKey);
+  byId('map-readout').textContent = 'Point at a head, or move with the arrow keys, to see its number.';
+  listen(['sample', 'mechanism', 'quantity', 'scope', 'range', 'heads', 'theme', 'arrived', 'width'], drawMap);
+}

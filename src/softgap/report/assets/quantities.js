@@ -1,0 +1,128 @@
+'use strict';
+// Everything the map and the table can show of a head. `compute` gives one number per head for the steps from a to b, or
+// null while an array is on its way. `ranged` ones follow the chosen range of tokens.
+
+function perHead(key, measure) {
+  const array = values(key);
+  return array && HEADS.map(({ row }) => measure(array, row));
+}
+
+/** Mean of an array: token by token where the page carries that, else the mean of the whole completion. */
+function meansOf(key, a, b) {
+  if (carries(key)) return perHead(key, (array, row) => meanOver(array, row, a, b));
+  return (current().means[key] || []).map((value) => (value === null ? NaN : value));
+}
+
+function found(name) {
+  const column = PAYLOAD.dynamics.mechanisms && PAYLOAD.dynamics.mechanisms[STATE.mechanism][name];
+  return column && column.map((value) => (value === null ? NaN : value));
+}
+
+function hasDynamics() {
+  return Boolean(PAYLOAD.dynamics.mechanisms);
+}
+
+const leastWindows = () => PAYLOAD.dynamics.settings ? PAYLOAD.dynamics.settings.least_windows : 64;
+
+function simpleMean(name, label, unit) {
+  return {
+    key: name,
+    label,
+    unit,
+    ranged: () => carries(`${name}/${STATE.mechanism}`),
+    group: () => `${name}/${STATE.mechanism}`,
+    available: () => true,
+    compute: (a, b) => meansOf(`${name}/${STATE.mechanism}`, a, b),
+  };
+}
+
+function focusMean(name, label, unit) {
+  return {
+    key: name,
+    label,
+    unit,
+    ranged: () => carries(name),
+    group: () => name,
+    available: () => PAYLOAD.keys.includes(name),
+    compute: (a, b) => meansOf(name, a, b),
+  };
+}
+
+const QUANTITIES = [
+  simpleMean('divergence', 'mean divergence', '1 − cos, from 0 to 2'),
+  {
+    key: 'distance',
+    label: 'distance to uniform',
+    unit: 'mean of |divergence − divergence from uniform|',
+    ranged: () => true,
+    available: () => PAYLOAD.mechanisms.includes(CONTROL) && STATE.mechanism !== CONTROL,
+    compute: (a, b) => {
+      const control = values(divergenceKey(CONTROL));
+      return control && perHead(divergenceKey(), (array, row) => distanceOver(array, control, row, a, b));
+    },
+  },
+  {
+    key: 'slope',
+    label: 'slope',
+    unit: 'divergence per 100 tokens',
+    isDiverging: true,
+    ranged: () => true,
+    available: () => true,
+    compute: (a, b) => perHead(divergenceKey(), (array, row) => slopeOver(array, row, a, b)),
+  },
+  {
+    key: 'entropy',
+    label: 'permutation entropy',
+    unit: 'of differences, 0 regular to 1 white noise',
+    ranged: () => true,
+    available: hasDynamics,
+    // Exact and pooled over all samples, unless a range asks for part of one sample.
+    compute: (a, b) => (STATE.range
+      ? perHead(divergenceKey(), (array, row) => permutationEntropy(differences(seriesOf(array, row, a, b)), leastWindows()))
+      : found('entropy')),
+  },
+  {
+    key: 'z',
+    label: 'z-score against noise',
+    unit: 'standard deviations of white noise',
+    isDiverging: true,
+    ranged: () => false,
+    available: hasDynamics,
+    compute: () => found('z'),
+  },
+  {
+    key: 'complexity',
+    label: 'statistical complexity',
+    unit: 'Jensen-Shannon complexity',
+    ranged: () => false,
+    available: hasDynamics,
+    compute: () => found('complexity'),
+  },
+  simpleMean('relative_l2', 'relative L2 distance', '|linear − softmax| / |softmax|'),
+  simpleMean('norm_ratio', 'norm ratio', '|linear| / |softmax|'),
+  focusMean('sparsity', 'S(a), focus', 'E|a| / √E a², 1 even to 0 sharp'),
+  focusMean('attention_entropy', 'attention entropy', 'nats'),
+  focusMean('largest_weight', 'largest weight', 'share of attention, 0 to 1'),
+];
+
+function quantity(key = STATE.quantity) {
+  return QUANTITIES.find((entry) => entry.key === key);
+}
+
+/** One number per head for what is chosen, or null while it is on its way, with the words that say what it is. */
+function quantityNow(entry = quantity()) {
+  const [a, b] = span();
+  const group = PAYLOAD.groups[Number(STATE.scope)];
+  if (STATE.scope !== 'sample' && group) {
+    const means = entry.group && group.heads[entry.group()];
+    const who = group.label === null ? `all ${group.samples} samples` : `the ${group.samples} samples labelled ${group.label}`;
+    if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `mean of ${who}` };
+    if (['z', 'complexity', 'entropy'].includes(entry.key)) return { numbers: found(entry.key), of: 'all samples together' };
+    return { numbers: HEADS.map(() => NaN), of: `${who}: only of single samples` };
+  }
+  const numbers = entry.compute(a, b);
+  const pooled = PAYLOAD.samples.length > 1 && ['z', 'complexity', 'entropy'].includes(entry.key) && !(STATE.range && entry.ranged());
+  if (pooled) return { numbers, of: 'all samples together' };
+  if (STATE.range && entry.ranged()) return { numbers, of: `tokens ${a} to ${b - 1}` };
+  return { numbers, of: STATE.range ? 'the whole completion, whatever the range' : 'the whole completion' };
+}

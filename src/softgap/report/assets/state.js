@@ -1,0 +1,103 @@
+'use strict';
+// What the reader has chosen. Every part of the page listens, and draws itself anew when something it shows changes.
+
+const STATE = {
+  sample: Math.max(0, PAYLOAD.samples.findIndex((sample) => sample.data)),
+  mechanism: PAYLOAD.mechanisms[0],
+  shade: 'divergence',
+  shadeOf: 'all',
+  quantity: 'divergence',
+  scope: 'sample',
+  view: 'raw',
+  zoom: 'heads',
+  heads: [],
+  range: null,
+  cursor: null,
+  theme: '',
+  arrived: 0,
+};
+
+const listeners = [];
+let changed = null;
+
+/** Call `draw` whenever one of these parts of the state has changed. */
+function listen(names, draw) {
+  listeners.push({ names: new Set(names), draw });
+}
+
+/** Change the state; drawing happens once, before the next frame. */
+function update(change) {
+  const different = Object.keys(change).filter((name) => !same(STATE[name], change[name]));
+  if (!different.length) return;
+  Object.assign(STATE, change);
+  if (!changed) {
+    changed = new Set();
+    requestAnimationFrame(flush);
+  }
+  different.forEach((name) => changed.add(name));
+}
+
+function flush() {
+  const names = changed;
+  changed = null;
+  for (const { names: wanted, draw } of listeners) {
+    if ([...names].some((name) => wanted.has(name))) draw(names);
+  }
+}
+
+function same(one, other) {
+  if (Array.isArray(one) && Array.isArray(other)) return one.length === other.length && one.every((x, i) => x === other[i]);
+  return one === other;
+}
+
+/** The carried data of the chosen sample. */
+function current() {
+  return PAYLOAD.samples[STATE.sample].data;
+}
+
+function stepCount() {
+  return current().positions.length;
+}
+
+/** An array of the chosen sample, or null while it is being unpacked or if the page does not carry it. */
+function values(key) {
+  return arrayAt(current().arrays[key], () => update({ arrived: STATE.arrived + 1 }));
+}
+
+function carries(key) {
+  return current().arrays[key] !== undefined;
+}
+
+function divergenceKey(mechanism = STATE.mechanism) {
+  return `divergence/${mechanism}`;
+}
+
+/** The steps that are shown: what was chosen, else the completion. */
+function span() {
+  return STATE.range || [current().promptSteps, stepCount()];
+}
+
+/** Choose the steps from `one` to `other`, both included, in either order. */
+function chooseRange(one, other) {
+  const last = stepCount() - 1;
+  const a = Math.max(0, Math.min(one, other, last));
+  const b = Math.min(last, Math.max(one, other, 0)) + 1;
+  update({ range: [a, b], cursor: Math.min(last, Math.max(0, other)) });
+}
+
+/** Choose a head alone, or with `more` add it to the others or take it away. */
+function chooseHead(row, more) {
+  if (!more) return update({ heads: STATE.heads.length === 1 && STATE.heads[0] === row ? [] : [row] });
+  if (STATE.heads.includes(row)) return update({ heads: STATE.heads.filter((head) => head !== row) });
+  return update({ heads: [...STATE.heads.slice(STATE.heads.length >= MOST_CHOSEN ? 1 : 0), row] });
+}
+
+function tokenName(step) {
+  const token = current().tokens[step];
+  if (token === '') return 'nothing';
+  return `“${token.replace(/\n/g, '⏎').replace(/\t/g, '⇥')}”`;
+}
+
+function plural(count, word) {
+  return `${count.toLocaleString('en')} ${word}${count === 1 ? '' : 's'}`;
+}

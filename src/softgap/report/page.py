@@ -1,0 +1,115 @@
+"""A payload as one HTML file that needs nothing else.
+
+Three rules keep text from models and prompts from ever being code. It stands in the page only as JSON whose `<`, `>`
+and `&` are escaped, inside an element that browsers do not run; our scripts put it on the screen only as text nodes;
+and a content security policy allows exactly the scripts and the style of this file, by their hashes, and no network.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.resources import files
+from pathlib import Path
+
+from softgap import __version__
+from softgap.errors import UnsupportedError
+from softgap.report.payload import Payload
+
+__all__ = ["GENERATOR", "render"]
+
+GENERATOR = "softgap explorer"
+"""What the generator tag of a report begins with; by it a report is known."""
+
+_STYLE = "explorer.css"
+# In this order: each uses what stands before it.
+_SCRIPTS = (
+    "data.js",
+    "measures.js",
+    "colours.js",
+    "state.js",
+    "quantities.js",
+    "download.js",
+    "text.js",
+    "map.js",
+    "lines.js",
+    "plane.js",
+    "table.js",
+    "samples.js",
+    "main.js",
+)
+_ENDS_A_SCRIPT = re.compile(r"<(?:/script|script|!--)", re.IGNORECASE)
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def render(payload: Payload) -> str:
+    """The page."""
+    style, ours, charts = _own(_STYLE), "\n".join(_own(name) for name in _SCRIPTS), _charts()
+    for name, script in (("ours", ours), ("D3", charts)):
+        if _ENDS_A_SCRIPT.search(script):
+            raise UnsupportedError(
+                f"a script of the page holds what would end it ({name}); this is a defect of softgap"
+            )
+    parts = {
+        "policy": _policy([charts, ours], style),
+        "generator": f"{GENERATOR} {__version__}",
+        "title": html.escape(f"{payload.document['title']} · {GENERATOR}"),
+        "style": style,
+        "payload": _json(payload),
+        "arrays": "\n".join(_array(i, array.text) for i, array in enumerate(payload.arrays)),
+        "charts": charts,
+        "script": ours,
+    }
+    # Split first, so that nothing that is put in is looked through for places again.
+    pieces = re.split(r"\{\{(\w+)\}\}", _own("page.html"))
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode('ascii')}'"
+
+
+def _json(payload: Payload) -> str:
+    text = json.dumps(payload.document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], text)
+
+
+def _array(index: int, text: str) -> str:
+    return f'<script type="text/plain" id="array-{index}">{text}</script>'
+
+
+def _own(name: str) -> str:
+    return (files("softgap.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _charts() -> str:
+    """D3, as the installed package mpld3 carries it; without importing mpld3, which would import matplotlib."""
+    try:
+        found = distribution("mpld3")
+    except PackageNotFoundError as error:
+        remedy = "install it with: pip install 'softgap[report]'"
+        raise UnsupportedError(f"a report needs D3 from the package mpld3; {remedy}") from error
+    versions = {
+        int(match[1]): file
+        for file in found.files or ()
+        if (match := re.fullmatch(r"mpld3/js/d3\.v(\d+)\.min\.js", file.as_posix()))
+    }
+    if not versions:
+        raise UnsupportedError(
+            f"a report needs D3 from mpld3, but mpld3 {found.version} carries none; install mpld3 0.5.12"
+        )
+    text = Path(str(versions[max(versions)].locate())).read_text(encoding="utf-8")
+    # The hash is of what a browser parses, which knows no carriage returns.
+    return text.replace("\r\n", "\n").strip()
