@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,8 @@ from softgap.probe.tensors import LayerTensors, visit_layers
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}
-SHORT = Recipe(steps=300)
+# The table was begun at this learning rate; its last word on it became the default.
+SHORT = Recipe(steps=300, learning_rate=0.05)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("the recipe, 300 steps"),
-    Variant("600 steps", Recipe(steps=600)),
-    Variant("1,200 steps", Recipe(steps=1200)),
+    Variant("300 steps"),
+    Variant("600 steps", replace(SHORT, steps=600)),
+    Variant("1,200 steps", replace(SHORT, steps=1200)),
     Variant("without decay", decay=False),
     Variant("random start instead of landmarks", start="random"),
     Variant("fitted at 512 tokens only", longest=512),
@@ -59,8 +59,8 @@ VARIANTS = (
     Variant("1 block of 64 rows, 192 near and 192 far keys", replace(SHORT, rows=RowPlan(1, 64, 4, 192, 192))),
     Variant("4 blocks of 16 rows, 96 near and 96 far keys", replace(SHORT, rows=RowPlan(4, 16, 4, 96, 96))),
     Variant("no sinks apart", replace(SHORT, rows=RowPlan(8, 8, 0, 64, 68))),
-    Variant("learning rate 0.05", replace(SHORT, learning_rate=0.05)),
-    Variant("learning rate 0.2", replace(SHORT, learning_rate=0.2)),
+    Variant("learning rate 0.02", replace(SHORT, learning_rate=0.02)),
+    Variant("learning rate 0.1", replace(SHORT, learning_rate=0.1)),
     Variant("sharpness 0.5", replace(SHORT, sharpness=0.5)),
     Variant("sharpness 2", replace(SHORT, sharpness=2.0)),
     Variant("16 features", replace(SHORT, features=16)),
@@ -124,13 +124,10 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
 def judged(variant: Variant, layers: Sequence[Layer]) -> str:
     """One row of the table."""
     sums = np.zeros((len(BINS), 2))
-    seconds = 0.0
     for number, layer in enumerate(layers):
         texts = [LayerText(x.query[:, : variant.longest], x.key[:, : variant.longest]) for x in layer.texts]
         scale = layer.held_out[0].scale
-        begin = time.perf_counter()
         maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=started(variant, texts, scale))
-        seconds += time.perf_counter() - begin
         mechanism = resolve("fitted").with_parameters(**maps.parameters())
         for found, uniform in zip(divergences(mechanism, layer.held_out), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
@@ -139,7 +136,7 @@ def judged(variant: Variant, layers: Sequence[Layer]) -> str:
                     part = slice(bounds.start, bounds.stop)
                     sums[i] += found[:, part].sum().item(), uniform[:, part].sum().item()
     cells = " | ".join(f"{1 - top / bottom:.3f}" for top, bottom in sums)
-    return f"| {variant.name} | {cells} | {seconds / len(layers):.1f} |"
+    return f"| {variant.name} | {cells} |"
 
 
 def main() -> None:
@@ -162,10 +159,10 @@ def main() -> None:
         "The recipe of the calibration",
         f"`python benchmarks/recipe.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
         f"model; {machine()}. Share of the gap to the mean of values that the fitted map closes on held-out text "
-        f"({HELD_OUT[2048]} sequences of 2,048 tokens, {HELD_OUT[8192]} of 8,192), by positions. Every row but the "
-        f"second and third takes 300 steps; all else is the default unless the row says so.\n\n"
-        "| what | 64-512 | 512-1024 | 1024-2048 | 4096-8192 | s per layer |\n|---|---|---|---|---|---|\n"
-        + "\n".join(rows),
+        f"({HELD_OUT[2048]} sequences of 2,048 tokens, {HELD_OUT[8192]} of 8,192), by positions. The first row takes "
+        "300 steps at a learning rate of 0.05, with 128 features and all else as by default; every other row changes "
+        "what it says.\n\n"
+        "| what | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,
     )
 

@@ -253,6 +253,8 @@ def test_the_table_sorts_searches_and_chooses(page: Page) -> None:
         cells = page.locator(f"#heads tbody td:nth-child({index})").all_inner_texts()
         return [float(cell.replace("−", "-")) for cell in cells]
 
+    # The table is filled after the page is ready.
+    page.locator("#heads tbody tr").nth(23).wait_for()
     assert column(5) == sorted(column(5), reverse=True)
     page.locator('[data-sort="divergence"]').click()
     assert column(5) == sorted(column(5))
