@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention_cases import Case, cases, equipped, reference
 from softgap.attention import LinearState, attend, compare_heads, mechanisms
-from softgap.attention.fused import MOST_FEATURES, compare_positions, served
+from softgap.attention.fused import MOST_FEATURES, served
 from softgap.attention.reference import reference_comparison
 
 SERVED = tuple(name for name in mechanisms() if name != "relu_affine" and served(mechanisms()[name], 6))
@@ -119,21 +119,3 @@ def test_long_texts_keep_their_digits() -> None:
         exact = compare_heads(o.double(), attend(name, q, k, v, dtype=torch.float64).output)
         found = LinearState(name).compare(q, k, v, o)
         assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("threads", [2, 3, 8])
-def test_threads_do_not_change_the_numbers(threads: int) -> None:
-    rng = np.random.default_rng(3)
-    batch, time, heads, groups, r, e = 2, 9, 6, 3, 5, 4
-    q, k = (rng.random((batch, time, n, r), dtype=np.float32) for n in (heads, groups))
-    v, o = (rng.standard_normal((batch, time, n, e), dtype=np.float32) for n in (groups, heads))
-    valid = np.ones((batch, time), dtype=bool)
-    found = []
-    for count in (1, threads):
-        state = (np.zeros((batch * groups, r, e), np.float32), np.zeros((batch * groups, r), np.float32))
-        out = np.full((batch, heads, time, 3), np.nan, np.float32)
-        compare_positions(q, k, v, valid, o, state, out, threads=count)
-        found.append((out, *state))
-    for one, many in zip(*found, strict=True):
-        assert np.isfinite(one).all()
-        assert np.array_equal(one, many)

@@ -12,8 +12,6 @@ decay, weights that are divided by a positive sum, and few features, so that the
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numba
@@ -150,53 +148,25 @@ def _compare(o: Array, answer: Array, denominator: float, out: Array) -> None:
     out[2] = ratio
 
 
+@_compiled()
 def compare_positions(
-    q: Array, k: Array, v: Array, valid: Array, o: Array, state: tuple[Array, Array], out: Array, *, threads: int = 1
+    q: Array, k: Array, v: Array, valid: Array, o: Array, state: tuple[Array, Array], out: Array
 ) -> None:
     """Walk through the positions of every batch row and KV head, and move the state on.
 
     Shapes, time before heads as models have it: q [batch, time, query_head, r], k [batch, time, kv_head, r], v
     [batch, time, kv_head, e], valid [batch, time], o [batch, time, head, e]; state ([batch * kv_head, r, e],
     [batch * kv_head, r]); out [batch, head, time, 3]. Query heads are as many as heads, or one per KV head where a
-    mechanism ignores the query. Rows and KV heads are independent of each other, and are dealt out to the threads.
+    mechanism ignores the query.
     """
-    units = len(state[0])
-    threads = max(1, min(threads, units))
-    bounds = [units * i // threads for i in range(threads + 1)]
-    shares = [(q, k, v, valid, o, *state, out, start, stop) for start, stop in pairwise(bounds)]
-    # One share is ours: a pool of its own for the others costs microseconds, and leaves no thread behind.
-    if threads == 1:
-        _compare_units(*shares[0])
-        return
-    with ThreadPoolExecutor(threads - 1) as pool:
-        others = [pool.submit(_compare_units, *share) for share in shares[1:]]
-        _compare_units(*shares[0])
-        for other in others:
-            other.result()
-
-
-@_compiled()
-def _compare_units(
-    q: Array,
-    k: Array,
-    v: Array,
-    valid: Array,
-    o: Array,
-    all_sums: Array,
-    all_totals: Array,
-    out: Array,
-    first: int,
-    last: int,
-) -> None:
-    """The same for some of the units, which are numbered row by row and KV head by KV head."""
     heads, time = out.shape[1:3]
     groups = k.shape[2]
     asked, per_group = q.shape[2] // groups, heads // groups
     answers = np.empty((2 * asked, v.shape[3]), np.float32)
     denominators = np.empty(2 * asked, np.float32)
-    for unit in range(first, last):
+    for unit in range(len(state[0])):
         b, g = unit // groups, unit % groups
-        sums, totals = all_sums[unit], all_totals[unit]
+        sums, totals = state[0][unit], state[1][unit]
         # Two positions at a time: both ask the state before them, and get the keys of the pair by themselves.
         for start in range(0, time, 2):
             stop = min(time, start + 2)

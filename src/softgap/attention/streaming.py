@@ -25,8 +25,6 @@ __all__ = ["LinearState"]
 # Features of this many numbers per head are held at once; longer blocks are cut, so memory does not grow with T r.
 BLOCK_NUMBERS = 2**17
 BLOCK_POSITIONS = 512
-# Shorter blocks are done before a second thread has started.
-THREADED = 64
 
 
 class Sums(NamedTuple):
@@ -174,8 +172,7 @@ class LinearState:
         by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
         queries, keys, values, outputs = by_time
         state = (carry.sums.numpy(), carry.totals.numpy())
-        threads = torch.get_num_threads() if t >= THREADED else 1
-        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy(), threads=threads)
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
         self._advance(batch, t, key_valid, k.device)
         return found.movedim(-1, 0)
 
