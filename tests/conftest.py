@@ -22,6 +22,17 @@ settings.register_profile("softgap", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("softgap")
 
 
+@pytest.fixture(autouse=True)
+def own_registry() -> Iterator[None]:
+    """A mechanism that a test registers is gone after it: labs look at every one there is."""
+    from softgap.attention import registry
+
+    kept = dict(registry._registry)
+    yield
+    registry._registry.clear()
+    registry._registry.update(kept)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A real headless browser; without one the tests of pages are skipped, and fail under continuous integration."""
