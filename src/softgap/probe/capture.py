@@ -25,6 +25,15 @@ __all__ = ["Interrupted", "check_lengths", "completion_ids", "generate", "prompt
 Mechanisms = Sequence[str | Mechanism]
 
 
+def _sampling(seed: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with sampling on where there is a seed, and off otherwise, unless they say so themselves."""
+    settings = {"do_sample": seed is not None, **settings}
+    if settings["do_sample"] is False:
+        # Sampling defaults of the model's own generation config would only warn here.
+        settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
+    return settings
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a generation; ``runs`` holds the trajectories of every row up to then, or nothing."""
 
@@ -86,13 +95,7 @@ def generate(
     check_lengths(model, rows, max_new_tokens)
     _check_sinks(rows, drop_sinks)
     ids, mask = _padded(rows, tokenizer, "left", model.device)
-    if seed is not None:
-        settings.setdefault("do_sample", True)
-    else:
-        settings.setdefault("do_sample", False)
-    if settings["do_sample"] is False:
-        # Sampling defaults of the model's own generation config would only warn here.
-        settings.update({name: None for name in ("temperature", "top_p", "top_k") if name not in settings})
+    settings = _sampling(seed, settings)
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
     with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
         write: Any = model.generate

@@ -36,6 +36,10 @@ LOST = 0.01
 ERROR = 0.1
 
 
+# What is measured of a mechanism in every head.
+_PER_HEAD = ("sparsity", "general", "iid", "from_softmax", "from_uniform", "columns", "distance", "block_error")
+
+
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """One rung of the theory for softmax, beside what was measured.
@@ -89,17 +93,7 @@ class MechanismFocus:
 
     def summary(self) -> dict[str, Any]:
         """Means over heads."""
-        means = (
-            "sparsity",
-            "general",
-            "iid",
-            "from_softmax",
-            "from_uniform",
-            "columns",
-            "distance",
-            "block_error",
-            "floor",
-        )
+        means = (*_PER_HEAD, "floor")
         return {
             "mechanism": self.name,
             "features": self.features,
@@ -341,19 +335,7 @@ def _mechanism(name: str, layers: Sequence[LayerFocus], d: int) -> MechanismFocu
     rank = None if features is None else features + (mechanism.normaliser == "centred")
     none = np.full_like(found[0].sparsity, np.nan)
     floor = np.stack([none if rank is None else layer.spectra.floor(rank) for layer in layers])
-    arrays = {
-        field: np.stack([getattr(one, field) for one in found])
-        for field in (
-            "sparsity",
-            "general",
-            "iid",
-            "from_softmax",
-            "from_uniform",
-            "columns",
-            "distance",
-            "block_error",
-        )
-    }
+    arrays = {field: np.stack([getattr(one, field) for one in found]) for field in _PER_HEAD}
     gaps = [one.gap for one in found]
     gap = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
     return MechanismFocus(name, features, **arrays, gap=gap, floor=floor)
