@@ -68,10 +68,17 @@ def test_a_mechanism_without_its_parameters(lab: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("lab", ["injectivity", "focus", "position"])
-def test_mechanisms_are_checked_before_a_model_is_loaded(lab: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["lab", lab, "--model", "nowhere/at-all", "--mechanism"]
-    assert failure([*given, "fitted"], capsys).startswith(f"mechanism 'fitted' needs the parameters {FITTED}")
-    assert failure([*given, "elu2"], capsys).startswith("unknown mechanism 'elu2'; did you mean 'relu'?")
+def test_names_are_checked_before_a_model_is_loaded(lab: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["lab", lab, "--model", "nowhere/at-all", "--mechanism", "elu2"]
+    assert failure(given, capsys).startswith("unknown mechanism 'elu2'; did you mean 'relu'?")
+
+
+@pytest.mark.parametrize("lab", ["injectivity", "focus", "position"])
+def test_a_model_without_a_calibration(lab: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_folder(tmp_path / "model", tiny_llama())
+    capsys.readouterr()  # saving a model shows a bar
+    sentence = f"mechanism 'fitted' needs the parameters {FITTED}, and there is no calibration for this model; "
+    assert failure(["lab", lab, "--model", str(folder), "--mechanism", "fitted"], capsys).startswith(sentence)
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,19 +59,20 @@ def reading_model(model: str | None, text: str | None) -> str | None:
 
 
 def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequence[str] | None) -> tuple[Any, list[int]]:
-    """The model and the token ids that it reads; what is wrong with text or mechanisms is said before it is loaded."""
-    import torch
-
+    """The model and the token ids that it reads; a wrong text or an unknown mechanism is said before it is loaded."""
     from softgap.attention import resolve
     from softgap.cli._texts import given_text, plain_text
     from softgap.probe import load_model
     from softgap.probe.capture import prompt_ids
+    from softgap.probe.recording import ready
     from softgap.theory.passage import PASSAGE
 
     page = PASSAGE if text is None else plain_text(*given_text(text))
     for wanted in mechanisms or ():
-        resolve(wanted).site(torch.arange(1), torch.float32)
+        resolve(wanted.partition("@")[0])
     model, tokenizer = load_model(name)
+    for wanted in mechanisms or ():
+        ready(wanted, model)  # its parameters, if it needs any, are those of a calibration
     return model, prompt_ids(tokenizer, page, chat=False)[:tokens]
 
 
