@@ -16,7 +16,7 @@ from softgap.attention import Visible, attend, resolve
 from softgap.errors import StoreError, UnknownNameError, UnsupportedError, ValueInputError
 from softgap.theory.separation.trained import Trained, score_of, train_all
 from softgap.theory.separation.trained_cells import Cell, Checkpoint, Training, stored_cell, train_cell
-from softgap.theory.separation.trained_model import TRAINABLE, mix, parameters, trainable
+from softgap.theory.separation.trained_model import TRAINABLE, answer, mix, parameters, trainable
 from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, expression, task
 
 SHORT = Training(steps=4, batch=8, checkpoints=2)
@@ -59,6 +59,23 @@ def test_levels_of_the_separation_task_tell_its_classes() -> None:
     assert (x[:, :, 1:-1] > 0).sum((1, 2)).eq(62).all()
     x, y = task("separation_number").sample(50, generator())
     assert torch.allclose(x[:, :, 0].amax(1) / unit, y, atol=1e-6)
+
+
+def test_the_mean_of_all_rows_says_nothing_about_a_spread_level() -> None:
+    x, y = task("separation_spread").sample(400, generator())
+    total = x[:, :, 0].sum(1)
+    assert abs(total[y == 0].mean() - total[y == 1].mean()) < 0.1 * total.mean()
+    assert (x[:, :, 0] > 0).sum(1).tolist() == [8 if one == 0 else 1 for one in y.tolist()]
+
+
+@pytest.mark.parametrize("name", ["separation", "recall-4"])
+def test_without_a_residual_the_answer_passes_through_attention(name: str) -> None:
+    made = task(name)
+    given = parameters(made, generator())
+    x = made.sample(3, generator())[0]
+    blind = {**given, "join0": torch.zeros_like(given["join0"])}
+    found = answer(blind, made, resolve("softmax"), x)
+    assert bool((found == found[0]).all()) is not made.residual
 
 
 def test_counting_gives_the_share_of_the_first_symbol() -> None:

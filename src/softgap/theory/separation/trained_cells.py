@@ -148,7 +148,10 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     if folder is None:
         return train_cell(name, mechanism, seed, training), False
     path = folder / f"{name}_{mechanism.replace(':', '_').replace(',', '_')}_{seed}.json"
-    asked = {"training": asdict(training), "width": WIDTH, "heads": HEADS, "tested": _TESTED}
+    asked = {
+        "training": asdict(training),
+        **{"width": WIDTH, "heads": HEADS, "tested": _TESTED, "residual": task(name).residual},
+    }
     there = _read(path, asked)
     if there is not None:
         return there, True

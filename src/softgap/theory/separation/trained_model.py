@@ -56,7 +56,7 @@ def parameters(task: TrainedTask, generator: torch.Generator) -> dict[str, Tenso
 def answer(
     given: Parameters, task: TrainedTask, mechanism: Mechanism, x: Float[Tensor, "sample time feature"]
 ) -> Float[Tensor, "sample output"]:
-    """Embedding, layers of attention and two-layer perceptron with residuals, a linear map of the read-out."""
+    """Embedding, layers of attention and two-layer perceptron, a linear map of the read-out."""
     h = x @ given["embed"]
     if task.ordered:
         h = h + given["position"]
@@ -66,7 +66,8 @@ def answer(
             (z @ given[f"{name}{layer}"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        h = h + mix(mechanism, q, k, v).transpose(1, 2).flatten(2) @ given[f"join{layer}"]
+        mixed = mix(mechanism, q, k, v).transpose(1, 2).flatten(2) @ given[f"join{layer}"]
+        h = h + mixed if task.residual else mixed
         z = functional.rms_norm(h, (WIDTH,))
         h = h + functional.relu(z @ given[f"up{layer}"] + given[f"shift{layer}"]) @ given[f"down{layer}"]
     read = h[:, -1] if task.reads == "last" else h.mean(1)

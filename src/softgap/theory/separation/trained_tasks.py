@@ -18,6 +18,13 @@ __all__ = ["DEFAULT_TASKS", "TASKS", "TrainedTask", "task"]
 Sample = Callable[[int, torch.Generator], tuple[Float[Tensor, "sample time feature"], Shaped[Tensor, " sample"]]]
 
 _ROWS = 62
+# Lower ends and widths of the intervals that the level a of a class is drawn from.
+_LEVELS = {
+    "separation": (torch.tensor([0.0, 0.7]), torch.tensor([0.1, 0.5])),
+    "separation_spread": (torch.tensor([0.7, 0.7]), torch.tensor([0.5, 0.5])),
+    "separation_levels": (torch.tensor([0.0, 0.3, 0.6, 0.9]), torch.full((4,), 0.1)),
+}
+_SPREAD = 8
 _KEYS, _VALUES = 128, 16
 _SYMBOLS = 4
 _LISTOPS_LENGTH = 32
@@ -40,6 +47,9 @@ class TrainedTask:
         Whether the answer is read off the last token or the mean of all tokens.
     ordered
         Whether the order of the tokens matters, so that the model gets positions.
+    residual
+        Whether tokens also go around the attention. Without it, as in the network of the source, all that the answer
+        can be read off is what attention let through.
     """
 
     name: str
@@ -52,6 +62,7 @@ class TrainedTask:
     ordered: bool
     layers: int
     sample: Sample
+    residual: bool = True
 
     @property
     def measure(self) -> str:
@@ -62,11 +73,13 @@ class TrainedTask:
 def _separation(kind: str) -> TrainedTask:
     """Rows of D0 and D1 in random order, with levels a from an interval so that no single value gives them away.
 
-    ``separation``: a in [0, 0.1] or [0.7, 1.2]; ``separation_levels``: four intervals; ``separation_number``: a itself.
+    ``separation``: a in [0, 0.1] or [0.7, 1.2]; ``separation_spread``: a in [0.7, 1.2] in one row or spread evenly over
+    8 rows, so that the mean of all rows says nothing; ``separation_levels``: four intervals; ``separation_number``: a
+    itself.
     """
     size = construct(n=_ROWS, t=1)
-    low = torch.tensor([0.0, 0.7] if kind == "separation" else [0.0, 0.3, 0.6, 0.9])
-    width = 0.1 if kind == "separation_levels" else torch.tensor([0.1, 0.5])
+    spread, numeric = kind == "separation_spread", kind == "separation_number"
+    low, width = _LEVELS.get(kind, _LEVELS["separation"])
     plain = torch.zeros(_ROWS, size.d)
     plain[torch.arange(_ROWS), 1 + torch.arange(_ROWS)] = size.b * size.unit
     plain[:, -1] = size.c * size.unit
@@ -74,21 +87,25 @@ def _separation(kind: str) -> TrainedTask:
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         label = torch.randint(len(low), (count,), generator=generator)
         uniform = torch.rand(count, generator=generator)
-        if kind == "separation_number":
-            level = answer = 1.2 * uniform
-        else:
-            level = low[label] + uniform * (width if isinstance(width, float) else width[label])
-            answer = label
+        level = 1.2 * uniform if numeric else low[label] + uniform * width[label]
         order = torch.rand(count, _ROWS, generator=generator).argsort(1)
         x = plain[order].clone()
-        x[torch.arange(count), torch.randint(_ROWS, (count,), generator=generator), 0] = level * size.unit
-        return x, answer
+        marked = torch.rand(count, _ROWS, generator=generator).argsort(1)[:, :_SPREAD]
+        share = torch.zeros(count, _SPREAD)
+        share[:, 0] = 1.0
+        if spread:
+            share[label == 0] = 1 / _SPREAD
+        x[torch.arange(count)[:, None], marked, 0] = share * level[:, None] * size.unit
+        return x, level if numeric else label
 
-    numeric = kind == "separation_number"
     outputs = 1 if numeric else len(low)
-    chance = 0.0 if numeric else 1 / outputs
     return TrainedTask(
-        kind, "number" if numeric else "classes", _ROWS, size.d, outputs, chance, "mean", False, 1, sample
+        kind,
+        "number" if numeric else "classes",
+        *(_ROWS, size.d, outputs),
+        *(0.0 if numeric else 1 / outputs, "mean", False, 1),
+        sample,
+        residual=False,
     )
 
 
@@ -167,17 +184,15 @@ def expression(generator: torch.Generator, depth: int) -> tuple[list[int], int]:
     return [_DIGITS + operator, *tokens, _CLOSE], outcome
 
 
-TASKS = ("separation", "separation_levels", "separation_number", "recall-<pairs>", "counting-<length>", "listops")
-DEFAULT_TASKS = (
-    *("separation", "separation_levels", "separation_number"),
-    *("recall-4", "recall-16", "recall-64", "counting-128", "listops"),
-)
+_SEPARATIONS = ("separation", "separation_spread", "separation_levels", "separation_number")
+TASKS = (*_SEPARATIONS, "recall-<pairs>", "counting-<length>", "listops")
+DEFAULT_TASKS = (*_SEPARATIONS, "recall-4", "recall-16", "recall-64", "counting-128", "listops")
 
 
 def task(name: str) -> TrainedTask:
     """A task by name; ``recall-16`` and ``counting-128`` carry their size."""
     kind, _, size = name.partition("-")
-    if name in ("separation", "separation_levels", "separation_number"):
+    if name in _SEPARATIONS:
         return _separation(name)
     if name == "listops":
         return _listops()
