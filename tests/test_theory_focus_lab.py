@@ -13,7 +13,7 @@ import torch
 
 from cli_examples import failure
 from model_examples import save_folder, tiny_llama
-from softgap.attention import attend, attention_weights, mechanisms
+from softgap.attention import attend, attention_weights, mechanisms, resolve
 from softgap.cli import main
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -217,9 +217,32 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 
 def test_mechanisms_that_the_lab_cannot_serve() -> None:
     model, rng = tiny_llama(), np.random.default_rng(0)
-    with pytest.raises(UnsupportedError, match=r"'fitted' needs the parameters query_weight.*calibrate the model"):
+    with pytest.raises(UnsupportedError, match=r"'fitted' needs the parameters query_weight.*no calibration for this"):
         focus_in_model(model, [3] * 64, rng=rng, mechanisms=["fitted"])
     with pytest.raises(UnsupportedError, match="mechanism 'zero' has no weights"):
         focus_in_model(model, [3] * 64, rng=rng, mechanisms=["zero"])
     with pytest.raises(ValueInputError, match="at least 64 tokens for this lab, got 63"):
         focus_in_model(model, [3] * 63, rng=rng)
+
+
+def test_a_map_fitted_to_every_head_is_measured_with_the_parameters_of_that_head() -> None:
+    def drawn(*shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
+
+    mine = resolve("fitted").with_parameters(
+        query_weight=drawn(4, 6, 8, seed=1),
+        query_bias=drawn(4, 6, seed=2),
+        key_weight=drawn(2, 6, 8, seed=3),
+        key_bias=drawn(2, 6, seed=4),
+        rate=0.1 * drawn(2, 6, seed=5).abs(),
+    )
+    model, ids = tiny_llama(max_position_embeddings=128), list(range(3, 99))
+    lab = focus_in_model(model, ids, rng=np.random.default_rng(0), mechanisms=[mine])
+    fitted = next(each for each in lab.mechanisms if each.name == "fitted")
+    layer = visit_layers(model, ids, lambda seen: seen)[1]
+    weights = attention_weights(mine.for_layers([1]), layer.query[None], layer.key[None], scale=layer.scale)[0]
+    n = torch.arange(1, len(ids) + 1)
+    s = weights.abs().sum(dim=-1) / torch.sqrt(n * weights.square().sum(dim=-1))
+    np.testing.assert_allclose(fitted.sparsity[1], s[:, 24:].mean(dim=-1).numpy(), rtol=1e-5)
+    assert fitted.features == 6
+    assert np.isfinite(fitted.floor).all()

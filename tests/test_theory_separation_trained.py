@@ -43,11 +43,11 @@ def test_samples_have_the_shape_the_task_says(name: str) -> None:
 
 def test_recall_asks_for_the_value_of_a_key_that_was_shown() -> None:
     x, y = task("recall-6").sample(20, generator())
-    for sequence, answer in zip(x, y, strict=True):
+    for sequence, value in zip(x, y, strict=True):
         key = sequence[-1, :128].nonzero().item()
         assert sequence[-1, 128:].sum() == 0
         (shown,) = sequence[:-1, int(key)].nonzero()
-        assert sequence[shown, 128 + answer] == 1
+        assert sequence[shown, 128 + value] == 1
         assert sequence[:-1, :128].sum(1).eq(1).all()
 
 

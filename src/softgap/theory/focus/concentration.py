@@ -5,7 +5,7 @@ Rows may see different numbers of keys: everything takes the number of visible k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +27,25 @@ __all__ = [
 ]
 
 
-def with_weights(given: Sequence[str] | None, always: Sequence[str]) -> tuple[str, ...]:
-    """The mechanisms asked for (all that have weights, if none) and those always compared; refused without weights."""
+Prepare = Callable[[str | Mechanism], Mechanism]
+
+
+def with_weights(
+    given: Sequence[str | Mechanism] | None, always: Sequence[str], *, prepare: Prepare = resolve
+) -> tuple[Mechanism, ...]:
+    """The mechanisms asked for (all that have weights, if none) and those always compared; refused without weights.
+
+    ``prepare`` gives a mechanism its parameters, where it has some.
+    """
     if given is None:
         wanted = [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
-        return tuple(dict.fromkeys([*always, *wanted]))
-    for name in given:
-        found = resolve(name)
+        return tuple(prepare(name) for name in dict.fromkeys([*always, *wanted]))
+    asked = {found.name: found for found in map(prepare, given)}
+    for name, found in asked.items():
         found.site(torch.arange(1), torch.float32)
         if found.kind == "constant":
             raise UnsupportedError(f"mechanism '{name}' has no weights: its output is a constant; leave it out")
-    return tuple(dict.fromkeys([*given, *always]))
+    return (*asked.values(), *(resolve(name) for name in always if name not in asked))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from softgap.attention import Visible, attention_weights
+from softgap.attention import Mechanism, Visible, attention_weights
 from softgap.theory.focus.concentration import row_sparsity
 
 __all__ = ["AMOUNTS", "Effect", "intervene", "intervened"]
@@ -66,7 +66,7 @@ def intervene(
 
 
 def intervened(
-    mechanisms: Sequence[str],
+    mechanisms: Sequence[Mechanism],
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "kv_head key dim"],
     *,
@@ -80,7 +80,8 @@ def intervened(
     for change, amounts in AMOUNTS.items():
         for amount in amounts:
             q, k = intervene(change, amount, query, key)
-            for name in mechanisms:
-                s = row_sparsity(attention_weights(name, q[None], k[None], visible=visible, scale=scale)[0], n)
-                found.append(Effect(change, amount, name, s.nanmean().item(), s.isnan().float().mean().item()))
+            for mechanism in mechanisms:
+                s = row_sparsity(attention_weights(mechanism, q[None], k[None], visible=visible, scale=scale)[0], n)
+                empty = s.isnan().float().mean().item()
+                found.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
     return found

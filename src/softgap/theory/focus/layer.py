@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softgap.attention import Visible, attention_weights, compare_outputs, resolve
+from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
 from softgap.attention.off_diagonal import BlockSpectra, block_spectra, dyadic_blocks, numerical_rank
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
@@ -31,7 +31,7 @@ class Plan:
     Attributes
     ----------
     mechanisms
-        Beside softmax.
+        Beside softmax, with their parameters for all layers.
     first
         Means are over queries from this position on.
     smallest
@@ -41,7 +41,7 @@ class Plan:
         queries.
     """
 
-    mechanisms: tuple[str, ...]
+    mechanisms: tuple[Mechanism, ...]
     first: int
     smallest: int = 16
     corner: int = 256
@@ -108,24 +108,23 @@ class LayerFocus:
 def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
     """Measure one layer; weights are softmax's own, without the caps, biases and learned sinks of some models."""
     seen = layer.visible.rows(0, layer.query.shape[1], (0, layer.key.shape[1]), layer.query.device)[0, 0].float()
-    exact = _weights("softmax", layer)
-    names = ("softmax", *(name for name in plan.mechanisms if name != "softmax"))
+    compared = [each.for_layers([layer.layer]) for each in (resolve("softmax"), *plan.mechanisms)]
+    exact = _weights(compared[0], layer)
     last = layer.query[:, -plan.rows :]
     tail = Visible(window=layer.visible.window)
     return LayerFocus(
         softmax=_softmax_rows(layer, exact, seen),
-        mechanisms={name: _mechanism(name, layer, exact, seen, plan) for name in names},
+        mechanisms={each.name: _mechanism(each, layer, exact, seen, plan) for each in compared},
         spectra=block_spectra(exact, plan.smallest),
         # The first key's column holds most of the energy of a sink head, and one rank.
         spectra_without=block_spectra(_without_first(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
-        effects=intervened(names, last, layer.key, scale=layer.scale, visible=tail),
+        effects=intervened(compared, last, layer.key, scale=layer.scale, visible=tail),
         road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
     )
 
 
-def _weights(name: str, layer: LayerTensors) -> Float[Tensor, "head query key"]:
-    mechanism = resolve(name).for_layers([layer.layer])
+def _weights(mechanism: Mechanism, layer: LayerTensors) -> Float[Tensor, "head query key"]:
     return attention_weights(mechanism, layer.query[None], layer.key[None], visible=layer.visible, scale=layer.scale)[0]
 
 
@@ -159,14 +158,14 @@ def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], s
 
 
 def _mechanism(
-    name: str, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: Plan
+    mechanism: Mechanism, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: Plan
 ) -> MechanismLayer:
-    weights = exact if name == "softmax" else _weights(name, layer)
+    weights = exact if mechanism.name == "softmax" else _weights(mechanism, layer)
     n, some = seen.sum(dim=-1), slice(plan.first, None)
     s = row_sparsity(weights, n)
     value = _shared(layer, layer.value)
     output = weights @ value
-    predicted = feature_prediction(resolve(name), layer.query, _shared(layer, layer.key), seen, layer.scale)
+    predicted = feature_prediction(mechanism, layer.query, _shared(layer, layer.key), seen, layer.scale)
     nothing = torch.full_like(s, torch.nan, dtype=torch.float64)
     general, iid = predicted if predicted is not None else (nothing, nothing)
     corner = weights[:, : plan.corner, : plan.corner]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.attention import resolve
+from softgap.attention import Mechanism, resolve
 from softgap.attention.off_diagonal import capacity_exponent
 from softgap.errors import ValueInputError
+from softgap.probe.calibrations import calibrated
 from softgap.probe.capture import check_lengths
+from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.claims import Claim
 from softgap.theory.focus import model_claims
@@ -202,7 +205,7 @@ def focus_in_model(
     token_ids: Sequence[int],
     *,
     rng: np.random.Generator,
-    mechanisms: Sequence[str] | None = None,
+    mechanisms: Sequence[str | Mechanism] | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> ModelFocus:
     """Measure S, entropy and largest weight of every head and query, and compare them with the theory.
@@ -214,18 +217,22 @@ def focus_in_model(
     rng
         Of the simulated Gaussian table and of the intervals.
     mechanisms
-        Names to compare with softmax, beside elu1, relu2_scores and uniform; every one that has weights and waits for
-        no parameters by default.
+        Compared with softmax, beside elu1, relu2_scores and uniform; by default every one that has weights and waits
+        for no parameters, and ``fitted`` where the model has a calibration.
     progress
         Called with a stage and the share of the whole that is done.
     """
-    names = tuple(name for name in with_weights(mechanisms, _ALWAYS) if name != "softmax")
+    prepare = partial(ready, model=model)
+    wanted = with_weights(mechanisms, _ALWAYS, prepare=prepare)
+    if mechanisms is None:
+        wanted += tuple(map(prepare, calibrated(model)))
+    compared = tuple(mechanism for mechanism in wanted if mechanism.name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(
             f"a text must hold at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
         )
     check_lengths(model, [list(token_ids)], 0)
-    plan = Plan(names, first=min(64, len(token_ids) // 4))
+    plan = Plan(compared, first=min(64, len(token_ids) // 4))
     total = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
 
     def visit(layer: LayerTensors) -> LayerFocus:
@@ -236,7 +243,7 @@ def focus_in_model(
     layers = visit_layers(model, token_ids, visit)
     progress("predicting", 0.92)
     predictions = _predictions(layers, plan, rng)
-    measured = tuple(_mechanism(name, layers, _dim(model)) for name in ("softmax", *names))
+    measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *compared))
     capacity = _capacity(layers)
     ranks = {key: np.stack([layer.ranks[key] for layer in layers]) for key in layers[0].ranks}
     effects, road = tuple(pooled_effects(layers)), tuple(pooled_road(layers))
@@ -327,9 +334,8 @@ def _prediction_json(rung: Prediction) -> dict[str, Any]:
     }
 
 
-def _mechanism(name: str, layers: Sequence[LayerFocus], d: int) -> MechanismFocus:
-    found = [layer.mechanisms[name] for layer in layers]
-    mechanism = resolve(name)
+def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> MechanismFocus:
+    found = [layer.mechanisms[mechanism.name] for layer in layers]
     features = mechanism.feature_dim(d)
     # A decaying feature has one rank in every block too, and inline's centring adds one.
     rank = None if features is None else features + (mechanism.normaliser == "centred")
@@ -338,7 +344,7 @@ def _mechanism(name: str, layers: Sequence[LayerFocus], d: int) -> MechanismFocu
     arrays = {field: np.stack([getattr(one, field) for one in found]) for field in _PER_HEAD}
     gaps = [one.gap for one in found]
     gap = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
-    return MechanismFocus(name, features, **arrays, gap=gap, floor=floor)
+    return MechanismFocus(mechanism.name, features, **arrays, gap=gap, floor=floor)
 
 
 def _capacity(layers: Sequence[LayerFocus]) -> Capacity:
