@@ -99,14 +99,9 @@ def _separation(kind: str) -> TrainedTask:
         return x, level if numeric else label
 
     outputs = 1 if numeric else len(low)
-    return TrainedTask(
-        kind,
-        "number" if numeric else "classes",
-        *(_ROWS, size.d, outputs),
-        *(0.0 if numeric else 1 / outputs, "mean", False, 1),
-        sample,
-        residual=False,
-    )
+    chance = 0.0 if numeric else 1 / outputs
+    answers: Literal["classes", "number"] = "number" if numeric else "classes"
+    return TrainedTask(kind, answers, _ROWS, size.d, outputs, chance, "mean", False, 1, sample, residual=False)
 
 
 def _recall(pairs: int) -> TrainedTask:
