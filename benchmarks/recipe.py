@@ -12,24 +12,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves, sequences
-from softgap.attention import attend, compare_outputs, resolve
+from softgap.attention import resolve
 from softgap.calibration import Recipe, fit_maps
+from softgap.calibration.curve import HeldLayer, divergences, held_layers
 from softgap.calibration.maps import Maps, landmark_maps
 from softgap.calibration.rows import LayerText, RowPlan
 from softgap.calibration.texts import corpus_of
 from softgap.probe import load_model
-from softgap.probe.tensors import LayerTensors, visit_layers
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}
@@ -70,44 +67,6 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One layer: texts to fit on, held-out tensors, and the divergence of the mean of values there."""
-
-    texts: list[LayerText]
-    held_out: list[LayerTensors]
-    uniform: list[Float[Tensor, "head time"]]
-
-
-def divergences(mechanism: Any, held_out: Sequence[LayerTensors]) -> list[Float[Tensor, "head time"]]:
-    """Divergence of a mechanism from the model's output, text by text."""
-    return [
-        compare_outputs(
-            x.output, attend(mechanism, x.query[None], x.key[None], x.value[None], scale=x.scale).output[0]
-        ).divergence
-        for x in held_out
-    ]
-
-
-def gathered(model: Any, layers: Sequence[int], fitted: Any, held_out: Any) -> list[Layer]:
-    """The layers as the texts show them."""
-
-    def visit(layer: LayerTensors) -> LayerTensors | None:
-        if layer.layer not in layers:
-            return None
-        tensors = {name: getattr(layer, name).clone() for name in ("query", "key", "value", "output")}
-        return replace(layer, **tensors)
-
-    texts, judged = ([visit_layers(model, ids, visit) for ids in part] for part in (fitted, held_out))
-    found = []
-    for layer in layers:
-        mine = [x[layer] for x in judged]
-        fit = [LayerText(x[layer].query, x[layer].key) for x in texts]  # type: ignore[union-attr]
-        held = [x for x in mine if x is not None]
-        found.append(Layer(fit, held, divergences("uniform", held)))
-    return found
-
-
 def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
     """Where the fit of a variant begins."""
     rng = np.random.default_rng(0)
@@ -121,15 +80,15 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
     return maps if variant.decay else replace(maps, log_rate=torch.full_like(maps.log_rate, -30.0))
 
 
-def judged(variant: Variant, layers: Sequence[Layer]) -> str:
-    """One row of the table."""
+def judged(variant: Variant, layers: Sequence[tuple[list[LayerText], HeldLayer]]) -> str:
+    """One row of the table: each layer with the texts to fit on and those to judge by."""
     sums = np.zeros((len(BINS), 2))
-    for number, layer in enumerate(layers):
-        texts = [LayerText(x.query[:, : variant.longest], x.key[:, : variant.longest]) for x in layer.texts]
-        scale = layer.held_out[0].scale
+    for number, (fit, layer) in enumerate(layers):
+        texts = [LayerText(x.query[:, : variant.longest], x.key[:, : variant.longest]) for x in fit]
+        scale = layer.texts[0].scale
         maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=started(variant, texts, scale))
         mechanism = resolve("fitted").with_parameters(**maps.parameters())
-        for found, uniform in zip(divergences(mechanism, layer.held_out), layer.uniform, strict=True):
+        for found, uniform in zip(divergences(mechanism, layer.texts), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
                 # Long texts judge far positions only, so that near ones weigh equally in all rows.
                 if (found.shape[-1] >= bounds.stop) and (found.shape[-1] <= 2048 or bounds.start >= 2048):
@@ -149,7 +108,12 @@ def main() -> None:
     fit, held = halves(Path(options.text).read_text())
     fitted = corpus_of(model, tokenizer, [fit], positions=8192).fitted
     held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
-    layers = gathered(model, options.layers, fitted, held_out)
+    fit_layers = held_layers(model, fitted, options.layers)
+    judged_layers = held_layers(model, held_out, options.layers)
+    layers = [
+        ([LayerText(x.query, x.key) for x in one.texts], other)
+        for one, other in zip(fit_layers, judged_layers, strict=True)
+    ]
     rows = []
     for variant in VARIANTS:
         rows.append(judged(variant, layers))

@@ -17,7 +17,8 @@ from softgap.calibration import Calibration, Closed, Recipe, calibrate, fit_maps
 from softgap.calibration.maps import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
-from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration
+from softgap.probe import read_ids
+from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration, save_calibration
 
 RECIPE = Recipe(features=4, steps=4)
 TOKENIZER = byte_tokenizer()
@@ -58,6 +59,48 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
     assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in found.tensors)
     assert set(found.held_out.gap_closed) == {"fitted", "elu1", "mean_ablation", "profile"}
     assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
+
+
+def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors", curve=True)
+    assert Calibration.load(tmp_path / "tiny.safetensors").report() == found.report()
+    passages = ["text of the fit", "held-out text", "after a BOS token", "at random offsets"]
+    assert list(found.elsewhere) == [*passages, "prose", "dialogue", "code", "lists"]
+    assert list(found.curve) == ["16", "32", "64", "128", "256"]
+    rungs = {rung.mechanism: rung for rung in found.ladders.rungs}
+    assert {"uniform", "elu1", "fitted"} < set(rungs)
+    assert rungs["fitted"].features == 4
+    assert [rung.divergence for rung in found.ladders.rungs] == sorted(
+        (rung.divergence for rung in rungs.values()), reverse=True
+    )
+    # No attention with so many features comes nearer to the softmax weights.
+    assert all(0 < rung.floor < rung.weight_error for rung in rungs.values() if rung.floor)
+    assert found.ladders.sizes == (16, 32, 64, 128)
+
+
+def test_the_conditions_are_what_they_say(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors")
+    corpus = corpus_of(model(), TOKENIZER, [written()], positions=256)
+    fitted = found.mechanism()
+    passages = [ids[:128] for ids in corpus.held_out[:2]]
+    runs = [read_ids(model(), [ids], tokenizer=TOKENIZER, mechanisms=[fitted, "uniform"])[0] for ids in passages]
+    mine, uniform = (
+        sum(run.select(name).divergence[..., 64:].sum(dtype=float) for run in runs) for name in ("fitted", "uniform")
+    )
+    assert found.elsewhere["held-out text"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
+    # A rotary model does not see where its text begins, and a map of rotated vectors does.
+    assert found.elsewhere["at random offsets"].value != pytest.approx(found.elsewhere["held-out text"].value, abs=1e-6)
+
+
+def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors")
+    older = {**found.metadata, **found.report()}
+    del older["ladders"]
+    save_calibration(tmp_path / "older.safetensors", found.tensors, older)
+    with pytest.raises(
+        StoreError, match="written by another version of softgap: its report lacks 'ladders'; calibrate"
+    ):
+        Calibration.load(tmp_path / "older.safetensors")
 
 
 def test_every_part_finds_it_by_the_fingerprint() -> None:

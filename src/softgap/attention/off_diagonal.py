@@ -19,7 +19,7 @@ from torch import Tensor
 
 from softgap.errors import ShapeError, ValueInputError
 
-__all__ = ["BlockSpectra", "block_spectra", "capacity_exponent", "dyadic_blocks", "numerical_rank"]
+__all__ = ["BlockSpectra", "block_error", "block_spectra", "capacity_exponent", "dyadic_blocks", "numerical_rank"]
 
 
 def dyadic_blocks(length: int, smallest: int = 16) -> list[tuple[slice, slice]]:
@@ -95,6 +95,18 @@ def block_spectra(weights: Float[Tensor, "head query key"], smallest: int = 16) 
     a = weights.double()
     values = tuple(torch.linalg.svdvals(a[:, rows, columns]).numpy() for rows, columns in blocks)
     return BlockSpectra(tuple(rows.stop - rows.start for rows, _ in blocks), values)
+
+
+def block_error(
+    weights: Float[Tensor, "head query key"], exact: Float[Tensor, "head query key"], smallest: int = 16
+) -> Float[NDArray[np.float64], " head"]:
+    """Relative Frobenius error of some weights over the dyadic off-diagonal blocks of the exact ones, per head."""
+    lost, whole = (torch.zeros(len(exact), dtype=torch.float64) for _ in range(2))
+    for rows, columns in dyadic_blocks(exact.shape[1], smallest):
+        block = exact[:, rows, columns].double()
+        lost += (weights[:, rows, columns] - block).square().sum(dim=(-1, -2))
+        whole += block.square().sum(dim=(-1, -2))
+    return np.asarray((lost / whole).sqrt().numpy())
 
 
 def capacity_exponent(sizes: Sequence[int], ranks: Float[NDArray[np.float64], "size head"]) -> NDArray[np.float64]:

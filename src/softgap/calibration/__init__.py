@@ -2,7 +2,20 @@
 
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.held_out import Closed, HeldOut, gap_closed, judge
+from softgap.calibration.ladders import Ladders, Rung, ladders
 from softgap.calibration.result import Calibration
 from softgap.calibration.whole_model import calibrate
 
-__all__ = ["Calibration", "Closed", "HeldOut", "Recipe", "calibrate", "fit_maps", "gap_closed", "judge"]
+__all__ = [
+    "Calibration",
+    "Closed",
+    "HeldOut",
+    "Ladders",
+    "Recipe",
+    "Rung",
+    "calibrate",
+    "fit_maps",
+    "gap_closed",
+    "judge",
+    "ladders",
+]

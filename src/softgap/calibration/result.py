@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from softgap.attention import Mechanism
-from softgap.calibration.held_out import HeldOut
+from softgap.calibration.held_out import Closed, HeldOut
+from softgap.calibration.ladders import Ladders
+from softgap.errors import StoreError
 from softgap.probe.calibrations import StoredCalibration, calibration_path, load_calibration, save_calibration
 
 __all__ = ["Calibration"]
@@ -29,11 +31,21 @@ class Calibration:
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
     held_out
         How far the gap is closed on text that the fit never saw.
+    elsewhere
+        The same by condition: the text of the fit, other kinds of text, with a BOS token, as a chat message, at random
+        offsets.
+    ladders
+        From the mean of values to softmax, by output and by weights, and the rank floor.
+    curve
+        The share of the gap closed by number of features, in a few layers; empty unless it was asked for.
     """
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     held_out: HeldOut
+    elsewhere: Mapping[str, Closed]
+    ladders: Ladders
+    curve: Mapping[str, Closed]
 
     def mechanism(self, name: str = "fitted") -> Mechanism:
         """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
@@ -52,12 +64,31 @@ class Calibration:
     def save(self, path: str | Path | None = None) -> Path:
         """Write it to a file; without one, to the cache, where every part of softgap finds it by the model."""
         target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
-        save_calibration(target, self.tensors, {**self.metadata, "held_out": self.held_out.to_json()})
+        save_calibration(target, self.tensors, {**self.metadata, **self.report()})
         return target
+
+    def report(self) -> dict[str, Any]:
+        """How good it is, as plain data."""
+        return {
+            "held_out": self.held_out.to_json(),
+            "elsewhere": {name: asdict(closed) for name, closed in self.elsewhere.items()},
+            "ladders": self.ladders.to_json(),
+            "curve": {name: asdict(closed) for name, closed in self.curve.items()},
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read one from a file."""
         stored = load_calibration(Path(path).expanduser())
         metadata = dict(stored.metadata)
-        return cls(stored.tensors, metadata, HeldOut.from_json(metadata.pop("held_out")))
+        try:
+            held_out = HeldOut.from_json(metadata.pop("held_out"))
+            ladders = Ladders.from_json(metadata.pop("ladders"))
+            elsewhere, curve = (
+                {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StoreError(
+                f"'{path}' was written by another version of softgap: its report lacks {error}; calibrate again"
+            ) from None
+        return cls(stored.tensors, metadata, held_out, elsewhere, ladders, curve)

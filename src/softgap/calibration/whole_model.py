@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softgap.calibration.curve import feature_curve
+from softgap.calibration.elsewhere import elsewhere
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.gather import Gathered, gather
-from softgap.calibration.held_out import judge
+from softgap.calibration.held_out import Closed, judge
+from softgap.calibration.ladders import ladders
 from softgap.calibration.maps import Maps
 from softgap.calibration.own_text import own_texts
 from softgap.calibration.parts import Parts
@@ -36,6 +39,7 @@ DISTANCES = 2048
 PROBE_STEPS = 12
 FEWEST_STEPS, MOST_STEPS = 50, 5000
 OWN_POSITIONS = 2048
+LADDER_TOKENS = 512
 JUDGED_BY = ("elu1", "uniform")
 CONTROLS = ("mean_ablation", "profile")
 
@@ -48,6 +52,7 @@ def calibrate(
     recipe: Recipe | None = None,
     minutes: float | None = None,
     positions: int | None = None,
+    curve: bool = False,
     out: str | Path | None = None,
     progress: Report = lambda stage, fraction: None,
 ) -> Calibration:
@@ -63,6 +68,8 @@ def calibrate(
         Choose the number of steps so that the fit takes about this long on this machine, instead of the recipe's.
     positions
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
+    curve
+        Fit some layers with 16 to 256 features too, and report how the gap closes with their number.
     out
         Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
         same call goes on after an interruption.
@@ -91,8 +98,9 @@ def calibrate(
         if minutes is not None:
             recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
         tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+        found = _curve(model, gathered, recipe, corpus, progress) if curve else {}
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
-    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, progress)
+    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, found, progress)
     calibration.save(target)
     parts.remove()
     return calibration
@@ -183,7 +191,7 @@ class _Progress:
             self._done += 1
             self._kl = kl if step == 1 else 0.98 * self._kl + 0.02 * kl
             share = self._done / self._steps
-            self._progress(f"fitting, {self._kl:.2f} nats from softmax", 0.2 + 0.7 * share)
+            self._progress(f"fitting, {self._kl:.2f} nats from softmax", 0.2 + 0.5 * share)
 
 
 @contextmanager
@@ -227,6 +235,7 @@ def _judged(
     tensors: dict[str, Tensor],
     metadata: dict[str, Any],
     seed: int,
+    curve: Mapping[str, Closed],
     progress: Report,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
@@ -238,6 +247,29 @@ def _judged(
         [fitted, *JUDGED_BY, *controls],
         first=tensors["profile.first"].numpy(),
         seed=seed,
-        report=lambda n: progress("reading held-out text", 0.9 + 0.1 * n / len(corpus.held_out)),
+        report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / len(corpus.held_out)),
     )
-    return Calibration(tensors, metadata, held_out)
+    other = elsewhere(
+        model,
+        tokenizer,
+        corpus,
+        fitted,
+        seed=seed,
+        report=lambda share: progress("reading other text", 0.92 + 0.04 * share),
+    )
+    layers = len(tensors["profile.first"])
+    climbed = ladders(
+        model,
+        corpus.held_out[0][:LADDER_TOKENS],
+        fitted,
+        report=lambda n: progress("comparing weights", 0.96 + 0.04 * n / layers),
+    )
+    return Calibration(tensors, metadata, held_out, other, climbed, curve)
+
+
+def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
+    stage = "fitting with fewer and more features"
+    with _one_thread_each():
+        return feature_curve(
+            model, gathered, recipe, corpus.held_out, report=lambda share: progress(stage, 0.7 + 0.16 * share)
+        )

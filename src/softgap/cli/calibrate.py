@@ -18,7 +18,7 @@ from softgap.cli._texts import given_text
 from softgap.errors import StoreError, ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.calibration import Calibration, Closed
+    from softgap.calibration import Calibration, Closed, Ladders
 
 __all__ = ["calibrate_command"]
 
@@ -45,6 +45,9 @@ def calibrate_command(
     positions: Annotated[
         int | None, typer.Option(help="The longest context to fit.", show_default="what the text allows, up to 8192")
     ] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Fit three layers with 16 to 256 features too, for the report.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="File for the calibration.", show_default="the cache, by fingerprint")
     ] = None,
@@ -65,9 +68,9 @@ def calibrate_command(
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [given_text(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
+    calibration, path = _calibrated(model, texts, settings, minutes, positions, curve, out, options)
     if as_json:
-        _output.write_json({**calibration.metadata, "held_out": calibration.held_out.to_json(), "path": str(path)})
+        _output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
         _show(calibration, path)
 
@@ -78,6 +81,7 @@ def _calibrated(
     settings: dict[str, Any],
     minutes: float | None,
     positions: int | None,
+    curve: bool,
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
@@ -91,7 +95,14 @@ def _calibrated(
     with quiet_transformers(downloads=False), reporter(True) as report:
         try:
             found = calibrate(
-                *loaded, texts, recipe=recipe, minutes=minutes, positions=positions, out=out, progress=report
+                *loaded,
+                texts,
+                recipe=recipe,
+                minutes=minutes,
+                positions=positions,
+                curve=curve,
+                out=out,
+                progress=report,
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command goes on with the layers that are done") from None
@@ -106,6 +117,8 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
     console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")
     console.print(_table(calibration))
+    console.print(_ladder_table(calibration.ladders))
+    console.print(_capacity(calibration.ladders))
     values = np.array([[np.nan if x is None else max(0.0, x) for x in row] for row in held_out.by_head])
     drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
     console.print(Text("Share of the gap that the fitted map closes, by layer (across) and head (down)", "bold"))
@@ -130,9 +143,36 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
         table.add_row(f"fitted, heads with {name}", *_cells(closed))
+    for name, closed in calibration.elsewhere.items():
+        table.add_row(f"fitted, {name}", *_cells(closed))
+    for name, closed in calibration.curve.items():
+        table.add_row(f"{name} features, in a few layers", *_cells(closed))
     table.add_row("energy explained by fitted, median head", f"{held_out.explained:.3f}", "")
     return table
 
 
 def _cells(closed: Closed) -> tuple[str, str]:
-    return f"{closed.value:.3f}", f"{closed.low:.3f} to {closed.high:.3f}"
+    one_text = closed.low == closed.high
+    return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
+
+
+def _ladder_table(found: Ladders) -> Table:
+    table = Table(title=f"Two ladders to softmax, over {found.tokens} held-out tokens", title_justify="left")
+    for heading in ("mechanism", "features", "divergence", "weight error", "floor with so many features"):
+        table.add_column(heading, justify="left" if heading == "mechanism" else "right")
+    for rung in found.rungs:
+        features, floor = (
+            "" if value is None else form.format(value)
+            for value, form in ((rung.features, "{}"), (rung.floor, "{:.3f}"))
+        )
+        table.add_row(rung.mechanism, features, f"{rung.divergence:.3f}", f"{rung.weight_error:.3f}", floor)
+    return table
+
+
+def _capacity(found: Ladders) -> str:
+    ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, found.ranks, strict=True))
+    words = f"99 % of the energy of softmax's off-diagonal blocks takes rank {ranks} (median head)"
+    if found.exponent is None:
+        return f"{words}."
+    low, middle, high = found.exponent
+    return f"{words}: it grows as length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."

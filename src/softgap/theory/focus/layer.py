@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
-from softgap.attention.off_diagonal import BlockSpectra, block_spectra, dyadic_blocks, numerical_rank
+from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, numerical_rank
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
 from softgap.theory.focus.interventions import Effect, intervened
@@ -184,17 +184,8 @@ def _mechanism(
         from_uniform,
         column_share(corner).numpy(),
         distance_share(corner).numpy(),
-        _block_error(weights, exact, plan.smallest),
+        block_error(weights, exact, plan.smallest),
     )
-
-
-def _block_error(weights: Tensor, exact: Tensor, smallest: int) -> Reals:
-    lost, whole = torch.zeros(len(exact)), torch.zeros(len(exact))
-    for rows, columns in dyadic_blocks(exact.shape[1], smallest):
-        block = exact[:, rows, columns]
-        lost += (weights[:, rows, columns] - block).square().sum(dim=(-1, -2))
-        whole += block.square().sum(dim=(-1, -2))
-    return np.asarray((lost / whole).sqrt().double().numpy())
 
 
 def _ranks(layer: LayerTensors, exact: Tensor, plan: Plan) -> dict[tuple[str, str], NDArray[np.int64]]:

@@ -12,6 +12,7 @@ from jaxtyping import Float64, Int
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.probe.calibrations import calibrated
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -172,10 +173,11 @@ def position_in_model(
     mechanisms: Sequence[str | Mechanism] | None = None,
     progress: Progress | None = None,
 ) -> Position:
-    """The lab in every head of a model over a text; ``fitted`` is there by name where the model has a calibration."""
+    """The lab in every head of a model over a text, with ``fitted`` where the model has a calibration."""
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
-    chosen = _chosen(None if mechanisms is None else [ready(mechanism, model) for mechanism in mechanisms])
+    wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else mechanisms
+    chosen = _chosen([ready(mechanism, model) for mechanism in wanted])
     check_lengths(model, [list(token_ids)], 0)
     tell = progress or (lambda *_: None)
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))

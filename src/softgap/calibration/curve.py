@@ -1,0 +1,96 @@
+"""How far the gap closes with more or fewer features, in a few layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from jaxtyping import Float
+
+from softgap.attention import Mechanism, attend, compare_outputs, resolve
+from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.gather import Gathered
+from softgap.calibration.held_out import Closed, gap_closed
+from softgap.probe.models import Model
+from softgap.probe.tensors import LayerTensors, visit_layers
+
+__all__ = ["FEATURES", "LAYERS", "HeldLayer", "divergences", "feature_curve", "held_layers"]
+
+FEATURES = (16, 32, 64, 128, 256)
+LAYERS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLayer:
+    """One layer on held-out texts, with the divergence of the mean of values there."""
+
+    number: int
+    texts: tuple[LayerTensors, ...]
+    uniform: tuple[Float[np.ndarray, "head time"], ...]
+
+
+def divergences(mechanism: str | Mechanism, texts: Sequence[LayerTensors]) -> tuple[np.ndarray, ...]:
+    """Divergence of a mechanism from the model's output, text by text."""
+    return tuple(
+        compare_outputs(
+            x.output,
+            attend(mechanism, x.query[None], x.key[None], x.value[None], visible=x.visible, scale=x.scale).output[0],
+        ).divergence.numpy()
+        for x in texts
+    )
+
+
+def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[HeldLayer, ...]:
+    """Some layers of a model as held-out texts show them."""
+
+    def visit(layer: LayerTensors) -> LayerTensors | None:
+        if layer.layer not in layers:
+            return None
+        tensors = {name: getattr(layer, name).cpu().clone() for name in ("query", "key", "value", "output")}
+        return replace(layer, **tensors)
+
+    read = [visit_layers(model, ids, visit) for ids in texts]
+    found = []
+    for number in layers:
+        mine = tuple(layer for text in read if (layer := text[number]) is not None)
+        found.append(HeldLayer(number, mine, divergences("uniform", mine)))
+    return tuple(found)
+
+
+def feature_curve(
+    model: Model,
+    gathered: Gathered,
+    recipe: Recipe,
+    held_out: Sequence[Sequence[int]],
+    *,
+    report: Callable[[float], None] = lambda share: None,
+) -> Mapping[str, Closed]:
+    """The share of the gap closed on held-out text by number of features, in layers spread evenly over the model."""
+    numbers = sorted({int(x) for x in np.linspace(0, len(gathered.sites) - 1, LAYERS + 2)[1:-1]})
+    layers = held_layers(model, held_out, numbers)
+    mine: dict[int, list[list[np.ndarray]]] = {features: [] for features in FEATURES}
+    asked = list(product(layers, FEATURES))
+    for done, (layer, features) in enumerate(asked):
+        site = gathered.sites[layer.number]
+        maps = fit_maps(
+            gathered.layer(layer.number),
+            replace(recipe, features=features),
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            layer=layer.number,
+        )
+        fitted = resolve("fitted").with_parameters(**maps.parameters())
+        mine[features].append(list(divergences(fitted, layer.texts)))
+        report((done + 1) / len(asked))
+    uniform = _by_text([layer.uniform for layer in layers])
+    rng = np.random.default_rng(recipe.seed)
+    closed = {str(features): gap_closed(_by_text(found), uniform, rng=rng) for features, found in mine.items()}
+    return {name: found for name, found in closed.items() if found is not None}
+
+
+def _by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Layers of texts to texts of layers."""
+    return [np.stack(text) for text in zip(*layers, strict=True)]

@@ -1,0 +1,148 @@
+"""Two ladders from the mean of values to softmax, by output and by weights, with the floor under the second.
+
+The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
+the softmax weights (THEORY section 8). It bounds weights and says nothing about outputs. Beside them the capacity
+exponent: how the rank that holds 99 % of the energy of such a block grows with its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from softgap.attention import Mechanism, attention_weights, compare_outputs, resolve
+from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, capacity_exponent
+from softgap.calibration.held_out import FIRST
+from softgap.probe.models import Model
+from softgap.probe.tensors import LayerTensors, visit_layers
+
+__all__ = ["Ladders", "Rung", "ladders"]
+
+FIXED = ("elu1", "relu", "exp_dim", "hedgehog", "focused", "dpfp", "favor")
+LOST = 0.01
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A mechanism, in means over heads.
+
+    Attributes
+    ----------
+    features
+        None where there is no feature map.
+    divergence
+        Of its output from that of softmax, over queries from position 64 on (from the middle of a shorter text).
+    weight_error
+        Relative Frobenius error of its weights over the off-diagonal blocks of softmax.
+    floor
+        The least such error with as many features; None without a feature map.
+    """
+
+    mechanism: str
+    features: int | None
+    divergence: float
+    weight_error: float
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class Ladders:
+    """The rungs from the largest divergence to the smallest, and how the rank of softmax grows.
+
+    Attributes
+    ----------
+    sizes, ranks
+        Sizes of off-diagonal blocks, and for each the median over heads of the rank that holds 99 % of its energy.
+    exponent
+        Slope of log rank in log size: the 10 %, 50 % and 90 % points over heads; None for a text with one size only.
+    """
+
+    rungs: tuple[Rung, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[float, ...]
+    exponent: tuple[float, float, float] | None
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Ladders:
+        """From plain data."""
+        exponent = data["exponent"]
+        return cls(
+            tuple(Rung(**rung) for rung in data["rungs"]),
+            tuple(data["sizes"]),
+            tuple(data["ranks"]),
+            None if exponent is None else (exponent[0], exponent[1], exponent[2]),
+            data["tokens"],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Per mechanism: features and, per head, divergence, weight error and floor; and the spectra of softmax."""
+
+    features: tuple[int | None, ...]
+    numbers: Float[np.ndarray, "mechanism quantity head"]
+    spectra: BlockSpectra
+
+
+def ladders(
+    model: Model,
+    token_ids: Sequence[int],
+    fitted: Mechanism,
+    *,
+    report: Callable[[int], None] = lambda layers: None,
+) -> Ladders:
+    """Measure every rung over one text; memory grows with the square of its length, one layer at a time."""
+    compared = [resolve("uniform"), *map(resolve, FIXED), fitted]
+
+    def visit(layer: LayerTensors) -> _Layer:
+        found = _measured(layer, compared)
+        report(layer.layer + 1)
+        return found
+
+    layers = visit_layers(model, token_ids, visit)
+    means = np.stack([layer.numbers for layer in layers]).mean(axis=(0, 3)).tolist()
+    rungs = [
+        Rung(each.name, features, divergence, error, None if features is None else floor)
+        for each, features, (divergence, error, floor) in zip(compared, layers[0].features, means, strict=True)
+    ]
+    sizes = tuple(sorted(set(layers[0].spectra.sizes)))
+    ranks = np.stack([np.concatenate([x.spectra.energy_rank(size, LOST) for x in layers]) for size in sizes])
+    exponent = np.quantile(capacity_exponent(sizes, ranks), [0.1, 0.5, 0.9]).tolist() if len(sizes) > 1 else None
+    return Ladders(
+        tuple(sorted(rungs, key=lambda rung: -rung.divergence)),
+        sizes,
+        tuple(float(x) for x in np.median(ranks, axis=1)),
+        None if exponent is None else (exponent[0], exponent[1], exponent[2]),
+        len(token_ids),
+    )
+
+
+def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
+    heads, length, d = layer.query.shape
+    value = layer.value.repeat_interleave(heads // layer.value.shape[0], dim=0)
+
+    def weights_of(mechanism: str | Mechanism) -> Float[Tensor, "head query key"]:
+        q, k = layer.query[None], layer.key[None]
+        return attention_weights(mechanism, q, k, visible=layer.visible, scale=layer.scale)[0]
+
+    exact = weights_of("softmax")
+    spectra = block_spectra(exact)
+    some = slice(min(FIRST, length // 2), None)
+    rows = []
+    for mechanism in compared:
+        weights = weights_of(mechanism.for_layers([layer.layer]))
+        found = compare_outputs(layer.output, weights @ value).divergence[:, some].mean(dim=-1)
+        features = mechanism.feature_dim(d)
+        floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
+        rows.append((features, np.stack([found.double().numpy(), block_error(weights, exact), floor])))
+    return _Layer(tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra)
