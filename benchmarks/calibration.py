@@ -1,6 +1,6 @@
 """What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
 
-Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only reach|cost]
+Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only reach|cost] [--no-own-text]
 
 The first half of the file is fitted on, the second half is held out: give text whose halves share no article.
 """
@@ -23,7 +23,7 @@ import torch
 from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
 from softgap.attention import Mechanism
-from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, judge
+from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
 from softgap.linearize import swap
 from softgap.probe import load_model, read_ids
 from softgap.probe.tensors import visit_layers
@@ -32,17 +32,17 @@ POSITIONS = 8192
 # Held-out sequences by length: short ones for the mean, long ones for far positions.
 JUDGED = {2048: 8, 8192: 2}
 SWAPPED = {512: 8, 2048: 4}
+LADDER = 1024
 SHARES = (0.10, 0.25, 0.50, 0.75, 1.00)
 
 
-def fitted(file: str, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
-    """A calibration of the embedded model on the first half of a file, and its minutes."""
+def fitted(file: str | None, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
+    """A calibration of the embedded model on the first half of a file, or on its own text, and its minutes."""
     model, tokenizer = load_model()
     start = time.perf_counter()
     recipe = Recipe(features=features, steps=steps)
-    found = calibrate(
-        model, tokenizer, [halves(Path(file).read_text())[0]], recipe=recipe, positions=POSITIONS, out=path
-    )
+    texts, positions = (None, None) if file is None else ([halves(Path(file).read_text())[0]], POSITIONS)
+    found = calibrate(model, tokenizer, texts, recipe=recipe, positions=positions, out=path)
     return found, (time.perf_counter() - start) / 60
 
 
@@ -114,15 +114,32 @@ def report_peak(file: str, features: int, side: str) -> None:
     print(peak_of_process())
 
 
-def described(features: int, steps: int, held_out: HeldOut) -> str:
+def described(source: str, features: int, steps: int, held_out: HeldOut) -> str:
     """One row of the table of gaps."""
     bins = ("64-512", "512-1024", "1024-2048", "2048-4096", "4096-8192")
     cells = [f"{held_out.by_position[name].value:.3f}" if name in held_out.by_position else "" for name in bins]
     sinks = " / ".join(f"{closed.value:.3f}" for closed in held_out.by_sink.values())
     whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["mean_ablation"]
     return (
-        f"| {features} | {steps} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
+        f"| {source} | {features} | {steps} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
         f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {sinks} | {held_out.explained:.3f} |"
+    )
+
+
+def climb(found: Ladders) -> str:
+    """The ladders as a table, and the capacity exponent."""
+    rows = [
+        f"| {rung.mechanism} | {rung.features or ''} | {rung.divergence:.3f} | {rung.weight_error:.3f} | "
+        f"{'' if rung.floor is None else f'{rung.floor:.3f}'} |"
+        for rung in found.rungs
+    ]
+    ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, found.ranks, strict=True))
+    low, middle, high = found.exponent or (float("nan"),) * 3
+    return (
+        "| mechanism | features | divergence | weight error | floor with so many features |\n|---|---|---|---|---|\n"
+        + "\n".join(rows)
+        + f"\n\nRank that holds 99 % of the energy of softmax's off-diagonal blocks, median head: {ranks}; exponent in the "
+        f"length {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."
     )
 
 
@@ -132,21 +149,29 @@ def write_reach(options: argparse.Namespace) -> None:
     fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
     rows: list[str] = []
     tables: list[str] = []
+    other = climbed = ""
+    own = [] if options.no_own_text else [(None, options.features[0])]
     with tempfile.TemporaryDirectory() as folder:
-        for features in options.features:
-            found, _ = fitted(options.text, features, options.steps, Path(folder) / f"{features}.safetensors")
-            rows.append(described(features, options.steps, gaps(found, model, tokenizer, held)))
+        for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *own]):
+            found, _ = fitted(file, features, options.steps, Path(folder) / f"{number}.safetensors")
+            source = "the file" if file else "the model's own"
+            rows.append(described(source, features, options.steps, gaps(found, model, tokenizer, held)))
             print(rows[-1], flush=True)
-            if features == options.features[0]:
+            if number == 0:
                 tables = swaps(found, model, tokenizer, fit, held)
+                other = ", ".join(f"{name} {closed.value:.3f}" for name, closed in found.elsewhere.items())
+                climbed = climb(ladders(model, held[:LADDER], found.mechanism()))
+                print(other, climbed, sep="\n", flush=True)
     write_section(
         "calibration-reach",
         "What a calibration reaches",
         f"{command(options, 'reach')} on the embedded model, float32; {machine()}. Gap closed on held-out text by "
         f"positions, {JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192.\n\n"
-        "| features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | 4096-8192 | "
+        "| text of the fit | features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | 4096-8192 | "
         "against profile | against mean output | sink heads / others | explained energy |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"The first row elsewhere (passages of 512 tokens, the kinds of text by one text each): {other}.\n\n"
+        f"Two ladders over {LADDER} held-out tokens, in means over heads:\n\n{climbed}\n\n"
         f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
         "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
     )
@@ -185,6 +210,7 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--features", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--no-own-text", action="store_true", help="leave out the calibration on the model's own text")
     parser.add_argument("--only", choices=["reach", "cost"])
     parser.add_argument("--peak", choices=["calibrate", "forward"])
     options = parser.parse_args()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.features import LOG_ZERO, Features, featurise
@@ -19,6 +19,9 @@ __all__ = ["quadratic", "weight_blocks"]
 
 # Numbers held at once per block of rows (float32: 16 MiB); the block shrinks as the keys grow.
 BLOCK_NUMBERS = 2**22
+# Decay within a block of rows: a feature falls by at most exp(-FALL), and products below VANISHED are summed in logs.
+FALL = 24.0
+VANISHED = 1e-30
 
 
 class WeightBlock(NamedTuple):
@@ -69,7 +72,7 @@ def weight_blocks(
         raise UnsupportedError(f"mechanism '{mechanism.name}' has no weights: its output is a constant")
     batch, heads, n_queries, _ = q.shape
     relative = _relative_weights(mechanism, q, k, visible, scale)
-    rows = max(1, BLOCK_NUMBERS // (batch * heads * k.shape[2] * relative.width))
+    rows = max(1, min(relative.rows, BLOCK_NUMBERS // (batch * heads * k.shape[2] * relative.width)))
     for start in range(0, n_queries, rows):
         stop = min(n_queries, start + rows)
         keys = visible.key_range(start, stop, k.shape[2])
@@ -84,10 +87,14 @@ Block = Callable[[slice, slice, Bool[Tensor, "batch head query key"]], tuple[Ten
 
 
 class _Relative(NamedTuple):
-    """Weights up to a factor per row, with the absolute terms of signed ones, for any block of rows and keys."""
+    """Weights up to a factor per row, with the absolute terms of signed ones, for any block of rows and keys.
+
+    A block takes ``width`` numbers per weight, and has at most so many ``rows``.
+    """
 
     block: Block
     width: int = 1
+    rows: int = BLOCK_NUMBERS
 
 
 def _relative_weights(mechanism: Mechanism, q: Tensor, k: Tensor, visible: Visible, scale: float) -> _Relative:
@@ -118,10 +125,15 @@ def _relative_weights(mechanism: Mechanism, q: Tensor, k: Tensor, visible: Visib
         key_positions=torch.arange(k.shape[2], device=k.device),
         key_valid=visible.key_valid,
     )
-    return _Relative(
-        lambda rows, keys, seen: _feature_weights(mechanism, features, rows, keys, seen, visible),
-        width=1 if features.rate is None else features.key.shape[-1],
-    )
+
+    def by_features(rows: slice, keys: slice, seen: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _feature_weights(mechanism, features, rows, keys, seen, visible)
+
+    if features.rate is None:
+        return _Relative(by_features)
+    if visible.mask is not None:
+        return _Relative(by_features, width=features.key.shape[-1])
+    return _Relative(by_features, rows=max(1, int(FALL / features.rate.detach().amax().clamp(min=1e-6).item())))
 
 
 def _products(
@@ -146,12 +158,53 @@ def _feature_weights(
         per_key = key_top.transpose(-1, -2).repeat_interleave(product.shape[1] // key.shape[1], dim=1)
         exponent = product.log() + per_key
     else:
-        p = visible.positions(rows.start, rows.stop, key.device)[:, None]
-        distance = (p - torch.arange(keys.start, keys.stop, device=key.device)).abs()[..., None]
-        grouped = query.unflatten(1, (key.shape[1], -1))[..., :, None, :]
-        lost = distance * features.rate[:, :, None, None, None]
-        exponent = (grouped + key[:, :, None, None] - lost).logsumexp(dim=-1).flatten(1, 2)
+        p = visible.positions(rows.start, rows.stop, key.device)
+        j = torch.arange(keys.start, keys.stop, device=key.device)
+        form = _decayed_exponents if visible.mask is not None else _decayed_products
+        exponent = form(query, key, features.rate, p, j, seen)
     return _exponentiated(exponent, seen), None
+
+
+def _decayed_exponents(
+    query: Float[Tensor, "batch head query feature"],
+    key: Float[Tensor, "batch kv_head key feature"],
+    rate: Float[Tensor, "batch kv_head feature"],
+    p: Int[Tensor, " query"],
+    j: Int[Tensor, " key"],
+    seen: Bool[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """log sum_r exp(query_r + key_r - rate_r |p - j|), term by term."""
+    grouped = query.unflatten(1, (key.shape[1], -1))[..., :, None, :]
+    lost = (p[:, None] - j).abs()[..., None] * rate[:, :, None, None, None]
+    exponent: Tensor = (grouped + key[:, :, None, None] - lost).logsumexp(dim=-1).flatten(1, 2)
+    return exponent
+
+
+def _decayed_products(
+    query: Float[Tensor, "batch head query feature"],
+    key: Float[Tensor, "batch kv_head key feature"],
+    rate: Float[Tensor, "batch kv_head feature"],
+    p: Int[Tensor, " query"],
+    j: Int[Tensor, " key"],
+    seen: Bool[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """The same by a matrix product, for keys that are not ahead of a query and rows so near that no power overflows.
+
+    p - j = (p - m) + (m - j) with m the first row, so that each side carries its own part of the decay.
+    """
+    group = query.shape[1] // key.shape[1]
+    start = p[0]
+    q = query - rate.repeat_interleave(group, dim=1)[:, :, None] * (p - start)[:, None]
+    k = key - rate[:, :, None] * (start - j)[:, None]
+    query_top, key_top = (x.detach().amax(-1, keepdim=True) for x in (q, k))
+    product = _products((q - query_top).exp(), (k - key_top).exp())
+    exponent = product.log() + query_top + key_top.transpose(-1, -2).repeat_interleave(group, dim=1)
+    # Where one side likes only what the other does not, the product has lost its digits.
+    lost = ((product < VANISHED) & seen).any(dim=-1).any(dim=1).any(dim=0)
+    for row in lost.nonzero()[:, 0].tolist():
+        one = slice(row, row + 1)
+        exponent[:, :, one] = _decayed_exponents(query[:, :, one], key, rate, p[one], j, seen[..., one, :])
+    return exponent
 
 
 def _exponentiated(exponent: Tensor, seen: Bool[Tensor, "batch head query key"]) -> Tensor:

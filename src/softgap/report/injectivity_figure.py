@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,18 +101,31 @@ def _draw_margins(axes: Axes, lab: ModelInjectivity) -> None:
     axes.fill_between(lab.lengths, low, high, color=_COOL, alpha=0.2, linewidth=0, label="10 to 90 % of heads")
     axes.axvline(lab.dim + 1, color=_INK, linewidth=0.8, linestyle=":", label="d + 1 keys")
     axes.set(xlabel="keys", ylabel="margin in log-weights", xscale="log", yscale="symlog")
+    _whole_ticks(axes, lab.lengths)
     axes.legend(fontsize="x-small", frameon=False)
 
 
 def _draw_confusion(axes: Axes, lab: ModelInjectivity) -> None:
+    from matplotlib import colormaps
+
     stop = lab.common + 1
+    lengths = lab.lengths[:stop]
+    colours = colormaps["tab20"](np.linspace(0, 1, 20))
     for i, name in enumerate(lab.mechanisms):
         rates = lab.confusion[i].reshape(-1, len(lab.lengths))[:, :stop]
         if np.isfinite(rates).any():
-            strong = name in ("softmax", "elu1")
-            axes.plot(lab.lengths[:stop], np.nanmean(rates, axis=0), label=name, linewidth=2.4 if strong else 0.9)
+            width = 2.4 if name in ("softmax", "elu1", "fitted") else 0.9
+            axes.plot(lengths, np.nanmean(rates, axis=0), label=name, linewidth=width, color=colours[i % 20])
     axes.set(xlabel="keys in the common set", ylabel="mean confusion rate", xscale="log")
-    axes.legend(fontsize=6, frameon=False, ncols=2)
+    _whole_ticks(axes, lengths)
+    axes.legend(fontsize=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5)
+
+
+def _whole_ticks(axes: Axes, lengths: Sequence[int]) -> None:
+    """Powers of two among the lengths, in plain numbers."""
+    shown = [n for n in lengths if n & (n - 1) == 0] or list(lengths)
+    axes.set_xticks(shown, [str(n) for n in shown])
+    axes.minorticks_off()
 
 
 def _draw_divergence(axes: Axes, lab: ModelInjectivity) -> None:
