@@ -138,8 +138,8 @@ def climb(found: Ladders) -> str:
     return (
         "| mechanism | features | divergence | weight error | floor with so many features |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nRank that holds 99 % of the energy of softmax's off-diagonal blocks, median head: {ranks}; exponent in the "
-        f"length {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."
+        + f"\n\nRank that holds 99 % of the energy of softmax's off-diagonal blocks, median head: {ranks}; exponent "
+        f"in the length {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."
     )
 
 
@@ -167,8 +167,8 @@ def write_reach(options: argparse.Namespace) -> None:
         "What a calibration reaches",
         f"{command(options, 'reach')} on the embedded model, float32; {machine()}. Gap closed on held-out text by "
         f"positions, {JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192.\n\n"
-        "| text of the fit | features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | 2048-4096 | 4096-8192 | "
-        "against profile | against mean output | sink heads / others | explained energy |\n"
+        "| text of the fit | features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | "
+        "2048-4096 | 4096-8192 | against profile | against mean output | sink heads / others | explained energy |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         f"The first row elsewhere (passages of 512 tokens, the kinds of text by one text each): {other}.\n\n"
         f"Two ladders over {LADDER} held-out tokens, in means over heads:\n\n{climbed}\n\n"

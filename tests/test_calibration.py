@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,18 @@ def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
         StoreError, match="written by another version of softgap: its report lacks 'ladders'; calibrate"
     ):
         Calibration.load(tmp_path / "older.safetensors")
+
+
+def test_progress_tells_layers_and_the_gap_closed_so_far(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    made(tmp_path / "tiny.safetensors", progress=lambda stage, share: told.append((stage, share)))
+    stages = list(dict.fromkeys(stage for stage, _ in told))
+    assert stages[:2] == ["the model reads", "fitted 0 of 2 layers"]
+    assert [re.sub(r"-?\d\.\d\d", "X", stage) for stage in stages[2:4]] == [
+        f"fitted {n} of 2 layers, X of the gap closed" for n in (1, 2)
+    ]
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert told[-1][1] == 1
 
 
 def test_every_part_finds_it_by_the_fingerprint() -> None:

@@ -8,7 +8,7 @@ output, its mean weight by distance) are taken on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from softgap.errors import UnsupportedError
 from softgap.probe.models import Model
 from softgap.probe.tensors import LayerTensors, visit_layers
 
-__all__ = ["Gathered", "LayerSite", "gather"]
+__all__ = ["Gathered", "LayerShown", "LayerSite", "gather"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,16 @@ class LayerSite:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerShown:
+    """All that a layer attends with over a short text, and its output."""
+
+    query: Float[Tensor, "head time dim"]
+    key: Float[Tensor, "kv_head time dim"]
+    value: Float[Tensor, "kv_head time value_dim"]
+    output: Float[Tensor, "head time value_dim"]
+
+
+@dataclass(frozen=True, eq=False)
 class Gathered:
     """The texts as every layer saw them, and the means of its heads."""
 
@@ -47,6 +57,11 @@ class Gathered:
     mean: Float[Tensor, "layer head value_dim"]
     first: Float[Tensor, "layer head"]
     by_distance: Float[Tensor, "layer head distance"]
+
+    def shown(self, layer: int) -> LayerShown:
+        """The same layer over the short text that progress is judged by."""
+        tensors = np.load(_shown_path(self.folder, layer))
+        return LayerShown(**{name: torch.from_numpy(tensors[name]).float() for name in tensors.files})
 
     def layer(self, layer: int) -> list[LayerText]:
         """Queries and keys of one layer, in float32."""
@@ -63,6 +78,7 @@ def gather(
     texts: Sequence[Sequence[int]],
     folder: Path,
     *,
+    shown: Sequence[int],
     distances: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> Gathered:
@@ -72,6 +88,8 @@ def gather(
     ----------
     texts
         Token ids, one sequence at a time; the whole context of a sequence is seen.
+    shown
+        A short text that is not fitted on, to show progress by.
     distances
         How far the mean weight by distance reaches; the last entry serves everything beyond.
     report
@@ -90,6 +108,7 @@ def gather(
         visit_layers(model, ids, visit)
         report(number + 1)
     _require_one_shape([means.site for means in sums])
+    visit_layers(model, shown, lambda layer: _keep_shown(folder, layer))
     profiles = [means.profile.result() for means in sums]
     return Gathered(
         folder=folder,
@@ -133,6 +152,15 @@ def _require_one_shape(sites: Sequence[LayerSite]) -> None:
             f"a calibration needs layers of one shape, got heads, KV heads and dimensions {sorted(shapes)}; "
             "this model type cannot be calibrated"
         )
+
+
+def _keep_shown(folder: Path, layer: LayerTensors) -> None:
+    kept = {field.name: getattr(layer, field.name).half().cpu().numpy() for field in fields(LayerShown)}
+    np.savez(_shown_path(folder, layer.layer), **kept)
+
+
+def _shown_path(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:04d}-shown.npz"
 
 
 def _path(folder: Path, layer: int, text: int) -> Path:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softgap.attention import Visible, attend, divergence, resolve
 from softgap.calibration.curve import feature_curve
 from softgap.calibration.elsewhere import elsewhere
 from softgap.calibration.fit import Recipe, fit_maps
-from softgap.calibration.gather import Gathered, gather
+from softgap.calibration.gather import Gathered, LayerShown, LayerSite, gather
 from softgap.calibration.held_out import Closed, judge
 from softgap.calibration.ladders import ladders
 from softgap.calibration.maps import Maps
@@ -40,6 +41,7 @@ PROBE_STEPS = 12
 FEWEST_STEPS, MOST_STEPS = 50, 5000
 OWN_POSITIONS = 2048
 LADDER_TOKENS = 512
+SHOWN_TOKENS = 256
 JUDGED_BY = ("elu1", "uniform")
 CONTROLS = ("mean_ablation", "profile")
 
@@ -92,6 +94,7 @@ def calibrate(
             model,
             corpus.fitted,
             Path(scratch),
+            shown=corpus.held_out[-1][:SHOWN_TOKENS],
             distances=min(DISTANCES, corpus.longest),
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
@@ -138,14 +141,14 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
     """
     layers = len(gathered.sites)
-    state = _Progress(layers * recipe.steps, progress)
+    state = _Progress(layers, recipe.steps, progress)
 
     def fitted(layer: int) -> Maps:
-        maps = parts.load(layer)
+        maps, site = parts.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
+            state.layer_done(*_gap(gathered.shown(layer), site, maps))
             return maps
-        site = gathered.sites[layer]
         maps = fit_maps(
             gathered.layer(layer),
             recipe,
@@ -156,6 +159,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
             report=state.step,
         )
         parts.save(layer, maps)
+        state.layer_done(*_gap(gathered.shown(layer), site, maps))
         return maps
 
     with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
@@ -168,12 +172,24 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
             raise
 
 
-class _Progress:
-    """Steps of all layers, told as one share; raises in the workers once the fit is to stop."""
+def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
+    """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
+    visible = Visible(window=site.window)
+    q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
+    mine, uniform = (
+        divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
+        for mechanism in (resolve("fitted").with_parameters(**maps.parameters()), resolve("uniform"))
+    )
+    return mine.sum().item(), uniform.sum().item()
 
-    def __init__(self, steps: int, progress: Report) -> None:
-        self._steps, self._progress = steps, progress
-        self._done, self._kl = 0, float("nan")
+
+class _Progress:
+    """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
+
+    def __init__(self, layers: int, steps: int, progress: Report) -> None:
+        self._layers, self._steps, self._progress = layers, layers * steps, progress
+        self._done, self._finished = 0, 0
+        self._mine, self._uniform = 0.0, 0.0
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -184,14 +200,24 @@ class _Progress:
     def stop(self) -> None:
         self._stopped = True
 
+    def layer_done(self, mine: float, uniform: float) -> None:
+        with self._lock:
+            self._finished += 1
+            self._mine += mine
+            self._uniform += uniform
+            self._tell()
+
     def step(self, step: int, kl: float) -> None:
         if self._stopped:
             raise CancelledError
         with self._lock:
             self._done += 1
-            self._kl = kl if step == 1 else 0.98 * self._kl + 0.02 * kl
-            share = self._done / self._steps
-            self._progress(f"fitting, {self._kl:.2f} nats from softmax", 0.2 + 0.5 * share)
+            self._tell()
+
+    def _tell(self) -> None:
+        closed = f", {1 - self._mine / self._uniform:.2f} of the gap closed" if self._uniform else ""
+        stage = f"fitted {self._finished} of {self._layers} layers{closed}"
+        self._progress(stage, 0.2 + 0.5 * self._done / self._steps)
 
 
 @contextmanager
