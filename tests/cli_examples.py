@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,14 @@ SCRIPT = Path(sys.executable).with_name("softgap")
 CONTEXT = 64
 
 
-def script(*arguments: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the installed console script."""
-    return subprocess.run([SCRIPT, *arguments], cwd=cwd, input=text, capture_output=True, text=True, check=False)
+def script(
+    *arguments: str, cwd: Path, text: str | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the installed console script, with more in its environment if asked."""
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run(
+        [SCRIPT, *arguments], cwd=cwd, input=text, capture_output=True, text=True, check=False, env=env
+    )
 
 
 def failure(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:

@@ -40,6 +40,7 @@ LAYERS = [
     "analysis",
     "report",
     "cli",
+    "__main__",
 ]
 WITHOUT_TORCH = {"errors", "trajectories", "signal", "stats"}
 WITH_TRANSFORMERS = {"probe"}

@@ -52,10 +52,6 @@ def test_help_has_an_example(command: str) -> None:
     assert f"Example: softgap {command}" in shown.stdout
 
 
-def test_no_arguments_is_help() -> None:
-    assert run().stdout == run("--help").stdout
-
-
 def test_mechanisms_are_listed() -> None:
     shown = run("mechanisms")
     assert (shown.returncode, shown.stderr) == (0, "")

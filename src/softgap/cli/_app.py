@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -21,19 +22,31 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="softgap",
-    add_completion=False,
+    rich_markup_mode="rich",
     suggest_commands=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", epilog='Example: softgap run "Tell me a story about a fox." --max-new-tokens 64')(run_command)
-app.command("read", epilog="Example: softgap read letter.txt --mechanism taylor2 --out runs/letter")(read_command)
-app.command("analyze", epilog="Example: softgap analyze runs/letter --transform diff --order 4")(analyze_command)
-app.command("calibrate", epilog="Example: softgap calibrate --text book.txt --minutes 5")(calibrate_command)
-app.command("report", epilog="Example: softgap report runs/letter --out letter.html --open")(report_command)
-app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)
-app.command("models", epilog="Example: softgap models --json")(models_command)
-app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)
-app.add_typer(lab)
+# One line per command, in the order and under the headings of --help.
+_COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
+    "Measure": (
+        ("run", run_command, '"Tell me a story about a fox." --max-new-tokens 64'),
+        ("read", read_command, "letter.txt --mechanism taylor2 --out runs/letter"),
+        ("calibrate", calibrate_command, "--text book.txt --minutes 5"),
+        ("doctor", doctor_command, "smollm2-135m --gate parity --gate oracle"),
+    ),
+    "Understand": (
+        ("report", report_command, "runs/letter --out letter.html --open"),
+        ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
+    ),
+    "Look up": (
+        ("models", models_command, "--json"),
+        ("mechanisms", mechanisms_command, "--measure"),
+    ),
+}
+for _panel, _listed in _COMMANDS.items():
+    for _name, _function, _example in _listed:
+        app.command(_name, rich_help_panel=_panel, epilog=f"Example: softgap {_name} {_example}")(_function)
+app.add_typer(lab, rich_help_panel="Understand")
 
 
 def _show_version(wanted: bool) -> None:

@@ -26,13 +26,24 @@ from softgap.errors import SoftgapError
 __all__ = ["main"]
 
 _LONGEST_GIVEN = 120
+# Set by the shell while it asks for completions.
+_COMPLETING = "_SOFTGAP_COMPLETE"
+_GREETING = """\
+softgap measures the gap between softmax and linear attention, per head and per token. Three things to try:
+
+  softgap run "Tell me a story about a fox." --out runs/fox    measure a model while it answers
+  softgap report runs/fox                                      look at every head and token in a browser
+  softgap doctor                                               check this installation
+
+All commands: softgap --help
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = _run(given or ["--help"])
+        code = _run(given) if given or _COMPLETING in os.environ else _greet()
         sys.stdout.flush()
     except BrokenPipeError:
         return _leave_pipe()
@@ -53,11 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _greet() -> int:
+    sys.stdout.write(_GREETING)
+    return 0
+
+
 def _run(arguments: list[str]) -> int:
     # Not app(): that turns interrupts and closed pipes into exit codes of its own before they can be told apart here.
     from softgap.cli._app import app
 
     command = typer.main.get_command(app)
+    if _COMPLETING in os.environ:
+        command(prog_name="softgap")
     try:
         with command.make_context("softgap", list(arguments)) as context:
             result = command.invoke(context)

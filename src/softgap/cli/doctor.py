@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor_command"]
 
+_VERDICTS = {"fine": "green", "absent": "yellow", "wrong": "bold red"}
 _STYLES = {"pass": "green", "fail": "bold red", "model": "yellow", "skip": "dim"}
 
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model to examine, as for --model of run.", show_default="smollm2-135m")
+        str | None,
+        typer.Argument(
+            help="The model to examine, as for --model of run; without one, the installation is.", show_default=False
+        ),
     ] = None,
     gate: Annotated[
         list[str] | None, typer.Option("--gate", help="Run this gate only; may be repeated.", show_default=False)
@@ -31,7 +35,13 @@ def doctor_command(
     attn: Attn = None,
     as_json: Json = False,
 ) -> int:
-    """Run the gates on a model: each measures one thing that must hold, and exit code 1 says that one failed."""
+    """Check the installation or, given a model, prove on it that the numbers can be believed.
+
+    Each gate measures one thing that must hold of the model; exit code 1 says that something failed. With --gate and
+    no model it is the embedded one.
+    """
+    if model is None and not gate:
+        return _checked_installation(as_json)
     diagnosis = _examined(model, gate, dtype=dtype, device=device, attn=attn)
     if as_json:
         _output.write_json(diagnosis.to_json())
@@ -40,6 +50,30 @@ def doctor_command(
         console.print(_table(diagnosis))
         console.print(_verdict(diagnosis))
     return 0 if diagnosis.passed else 1
+
+
+def _checked_installation(as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from softgap import __version__
+    from softgap.probe.installation import installation
+
+    parts = installation()
+    fine = all(part.verdict != "wrong" for part in parts)
+    if as_json:
+        _output.write_json({"softgap": __version__, "passed": fine, "parts": [asdict(part) for part in parts]})
+        return 0 if fine else 1
+    console = _output.console()
+    table = Table(title=f"softgap {__version__}", title_justify="left")
+    for heading in ("part", "verdict", "found", "what to do"):
+        table.add_column(heading, no_wrap=heading == "verdict", overflow="fold")
+    for part in parts:
+        table.add_row(part.name, Text(part.verdict, _VERDICTS[part.verdict]), part.found, part.remedy)
+    console.print(table)
+    words = "The installation is fine." if fine else "Something that softgap needs is wrong: see above."
+    console.print(Text(words, "green" if fine else "bold red"))
+    console.print("Prove the numbers of a model with: softgap doctor smollm2-135m")
+    return 0 if fine else 1
 
 
 def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
