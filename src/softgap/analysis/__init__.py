@@ -2,5 +2,6 @@
 
 from softgap.analysis.dynamics import analyze
 from softgap.analysis.findings import Findings, HeadFinding, SystemPoint
+from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
 
-__all__ = ["Findings", "HeadFinding", "SystemPoint", "analyze"]
+__all__ = ["Findings", "GapSums", "HeadFinding", "Headline", "SystemPoint", "analyze", "gap_sums", "headline"]

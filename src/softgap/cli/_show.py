@@ -65,6 +65,19 @@ def _headline(console: Console, summary: Summary, manifest: Manifest, samples: i
         f"{manifest.dropped_sinks} sinks dropped" if manifest.dropped_sinks else "",
     ]
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
+    console.print()
+    console.print(_first_sentence(summary), width=_width(console))
+
+
+def _first_sentence(summary: Summary) -> Text:
+    """The one number that matters most, or how to get it."""
+    found = summary.headline
+    if found is not None:
+        return Text(found.sentence)
+    return Text(
+        "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
+        "'softgap calibrate'."
+    )
 
 
 def _text(console: Console, run: Trajectories) -> Text:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
 from softgap.cli._task import CONTROL
 from softgap.trajectories import QUANTITIES, Trajectories
 
@@ -42,6 +43,8 @@ class Summary:
         control, or for the control itself.
     focus
         Mean of each focus quantity that was measured.
+    gap
+        What the headline is made of; None where no fitted map was measured.
     """
 
     sample_id: str
@@ -55,6 +58,12 @@ class Summary:
     entropy: float
     distance: float | None
     focus: Mapping[str, float]
+    gap: GapSums | None = None
+
+    @property
+    def headline(self) -> Headline | None:
+        """How much of softmax a fitted linear attention could do; None where no fitted map was measured."""
+        return None if self.gap is None else headline(self.gap, self.layers)
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
@@ -81,6 +90,9 @@ class Summary:
             "logprob": self.logprob,
             "entropy": self.entropy,
             "focus": dict(self.focus),
+            "headline": None
+            if self.headline is None
+            else {**asdict(self.headline), "sentence": self.headline.sentence},
         }
 
     def head_rows(self) -> list[dict[str, Any]]:
@@ -119,12 +131,14 @@ def summarise(run: Trajectories) -> Summary:
         entropy=float(mean(run.entropy)),
         distance=distance,
         focus={name: float(mean(values)) for name, values in run.focus.items()},
+        gap=gap_sums(run),
     )
 
 
 def merged(summaries: Sequence[Summary]) -> Summary:
     """The mean of several summaries of one study, every sample counted once; lengths are added up."""
     first = summaries[0]
+    gaps = [summary.gap for summary in summaries if summary.gap is not None]
 
     def over(values: Sequence[float]) -> float:
         return float(mean(np.array(values)))
@@ -144,6 +158,7 @@ def merged(summaries: Sequence[Summary]) -> Summary:
         entropy=over([summary.entropy for summary in summaries]),
         distance=None if first.distance is None else over([s.distance for s in summaries if s.distance is not None]),
         focus={name: over([summary.focus[name] for summary in summaries]) for name in first.focus},
+        gap=GapSums.of_samples(gaps) if len(gaps) == len(summaries) else None,
     )
 
 

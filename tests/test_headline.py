@@ -1,0 +1,58 @@
+"""The sentence a run opens with: its share against one by hand, its interval, its heads, and when there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from softgap.analysis import GapSums, gap_sums, headline
+from softgap.trajectories import Trajectories
+from trajectory_examples import example_fields
+
+
+def measured(steps: int, rest: float = 0.25, *, fitted: bool = True) -> Trajectories:
+    """A run whose fitted map keeps a share of every head's gap, and all of it in the last head."""
+    names = ("elu1", "uniform", "fitted") if fitted else ("elu1", "uniform")
+    fields = example_fields(mechanisms=names, layers=(0, 1), heads_per_layer=(4, 4), steps=steps, missing=0)
+    uniform = np.random.default_rng(0).uniform(0.3, 0.7, size=(2, 4, steps)).astype(np.float32)
+    mine = rest * uniform
+    mine[-1, -1] = 0.9 * uniform[-1, -1]
+    fields["quantities"]["divergence"] = np.stack([0.95 * uniform, uniform, mine][: len(names)])
+    return Trajectories(**fields)
+
+
+def test_the_share_is_one_minus_a_ratio_of_means() -> None:
+    run = measured(200)
+    gap = gap_sums(run)
+    assert gap is not None
+    found = headline(gap, run.layers)
+    assert found is not None
+    late = run.positions >= 64
+    mine, uniform = (run.select(name).divergence[..., late].sum(dtype=float) for name in ("fitted", "uniform"))
+    assert found.share == pytest.approx(1 - mine / uniform)
+    assert found.classical == pytest.approx(0.05, abs=1e-6)
+    assert found.low < found.share < found.high
+    assert found.stubborn == ((run.layers[-1], run.divergence.shape[1] - 1),)
+    assert found.heads == run.divergence[..., 0].size
+    assert "1 of" in found.sentence
+    assert f"layer {run.layers[-1]} head" in found.sentence
+
+
+def test_without_a_fitted_map_there_is_no_headline() -> None:
+    assert gap_sums(measured(40, fitted=False)) is None
+
+
+def test_samples_count_once_each_and_their_spread_is_the_interval() -> None:
+    runs = [measured(40, rest) for rest in (0.1, 0.2, 0.3, 0.4)]
+    gaps = [gap for gap in map(gap_sums, runs) if gap is not None]
+    whole = headline(GapSums.of_samples(gaps), runs[0].layers)
+    alike = headline(GapSums.of_samples(gaps[:1] * 4), runs[0].layers)
+    assert whole is not None
+    assert alike is not None
+    assert whole.high - whole.low > 0.05
+    assert alike.high == pytest.approx(alike.low)
+
+
+def test_a_model_whose_softmax_is_the_mean_has_no_gap() -> None:
+    flat = GapSums(np.zeros((3, 3, 2, 4)), 48)
+    assert headline(flat, (0, 1)) is None
