@@ -16,6 +16,7 @@ from softgap.cli.models import models_command
 from softgap.cli.read import read_command
 from softgap.cli.report import report_command
 from softgap.cli.run import run_command
+from softgap.cli.serve import serve_command
 
 __all__ = ["app"]
 
@@ -30,6 +31,7 @@ app.command("read", epilog="Example: softgap read letter.txt --mechanism taylor2
 app.command("analyze", epilog="Example: softgap analyze runs/letter --transform diff --order 4")(analyze_command)
 app.command("calibrate", epilog="Example: softgap calibrate --text book.txt --minutes 5")(calibrate_command)
 app.command("report", epilog="Example: softgap report runs/letter --out letter.html --open")(report_command)
+app.command("serve", epilog="Example: softgap serve --model smollm2-135m --open")(serve_command)
 app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)
 app.command("models", epilog="Example: softgap models --json")(models_command)
 app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)

@@ -12,7 +12,7 @@ from softgap.report.page import GENERATOR, render
 from softgap.report.payload import payload
 from softgap.trajectories import Study, open_study
 
-__all__ = ["Report", "explorer", "write_explorer"]
+__all__ = ["Report", "explorer", "explorer_of", "write_explorer"]
 
 _HEAD_BYTES = 4096
 
@@ -42,6 +42,11 @@ class Report:
 def explorer(study: Study, *, samples: Sequence[str] = (), progress: Progress | None = None) -> str:
     """The explorer of a study as HTML; see :func:`softgap.report.payload.payload` for the arguments."""
     return render(payload(study, samples=samples, progress=progress))
+
+
+def explorer_of(path: str | os.PathLike[str]) -> str:
+    """The explorer of what lies in a folder."""
+    return explorer(open_study(path))
 
 
 def write_explorer(
