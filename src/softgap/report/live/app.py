@@ -176,7 +176,8 @@ def _as_file(name: str) -> dict[str, str]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    status = 429 if isinstance(error, TooManyError) else 404 if isinstance(error, UnknownNameError) else 400
+    missing = isinstance(error, UnknownNameError) and bool(request.path_params)
+    status = 429 if isinstance(error, TooManyError) else 404 if missing else 400
     return Response(json.dumps({"error": str(error)}), status, media_type="application/json")
 
 
