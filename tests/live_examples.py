@@ -131,7 +131,7 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -156,7 +156,7 @@ def visit(made: BrowserContext, live: Live, problems: list[str], fragment: str =
     """The live page, ready."""
     page = made.new_page()
     page.set_default_timeout(1000 * PATIENCE)
-    page.on("console", lambda said: problems.append(f"{said.type}: {said.text}") if said.type == "error" else None)
+    page.on("console", lambda said: _note(problems, said.type, said.text))
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
     page.on(
@@ -168,6 +168,12 @@ def visit(made: BrowserContext, live: Live, problems: list[str], fragment: str =
     page.goto(live.address + fragment)
     page.wait_for_selector("html[data-ready]", state="attached")
     return page
+
+
+def _note(problems: list[str], kind: str, text: str) -> None:
+    # A browser notes every refusal, and the page shows it in words; what is missing (404) would be our mistake.
+    if kind == "error" and not any(f"status of {status} " in text for status in (400, 413)):
+        problems.append(f"{kind}: {text}")
 
 
 def generate(page: Page, prompt: str, length: int, second: str = "") -> None:

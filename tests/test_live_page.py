@@ -229,12 +229,6 @@ def test_refusals_are_sentences_on_the_page(page: Page) -> None:
         page.locator("#generate").click()
         expect(page.locator("#refused")).to_contain_text(words[1:])
         expect(page.locator("#generate")).to_be_enabled()
-    problems_of_refusals(page)
-
-
-def problems_of_refusals(page: Page) -> None:
-    """A browser notes every refusal in its console; these were wanted."""
-    page.evaluate("console.clear()")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -19,9 +20,10 @@ from pathlib import Path
 
 from softgap import __version__
 from softgap.errors import UnsupportedError
+from softgap.report.document import Document, sections
 from softgap.report.payload import Payload
 
-__all__ = ["GENERATOR", "REPORT", "Look", "policy_of", "render"]
+__all__ = ["GENERATOR", "REPORT", "Look", "policy_of", "render", "render_documents"]
 
 GENERATOR = "softgap explorer"
 """What the generator tag of a report begins with; by it a report is known."""
@@ -45,9 +47,10 @@ class Look:
     allowed: str = ""
 
 
+_STYLE = "explorer.css"
 REPORT = Look(
     "page.html",
-    ("explorer.css",),
+    (_STYLE,),
     (
         "data.js",
         "measures.js",
@@ -88,9 +91,28 @@ def render(payload: Payload, look: Look = REPORT) -> str:
         "arrays": "\n".join(_array(i, array.text) for i, array in enumerate(payload.arrays)),
         "charts": charts,
         "script": ours,
+        "findings": sections(payload.findings),
     }
+    return _filled(look.template, parts)
+
+
+def render_documents(documents: Sequence[Document]) -> str:
+    """A page of findings alone; it needs no script, and may run none."""
+    style = _own(_STYLE)
+    parts = {
+        "policy": f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'",
+        "generator": f"{GENERATOR} {__version__}",
+        "title": html.escape(f"{documents[0].title} · {GENERATOR}"),
+        "subject": html.escape(documents[0].title),
+        "style": style,
+        "findings": sections(documents),
+    }
+    return _filled("document.html", parts)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
     # Split first, so that nothing that is put in is looked through for places again.
-    pieces = re.split(r"\{\{(\w+)\}\}", _own(look.template))
+    pieces = re.split(r"\{\{(\w+)\}\}", _own(template))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 

@@ -44,7 +44,7 @@ function newPane(name, isLive) {
   head.append(title, tools);
   const frame = element('iframe', isLive ? 'live' : 'saved');
   frame.title = `Explorer of ${name}`;
-  const pane = { name, isLive, box, title, tools, frame, last: 0, waiting: [] };
+  const pane = { name, isLive, box, title, tools, frame, state: element('span', 'state'), last: 0, waiting: [] };
   frame.addEventListener('load', () => {
     pane.receive = isLive && frame.contentWindow.receive;
     themePane(pane);
@@ -72,19 +72,18 @@ function drawPaneHeads() {
   for (const pane of panes) {
     const run = RUNS.get(pane.name);
     pane.title.textContent = run ? run.prompt.trim().slice(0, 90) : pane.name;
+    pane.state.textContent = run ? stateWords(run) : 'saved study';
     const parts = [];
-    if (run) parts.push(element('span', `state ${run.state}`, stateWords(run)));
     if (run && isOpen(run)) parts.push(button('Stop', `Stop the run “${run.prompt.trim().slice(0, 40)}”`, () => stopRun(run.id)));
     if (!run || run.saved) parts.push(...downloads(pane.name));
     parts.push(button('Close', `Close ${pane.title.textContent}`, () => showPanes(shownNames().filter((name) => name !== pane.name))));
-    // Buttons that are the same stay, so that nobody loses the one under the finger.
-    const sign = parts.map((part) => part.textContent + part.className).join('|');
-    if (pane.sign !== sign) {
-      const held = pane.tools.contains(document.activeElement) ? document.activeElement.textContent : null;
-      pane.tools.replaceChildren(...parts);
-      if (held) [...pane.tools.children].find((part) => part.textContent === held)?.focus();
-    }
+    // Buttons stay while they are the same ones: a new one under a pressed finger would not be clicked.
+    const sign = parts.map((part) => part.textContent).join('|');
+    if (pane.sign === sign) continue;
     pane.sign = sign;
+    const held = pane.tools.contains(document.activeElement) ? document.activeElement.textContent : null;
+    pane.tools.replaceChildren(pane.state, ...parts);
+    if (held) [...pane.tools.children].find((part) => part.textContent === held)?.focus();
   }
 }
 
