@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ class Live:
         """The list of runs, as the stream tells it first."""
         return list(next(data for kind, _, data in self.events() if kind == "runs")["runs"])
 
-    def events(self, *runs: str, last: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def events(self, *runs: str, last: str = "") -> Generator[tuple[str, str, dict[str, Any]], None, None]:
         """Kind, identifier and data of what the stream tells, until the caller has enough."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         query = "&".join(f"run={run}" for run in runs)

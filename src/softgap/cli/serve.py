@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from softgap.cli import _output
-from softgap.cli._options import Attn, Device, Dtype, Model
+from softgap.cli._options import Attn, Device, Dtype, Json, Model
 
 __all__ = ["serve_command"]
 
@@ -28,6 +28,7 @@ def serve_command(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
+    as_json: Json = False,
 ) -> None:
     """Type a prompt in the browser and watch the heads while the model writes; Ctrl-C ends it."""
     from softgap.cli._browser import find_browser, visit
@@ -42,10 +43,13 @@ def serve_command(
         )
 
     def started(address: str) -> None:
-        console = _output.console()
-        console.print("the live explorer is ready; Ctrl-C ends it:")
-        # Last and alone on its line, so that a program can take it from there; never wrapped.
-        console.print(address, soft_wrap=True)
+        if as_json:
+            _output.write_json({"address": address, "studies": studies})
+        else:
+            console = _output.console()
+            console.print("the live explorer is ready; Ctrl-C ends it:")
+            # Last and alone on its line, so that a program can take it from there; never wrapped.
+            console.print(address, soft_wrap=True)
         sys.stdout.flush()
         if browser is not None and not visit(browser, address):
             _output.warn(f"the browser did not open {address}; open it yourself")
