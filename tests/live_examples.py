@@ -183,7 +183,10 @@ def generate(page: Page, prompt: str, length: int, second: str = "") -> None:
     if second:
         page.get_by_text("Compare with a second prompt").click()
         page.locator("#second").fill(second)
+    before = page.evaluate("location.hash")
     page.locator("#generate").click()
+    # The address names the runs that are shown: until it changes, panes are those of earlier runs.
+    waited(lambda: page.evaluate("location.hash") != before)
 
 
 def pane(page: Page, index: int = 0) -> Frame:
