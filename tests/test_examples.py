@@ -46,7 +46,9 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     ).execute()
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not any(output.output_type == "error" for output in shown)
-    assert [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"] == []
+    complaints = [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"]
+    # tqdm misses ipywidgets, which these examples do not need.
+    assert [text for text in complaints if "TqdmWarning" not in text] == []
     if path.stem.startswith(("1", "2")):
         frames = [output.data["text/html"] for output in shown if "text/html" in output.get("data", {})]
         assert any('sandbox="allow-scripts allow-downloads"' in frame for frame in frames)
