@@ -67,6 +67,7 @@ bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchm
 
 screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
 	@$(BIN)/python benchmarks/screenshots.py
+	@$(BIN)/python benchmarks/live_screenshots.py
 
 docs: $(STAMP) ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

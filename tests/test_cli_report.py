@@ -125,8 +125,7 @@ def test_open_without_a_browser(
     monkeypatch.setattr("sys.platform", "linux")
     words = failure(["report", str(study), "--open"], capsys)
     assert (
-        words
-        == "--open needs a browser, and none was found here (no display); leave --open out and open the file yourself"
+        words == "--open needs a browser, and none was found here (no display); leave --open out and open it yourself"
     )
     assert not (study / "report.html").exists()
 

@@ -175,7 +175,7 @@ def test_two_runs_in_one_second_have_two_names(here: Path, monkeypatch: pytest.M
         def now(cls, tz: tzinfo | None = None) -> Noon:
             return cls(2026, 1, 2, 12, 0, 0, tzinfo=tz)
 
-    monkeypatch.setattr("softgap.cli._task.datetime", Noon)
+    monkeypatch.setattr("softgap.trajectories.names.datetime", Noon)
     names = []
     for _ in range(3):
         names.append(default_out("fox"))

@@ -16,8 +16,8 @@ from softgap.cli._colour import harmless, shade
 from softgap.cli._heatmap import heat_map
 from softgap.cli._show import show_run, show_study
 from softgap.cli._summary import merged, summarise
-from softgap.cli._texts import slug
 from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.names import slug
 from softgap.trajectories.pieces import pieces
 from trajectory_examples import example_run
 

@@ -236,3 +236,42 @@ def test_what_a_listener_raises_ends_the_generation() -> None:
     run = only(recording.trajectories())
     assert run.n_steps == 4
     assert "generate" not in model.__dict__
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_streamed_is_what_the_trajectories_hold_at_the_end(batch: int) -> None:
+    model = tiny_with("llama")
+    heard: list[Step] = []
+    seen: list[list[Trajectories]] = []
+
+    def listen(step: Step) -> None:
+        heard.append(step)
+        seen.append(step.so_far())
+
+    given = torch.tensor([ids_of(7, seed) for seed in range(batch)])
+    with record(model, ["elu1", "taylor2"], listener=listen) as recording:
+        written(model, given, 6)
+    runs = recording.trajectories()
+    for b, run in enumerate(runs):
+        assert np.array_equal(np.array([step.logprob[b] for step in heard]), run.logprob)
+        assert np.array_equal(np.array([step.entropy[b] for step in heard]), run.entropy)
+        for n, so_far in enumerate(seen, start=1):
+            early = so_far[b]
+            assert early.token_ids.tolist() == run.token_ids[:n].tolist()
+            assert np.array_equal(early.quantities["divergence"], run.quantities["divergence"][..., :n])
+            assert np.array_equal(early.logprob, run.logprob[:n])
+            assert difference(prompt_of(early).divergence, prompt_of(run).divergence) == 0
+
+
+def test_a_generation_that_is_asked_to_stop_is_the_beginning_of_the_whole_one() -> None:
+    model, tokenizer = examples.tiny_llama(), examples.byte_tokenizer()
+    heard: list[int] = []
+    whole = generate(model, tokenizer, "hello", 12)
+    part = generate(
+        model, tokenizer, "hello", 12, listener=lambda step: heard.append(step.index), stop=lambda: len(heard) >= 3
+    )
+    assert part.n_steps < whole.n_steps
+    assert part.token_ids.tolist() == whole.token_ids[: part.n_steps].tolist()
+    assert -1 not in part.token_ids
+    assert difference(part.divergence, whole.divergence[..., : part.n_steps]) < SAME_TENSORS
+    assert part.manifest.options == whole.manifest.options

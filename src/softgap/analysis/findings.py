@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from softgap.trajectories.display import Displayed
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -68,8 +70,8 @@ class SystemPoint:
     complexity: float
 
 
-@dataclass(frozen=True, eq=False)
-class Findings:
+@dataclass(frozen=True, eq=False, repr=False)
+class Findings(Displayed):
     """The dynamics of a study.
 
     Attributes
@@ -117,6 +119,10 @@ class Findings:
     def least_q(self) -> float:
         """The smallest q that a head can reach alone: its p is no less than the simulations of noise can resolve."""
         return 2 * len(self.eligible) / (self.null_samples + 1)
+
+    def __repr__(self) -> str:
+        tested = f"{len(self.standing_out())} of {len(self.eligible)} heads differ from noise"
+        return f"<Findings: {tested} at {self.alpha:g}; samples: {self.samples}, steps: {self.steps:,}>"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

@@ -17,6 +17,7 @@ from softgap.cli.models import models_command
 from softgap.cli.read import read_command
 from softgap.cli.report import report_command
 from softgap.cli.run import run_command
+from softgap.cli.serve import serve_command
 
 __all__ = ["app"]
 
@@ -36,6 +37,7 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
     ),
     "Understand": (
         ("report", report_command, "runs/letter --out letter.html --open"),
+        ("serve", serve_command, "--model smollm2-135m --open"),
         ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
     ),
     "Look up": (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from softgap.errors import UnsupportedError
 
-__all__ = ["find_browser", "show"]
+__all__ = ["find_browser", "show", "visit"]
 
-_REMEDY = "leave --open out and open the file yourself"
+_REMEDY = "leave --open out and open it yourself"
 
 
 def find_browser() -> webbrowser.BaseBrowser:
@@ -31,3 +31,8 @@ def show(browser: webbrowser.BaseBrowser, path: Path) -> None:
     """Open a file in it."""
     if not browser.open(path.absolute().as_uri()):
         raise UnsupportedError(f"the browser did not open '{path}', which is written; {_REMEDY}")
+
+
+def visit(browser: webbrowser.BaseBrowser, address: str) -> bool:
+    """Open an address in it; whether that went well."""
+    return bool(browser.open(address))

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["console", "finite", "write_json"]
+__all__ = ["console", "finite", "warn", "write_json"]
 
 # Wide enough for a table of formulas when the output goes to a file or a pipe, where no terminal says how wide it is.
 _PIPE_WIDTH = 160
@@ -27,6 +27,12 @@ def console() -> Console:
 def write_json(document: dict[str, Any]) -> None:
     """Write one JSON document, and nothing else, to standard output; NaN and infinities become null."""
     sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def warn(sentence: str) -> None:
+    """Say something on standard error that does not end the command."""
+    sys.stderr.write(f"softgap: {sentence}\n")
+    sys.stderr.flush()
 
 
 def finite(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,10 +144,9 @@ def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(named) if CONTROL in named else (*named, CONTROL)
 
 
-def default_out(words: str) -> str:
-    """A new folder under runs/, named by some words and the time."""
-    name = f"{words}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, number = Path("runs") / name, 2
-    while path.exists():
-        path, number = Path("runs") / f"{name}-{number}", number + 1
-    return str(path)
+def default_out(text: str) -> str:
+    """A new folder under runs/, named by the first words of a text and the time."""
+    from softgap.trajectories.names import new_name, slug
+
+    runs = Path("runs")
+    return str(runs / new_name(runs, slug(text)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from softgap.errors import ValueInputError
 
-__all__ = ["Sample", "given_prompt", "given_text", "json_lines", "plain_text", "slug"]
+__all__ = ["Sample", "given_prompt", "given_text", "json_lines", "plain_text"]
 
 _STANDARD_INPUT = "standard input"
 
@@ -77,17 +76,6 @@ def json_lines(name: str, text: str) -> list[Sample]:
             )
         lines_of[sample.sample_id] = sample.line
     return samples
-
-
-def slug(text: str) -> str:
-    """The first words of a text as part of a folder's name."""
-    words = re.findall(r"\w+", text.lower())
-    name = ""
-    for word in words:
-        if name and len(name) + len(word) > 31:
-            break
-        name = f"{name}-{word}" if name else word[:32]
-    return name or "run"
 
 
 def _sample(name: str, number: int, line: str, default_id: str) -> Sample:

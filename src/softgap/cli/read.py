@@ -12,7 +12,7 @@ import typer
 from softgap.cli._options import Attn, Device, DropSinks, Dtype, Focus, Json, Mechanisms, Model, Out, Overwrite
 from softgap.cli._present import present_run, present_study
 from softgap.cli._task import Task, default_out, with_control
-from softgap.cli._texts import Sample, given_text, json_lines, plain_text, slug
+from softgap.cli._texts import Sample, given_text, json_lines, plain_text
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def read_command(
         raise ValueInputError("--chat goes with prompts and completions, got a plain text; give a .jsonl file")
     task = Task(
         texts=texts,
-        out=out or default_out(slug(texts[0] if file == "-" else Path(file).stem)),
+        out=out or default_out(texts[0] if file == "-" else Path(file).stem),
         overwrite=overwrite,
         model=model,
         mechanisms=with_control(mechanism),

@@ -13,7 +13,7 @@ __all__ = ["report_command"]
 
 
 def report_command(
-    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study that softgap has written.")],
+    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study, or folder of the result of a lab.")],
     out: Annotated[
         str | None,
         typer.Option(help="HTML file to write. Default: report.html in the study's folder.", show_default=False),
@@ -22,6 +22,20 @@ def report_command(
         list[str] | None,
         typer.Option(
             help="Sample to carry token by token; may be repeated. Default: as many as fit, of every label.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CSV file with layer, head and further quantities to show in the map; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibration of the model, for the gap it closes in each head. Default: the study's own.",
             show_default=False,
         ),
     ] = None,
@@ -42,6 +56,8 @@ def report_command(
             study,
             out,
             samples=sample or (),
+            heads=heads or (),
+            calibration=calibration,
             overwrite=overwrite,
             progress=lambda what, share: tell(what, int(100 * share)),
         )
@@ -58,7 +74,7 @@ def report_command(
     else:
         console = _output.console()
         carried = "" if written.carried == written.samples else f", {written.carried} of them token by token"
-        many = "1 sample" if written.samples == 1 else f"{written.samples:,} samples"
+        many = {0: "findings", 1: "1 sample"}.get(written.samples, f"{written.samples:,} samples")
         console.print(f"a report on {many}{carried}; {written.size / 1e6:.1f} MB, opens in any browser:")
         # Last and alone on its line, so that a program can take it from there; never wrapped.
         console.print(str(written.path), soft_wrap=True)

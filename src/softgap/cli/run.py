@@ -22,7 +22,7 @@ from softgap.cli._options import (
 )
 from softgap.cli._present import present_run
 from softgap.cli._task import Task, default_out, with_control
-from softgap.cli._texts import given_prompt, slug
+from softgap.cli._texts import given_prompt
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_command(
     seed, sampling = _sampling(seed, temperature)
     task = Task(
         texts=(text,),
-        out=out or default_out(slug(text)),
+        out=out or default_out(text),
         overwrite=overwrite,
         model=model,
         mechanisms=with_control(mechanism),

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
@@ -32,6 +32,17 @@ def _sampling(seed: int | None, settings: dict[str, Any]) -> dict[str, Any]:
         # Sampling defaults of the model's own generation config would only warn here.
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     return settings
+
+
+class _Asked(StoppingCriteria):
+    """Ends all rows of a generation once somebody says so."""
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Whether each row is over."""
+        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -64,6 +75,7 @@ def generate(
     chat: bool | None = None,
     seed: int | None = None,
     listener: Callable[[Step], None] | None = None,
+    stop: Callable[[], bool] | None = None,
     block: int = BLOCK,
     focus: bool = False,
     drop_sinks: int = 0,
@@ -80,6 +92,10 @@ def generate(
     seed
         With it the model samples (temperature 1 unless ``settings`` say otherwise); without it greedy search. The
         global random state is left as it was.
+    listener
+        Called with each :class:`~softgap.probe.Step` while the model writes.
+    stop
+        Asked after every token; once it says True the generation ends there, as if by itself.
     settings
         Anything else that ``model.generate`` takes.
 
@@ -97,10 +113,11 @@ def generate(
     ids, mask = _padded(rows, tokenizer, "left", model.device)
     settings = _sampling(seed, settings)
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
+    asked = settings if stop is None else {"stopping_criteria": StoppingCriteriaList([_Asked(stop)]), **settings}
     with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
         write: Any = model.generate
         try:
-            write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **settings)
+            write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **asked)
             stopped = False
         except KeyboardInterrupt:
             stopped = True

@@ -42,11 +42,23 @@ BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of every row, as a listener gets it: the values of a query, and the token it led to."""
+    """One step of every row, as a listener gets it: the values of a query, and the token it led to.
+
+    Attributes
+    ----------
+    logprob, entropy
+        Of the token that it led to, and of its distribution; NaN where the recording looks at no logits.
+    so_far
+        The trajectories up to this step, one per row, prompt included: the first steps of what the recording will give
+        at its end. It takes time that grows with the text, and is to be called before the listener returns.
+    """
 
     index: int
     token_ids: Int[np.ndarray, " batch"]
     quantities: Float[np.ndarray, "quantity mechanism layer batch head"]
+    logprob: Float[np.ndarray, " batch"]
+    entropy: Float[np.ndarray, " batch"]
+    so_far: Callable[[], list[Trajectories]]
 
 
 class Recording:
@@ -87,10 +99,13 @@ class Recording:
 
     def trajectories(self) -> list[Trajectories]:
         """One Trajectories per sequence, in the order they were run."""
+        return self._runs(self.streams)
+
+    def _runs(self, streams: Sequence[Stream]) -> list[Trajectories]:
         manifest = manifest_of(self.model, self.mechanisms, drop_sinks=self._drop)
         names = [mechanism.name for mechanism in self.mechanisms]
         runs: list[Trajectories] = []
-        for stream in self.streams:
+        for stream in streams:
             if stream.length == 0:
                 continue
             rows = range(len(runs), len(runs) + stream.fed[0].shape[0])
@@ -193,12 +208,23 @@ class Recording:
         index = stream.meter.length - n_prompt
         if self._listener is None or index < 0:
             return
+        known = torch.cat([*stream.fed, tokens[:, None]], dim=1)
         with _arithmetic(self.model.device):
             layers = stream.meter.last_step()
+            logprob, entropy = (scores[:, -1].numpy() for scores in stream.scores.result(known, stream.length))
         widest = max(layer.shape[-1] for layer in layers)
         # Layers with fewer heads are padded, as in the trajectories.
         padded = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in layers]
-        self._listener(Step(index, tokens.cpu().numpy(), torch.stack(padded, dim=2).numpy()))
+
+        def so_far() -> list[Trajectories]:
+            kept, stream.sequences = stream.sequences, known
+            try:
+                return self._runs([stream])
+            finally:
+                stream.sequences = kept
+
+        values = torch.stack(padded, dim=2).numpy()
+        self._listener(Step(index, tokens.cpu().numpy(), values, logprob, entropy, so_far))
 
     def _close(self) -> None:
         """End the stream that was fed last."""

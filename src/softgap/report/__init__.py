@@ -1,17 +1,27 @@
 """Findings as pictures, and a study as one self-contained HTML file."""
 
+from softgap.report.columns import Column, read_columns
+from softgap.report.document import Document, Picture, Table, save_document
 from softgap.report.explorer import Report, explorer, write_explorer
 from softgap.report.files import written_whole
+from softgap.report.notebook import notebook_html
 from softgap.report.pictures import PICTURES, new_figure, require_matplotlib, save_figure
 from softgap.report.planes import draw_plane, save_plane
 
 __all__ = [
     "PICTURES",
+    "Column",
+    "Document",
+    "Picture",
     "Report",
+    "Table",
     "draw_plane",
     "explorer",
     "new_figure",
+    "notebook_html",
+    "read_columns",
     "require_matplotlib",
+    "save_document",
     "save_figure",
     "save_plane",
     "write_explorer",

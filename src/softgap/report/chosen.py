@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -10,7 +10,7 @@ import pandas as pd
 from softgap.errors import unknown_name
 from softgap.trajectories import FOCUS, QUANTITIES, Study, Trajectories
 
-__all__ = ["VALUES", "Chosen", "array_keys", "choose"]
+__all__ = ["VALUES", "Chosen", "array_keys", "choose", "keys_of"]
 
 VALUES = 4_000_000
 """Values that a page carries: 2 bytes each, at most 10.7 MB in base64 if deflating gains nothing."""
@@ -33,12 +33,17 @@ class Chosen:
 
 
 def array_keys(run: Trajectories) -> tuple[str, ...]:
-    """Every array of a run, the most wanted first: divergences, focus, then the rest mechanism by mechanism."""
+    """Every array of a run, the most wanted first."""
+    return keys_of(run.mechanisms, run.focus)
+
+
+def keys_of(mechanisms: Sequence[str], focus: Container[str] = ()) -> tuple[str, ...]:
+    """Every array of runs with these mechanisms: divergences, focus, then the rest mechanism by mechanism."""
     divergence, *others = QUANTITIES
     return (
-        *(f"{divergence}/{mechanism}" for mechanism in run.mechanisms),
-        *(name for name in FOCUS if name in run.focus),
-        *(f"{quantity}/{mechanism}" for mechanism in run.mechanisms for quantity in others),
+        *(f"{divergence}/{mechanism}" for mechanism in mechanisms),
+        *(name for name in FOCUS if name in focus),
+        *(f"{quantity}/{mechanism}" for mechanism in mechanisms for quantity in others),
     )
 
 

@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from softgap.errors import StoreError
-from softgap.report.page import GENERATOR, render
+from softgap.errors import StoreError, ValueInputError
+from softgap.report.columns import Column, calibration_column, own_calibration, read_columns
+from softgap.report.document import Document, documents_in
+from softgap.report.files import written_whole
+from softgap.report.labs import RESULT, lab_in
+from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, open_study
 
-__all__ = ["Report", "explorer", "write_explorer"]
+__all__ = ["Report", "explorer", "explorer_of", "write_explorer"]
 
 _HEAD_BYTES = 4096
 
@@ -39,9 +43,25 @@ class Report:
     carried: int
 
 
-def explorer(study: Study, *, samples: Sequence[str] = (), progress: Progress | None = None) -> str:
+def explorer(
+    study: Study,
+    *,
+    samples: Sequence[str] = (),
+    columns: Sequence[Column] = (),
+    findings: Sequence[Document] = (),
+    progress: Progress | None = None,
+) -> str:
     """The explorer of a study as HTML; see :func:`softgap.report.payload.payload` for the arguments."""
-    return render(payload(study, samples=samples, progress=progress))
+    return render(payload(study, samples=samples, columns=columns, findings=findings, progress=progress))
+
+
+def explorer_of(path: str | os.PathLike[str]) -> str:
+    """The page of whatever lies in a folder: a study with its findings, findings alone, or the result of a lab."""
+    documents = _documents(path)
+    if documents is not None:
+        return render_documents(documents)
+    study = open_study(path)
+    return explorer(study, columns=_columns(study, (), None), findings=documents_in(Path(path)))
 
 
 def write_explorer(
@@ -49,10 +69,12 @@ def write_explorer(
     out: str | os.PathLike[str] | None = None,
     *,
     samples: Sequence[str] = (),
+    heads: Sequence[str | os.PathLike[str]] = (),
+    calibration: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the explorer of the study at a path or URI.
+    """Write the explorer of the study at a path or URI, or the page of a lab's result or of other findings.
 
     Parameters
     ----------
@@ -61,6 +83,11 @@ def write_explorer(
         there is replaced.
     samples
         Names of the samples to carry token by token; by default as many as the file holds.
+    heads
+        CSV files with further quantities of the heads; see :mod:`softgap.report.columns`.
+    calibration
+        File of the model's calibration, for the share of each head's gap that it closes; by default the one that the
+        study was measured with, if it is at hand.
     overwrite
         Replace a file that is not a report, too.
 
@@ -69,23 +96,49 @@ def write_explorer(
     StoreError
         If the study cannot be read, or the file not written. What was there stays then.
     """
-    opened = open_study(study)
     target = Path(out) if out is not None else _beside(os.fspath(study))
+    documents = _documents(study)
+    if documents is not None:
+        if samples or heads or calibration is not None:
+            raise ValueInputError(
+                f"samples, heads and calibration go with a study, and '{os.fspath(study)}' holds findings without one; "
+                "leave them out"
+            )
+        _check_target(target, overwrite)
+        return Report(target, _write(target, render_documents(documents)), 0, 0)
+    opened = open_study(study)
     _check_target(target, overwrite)
-    data = payload(opened, samples=samples, progress=progress)
-    content = render(data).encode()
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(target)
-    except OSError as error:
-        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
-    finally:
-        if target.parent.is_dir():
-            partial.unlink(missing_ok=True)
+    columns = _columns(opened, heads, calibration)
+    findings = documents_in(Path(study)) if "://" not in os.fspath(study) else []
+    data = payload(opened, samples=samples, columns=columns, findings=findings, progress=progress)
+    size = _write(target, render(data))
     entries = data.document["samples"]
-    return Report(target, len(content), len(entries), sum(entry["data"] is not None for entry in entries))
+    return Report(target, size, len(entries), sum(entry["data"] is not None for entry in entries))
+
+
+def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
+    """What a folder holds in place of a study; None where it is one, or nothing that is known."""
+    folder = Path(path).expanduser()
+    if "://" in os.fspath(path) or (folder / "manifest.json").is_file():
+        return None
+    found = [lab_in(folder)] if (folder / RESULT).is_file() else []
+    return [*found, *documents_in(folder)] or None
+
+
+def _columns(
+    study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
+) -> list[Column]:
+    path = own_calibration(study.manifest) if calibration is None else calibration
+    found = [column for file in heads for column in read_columns(file)]
+    first = next(iter(study), None)
+    return found if path is None or first is None else [calibration_column(path, first), *found]
+
+
+def _write(target: Path, page: str) -> int:
+    content = page.encode()
+    with written_whole(target) as partial:
+        partial.write_bytes(content)
+    return len(content)
 
 
 def _beside(study: str) -> Path:

@@ -1,4 +1,4 @@
-"""A payload as one HTML file that needs nothing else.
+"""A payload as one HTML page that needs nothing else.
 
 Three rules keep text from models and prompts from ever being code. It stands in the page only as JSON whose `<`, `>`
 and `&` are escaped, inside an element that browsers do not run; our scripts put it on the screen only as text nodes;
@@ -12,50 +12,78 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
 
 from softgap import __version__
 from softgap.errors import UnsupportedError
+from softgap.report.document import Document, sections
 from softgap.report.payload import Payload
 
-__all__ = ["GENERATOR", "render"]
+__all__ = ["GENERATOR", "REPORT", "Look", "policy_of", "render", "render_documents"]
 
 GENERATOR = "softgap explorer"
 """What the generator tag of a report begins with; by it a report is known."""
 
+
+@dataclass(frozen=True)
+class Look:
+    """What a page is made of: files of the folder ``assets``.
+
+    Attributes
+    ----------
+    scripts
+        In this order: each uses what stands before it.
+    allowed
+        Directives of the content security policy besides those that every page has.
+    """
+
+    template: str
+    styles: tuple[str, ...]
+    scripts: tuple[str, ...]
+    allowed: str = ""
+
+
 _STYLE = "explorer.css"
-# In this order: each uses what stands before it.
-_SCRIPTS = (
-    "data.js",
-    "measures.js",
-    "colours.js",
-    "state.js",
-    "quantities.js",
-    "download.js",
-    "text.js",
-    "map.js",
-    "lines.js",
-    "plane.js",
-    "table.js",
-    "samples.js",
-    "main.js",
+REPORT = Look(
+    "page.html",
+    (_STYLE,),
+    (
+        "data.js",
+        "measures.js",
+        "colours.js",
+        "state.js",
+        "quantities.js",
+        "download.js",
+        "text.js",
+        "map.js",
+        "lines.js",
+        "plane.js",
+        "table.js",
+        "samples.js",
+        "theme.js",
+        "main.js",
+    ),
 )
+"""The file that `softgap report` writes."""
+
 _ENDS_A_SCRIPT = re.compile(r"<(?:/script|script|!--)", re.IGNORECASE)
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def render(payload: Payload) -> str:
+def render(payload: Payload, look: Look = REPORT) -> str:
     """The page."""
-    style, ours, charts = _own(_STYLE), "\n".join(_own(name) for name in _SCRIPTS), _charts()
+    style, ours, charts = _style(look), _script(look), _charts()
     for name, script in (("ours", ours), ("D3", charts)):
         if _ENDS_A_SCRIPT.search(script):
             raise UnsupportedError(
                 f"a script of the page holds what would end it ({name}); this is a defect of softgap"
             )
     parts = {
-        "policy": _policy([charts, ours], style),
+        "policy": policy_of(look),
         "generator": f"{GENERATOR} {__version__}",
         "title": html.escape(f"{payload.document['title']} · {GENERATOR}"),
         "style": style,
@@ -63,18 +91,46 @@ def render(payload: Payload) -> str:
         "arrays": "\n".join(_array(i, array.text) for i, array in enumerate(payload.arrays)),
         "charts": charts,
         "script": ours,
+        "findings": sections(payload.findings),
     }
+    return _filled(look.template, parts)
+
+
+def render_documents(documents: Sequence[Document]) -> str:
+    """A page of findings alone; it needs no script, and may run none."""
+    style = _own(_STYLE)
+    parts = {
+        "policy": f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'",
+        "generator": f"{GENERATOR} {__version__}",
+        "title": html.escape(f"{documents[0].title} · {GENERATOR}"),
+        "subject": html.escape(documents[0].title),
+        "style": style,
+        "findings": sections(documents),
+    }
+    return _filled("document.html", parts)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
     # Split first, so that nothing that is put in is looked through for places again.
-    pieces = re.split(r"\{\{(\w+)\}\}", _own("page.html"))
+    pieces = re.split(r"\{\{(\w+)\}\}", _own(template))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(_hash(script) for script in scripts)
+def policy_of(look: Look) -> str:
+    """The content security policy of a page: its own scripts and style by their hashes, and nothing from elsewhere."""
+    scripts = f"{_hash(_charts())} {_hash(_script(look))}"
     return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
-        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        f"default-src 'none'; script-src {scripts}; style-src {_hash(_style(look))}; img-src data:; base-uri 'none'; "
+        f"form-action 'none'; {look.allowed}require-trusted-types-for 'script'; trusted-types 'none'"
     )
+
+
+def _style(look: Look) -> str:
+    return "\n".join(_own(name) for name in look.styles)
+
+
+def _script(look: Look) -> str:
+    return "\n".join(_own(name) for name in look.scripts)
 
 
 def _hash(content: str) -> str:

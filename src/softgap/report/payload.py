@@ -11,6 +11,8 @@ import numpy as np
 from softgap import __version__
 from softgap.errors import StoreError, ValueInputError
 from softgap.report.chosen import Chosen, array_keys, choose
+from softgap.report.columns import Column
+from softgap.report.document import Document
 from softgap.report.dynamics import dynamics
 from softgap.report.groups import LEVEL, Group, Groups, step_means
 from softgap.report.packing import Packed, pack
@@ -33,13 +35,23 @@ class Payload:
         Plain values only. Wherever it says an index of an array, that of ``arrays`` is meant.
     arrays
         See :mod:`softgap.report.packing`.
+    findings
+        Sections of their own.
     """
 
     document: dict[str, Any]
     arrays: tuple[Packed, ...]
+    findings: tuple[Document, ...] = ()
 
 
-def payload(study: Study, *, samples: Sequence[str] = (), progress: Progress | None = None) -> Payload:
+def payload(
+    study: Study,
+    *,
+    samples: Sequence[str] = (),
+    columns: Sequence[Column] = (),
+    findings: Sequence[Document] = (),
+    progress: Progress | None = None,
+) -> Payload:
     """Gather the data of the explorer.
 
     Parameters
@@ -48,6 +60,10 @@ def payload(study: Study, *, samples: Sequence[str] = (), progress: Progress | N
         Its samples must have the same heads.
     samples
         Names of the samples to carry token by token; by default as many as the page holds.
+    columns
+        Quantities of the heads that were measured elsewhere.
+    findings
+        Shown as sections of the page.
     progress
         Called with what is being done and the share of it that is done.
     """
@@ -55,6 +71,7 @@ def payload(study: Study, *, samples: Sequence[str] = (), progress: Progress | N
     first = _first(study)
     chosen = choose(study, first, samples)
     arrays: list[Packed] = []
+    measured_elsewhere = [column.to_json(first) for column in columns]
 
     def store(packed: Packed) -> int:
         arrays.append(packed)
@@ -74,8 +91,10 @@ def payload(study: Study, *, samples: Sequence[str] = (), progress: Progress | N
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
+        "columns": measured_elsewhere,
+        "shapes": [[array.rows, array.columns] for array in arrays],
     }
-    return Payload({**document, "shapes": [[array.rows, array.columns] for array in arrays]}, tuple(arrays))
+    return Payload(document, tuple(arrays), tuple(findings))
 
 
 def _first(study: Study) -> Trajectories:

@@ -13,7 +13,7 @@ from softgap.report.packing import Packed, pack
 from softgap.trajectories import Trajectories
 from softgap.trajectories.pieces import pieces
 
-__all__ = ["carried", "head_means", "line", "rounded"]
+__all__ = ["array_of", "carried", "head_means", "line", "part_pieces", "pieces_of", "rounded"]
 
 _EXCERPT = 120
 
@@ -43,13 +43,13 @@ def carried(
     real = run.kv_group >= 0
     return {
         "promptSteps": 0 if run.prompt is None else run.prompt.n_steps,
-        "pieces": _pieces(run),
+        "pieces": pieces_of(run),
         "tokens": [token for part in parts for token in part.tokens],
         "positions": [int(position) for part in parts for position in part.positions],
         "logprob": rounded(np.concatenate([part.logprob for part in parts])),
         "entropy": rounded(np.concatenate([part.entropy for part in parts])),
         "arrays": {
-            key: store(pack(np.concatenate([_array(part, key)[real] for part in parts], axis=-1))) for key in keys
+            key: store(pack(np.concatenate([array_of(part, key)[real] for part in parts], axis=-1))) for key in keys
         },
         "means": {key: rounded(means[key]) for key in array_keys(run) if key not in keys},
     }
@@ -60,7 +60,7 @@ def head_means(run: Trajectories) -> dict[str, Float64[np.ndarray, " head"]]:
     real = run.kv_group >= 0
     found = {}
     for key in array_keys(run):
-        values = _array(run, key)[real].astype(np.float64)
+        values = array_of(run, key)[real].astype(np.float64)
         known = np.count_nonzero(~np.isnan(values), axis=-1)
         found[key] = np.where(known > 0, np.nansum(values, axis=-1) / np.maximum(known, 1), np.nan)
     return found
@@ -71,7 +71,8 @@ def rounded(values: Float[np.ndarray, " value"]) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, np.float64)]
 
 
-def _array(run: Trajectories, key: str) -> Float32[np.ndarray, "layer head step"]:
+def array_of(run: Trajectories, key: str) -> Float32[np.ndarray, "layer head step"]:
+    """The array of a run that a key of :func:`softgap.report.chosen.array_keys` names."""
     quantity, _, mechanism = key.partition("/")
     values: np.ndarray = run.quantities[quantity][run.mechanisms.index(mechanism)] if mechanism else run.focus[quantity]
     return values
@@ -82,7 +83,7 @@ def _overall(values: Float[np.ndarray, " value"]) -> float | None:
     return float(f"{known.mean():.6g}") if len(known) else None
 
 
-def _pieces(run: Trajectories) -> dict[str, list[list[Any]]]:
+def pieces_of(run: Trajectories) -> dict[str, list[list[Any]]]:
     """Of both parts the text in order as [piece, first step, steps, in the text].
 
     The first step is -1 where no step predicted the piece. Tokens that the text does not show, such as those of a chat
@@ -90,14 +91,15 @@ def _pieces(run: Trajectories) -> dict[str, list[list[Any]]]:
     """
     if run.prompt is None:
         prompt = [[run.prompt_text, -1, 0, True]] if run.prompt_text else []
-        return {"prompt": prompt, "completion": _part_pieces(run.completion_text, run.tokens, 0)}
+        return {"prompt": prompt, "completion": part_pieces(run.completion_text, run.tokens, 0)}
     return {
-        "prompt": _part_pieces(run.prompt_text, run.prompt.tokens, 0),
-        "completion": _part_pieces(run.completion_text, run.tokens, run.prompt.n_steps),
+        "prompt": part_pieces(run.prompt_text, run.prompt.tokens, 0),
+        "completion": part_pieces(run.completion_text, run.tokens, run.prompt.n_steps),
     }
 
 
-def _part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]]:
+def part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]]:
+    """The pieces of one part, whose first step is ``offset``; see :func:`pieces_of`."""
     found = []
     following = 0
     for piece, indices in pieces(text, tokens):

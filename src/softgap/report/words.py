@@ -10,7 +10,7 @@ _CONTROL = "uniform"
 
 
 def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...], whole: bool) -> list[list[str]]:
-    """Pairs of a heading and a sentence or two."""
+    """Pairs of a heading and a sentence or two; without ``keys`` nothing is said of what a file carries."""
     manifest = study.manifest
     rows = [
         ["The model", _model(manifest, first)],
@@ -18,7 +18,7 @@ def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...
         ["What softmax is compared with", _mechanisms(manifest, first)],
         ["What was left out", _left_out(manifest)],
         ["How it was computed", _machine(manifest)],
-        ["What this file carries", _carried(len(study), embedded, keys, whole)],
+        ["What this file carries", _carried(len(study), embedded, keys, whole) if keys else ""],
         ["The command", manifest.command],
         ["Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())],
         ["When", _times(manifest, study.state)],

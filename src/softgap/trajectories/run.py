@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int32
 
 from softgap.errors import unknown_name
 from softgap.trajectories import validation
+from softgap.trajectories.display import Displayed
 from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.validation import QUANTITIES
 
@@ -31,7 +32,7 @@ _SAMPLE_FIELDS = ("sample_id", "prompt_text", "completion_text", "label", "n_pro
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Trajectories:
+class Trajectories(Displayed):
     """Divergence trajectories of one sequence: every mechanism, layer, head and step.
 
     Attributes

@@ -11,6 +11,8 @@ function fillSelect(id, entries, name) {
 /** Quantities come and go with the mechanism: nothing is far from uniform if uniform itself is shown. */
 function fillQuantities() {
   const available = QUANTITIES.filter((entry) => entry.available());
+  const listed = Array.from(byId('quantity').options, ({ value }) => value);
+  if (same(listed, available.map(({ key }) => key))) return;
   byId('quantity').replaceChildren(...available.map(({ key, label }) => option(key, label)));
   if (!available.some(({ key }) => key === STATE.quantity)) update({ quantity: 'divergence' });
   byId('quantity').value = STATE.quantity;
@@ -22,11 +24,11 @@ function startControls() {
   byId('shade-of').addEventListener('change', () => update({ shadeOf: byId('shade-of').value }));
   fillQuantities();
   byId('quantity').addEventListener('change', () => update({ quantity: byId('quantity').value }));
-  listen(['mechanism'], fillQuantities);
+  listen(['mechanism', 'arrived'], fillQuantities);
   for (const name of ['view', 'zoom']) byId(name).addEventListener('change', (event) => update({ [name]: event.target.value }));
   listen(['shade'], () => { byId('shade-of-control').hidden = STATE.shade !== 'divergence'; });
   startRange();
-  startTheme();
+  startTheme(() => update({ theme: `${document.documentElement.dataset.theme || 'auto'}, ${isDark() ? 'dark' : 'light'}` }));
 }
 
 function startRange() {
@@ -40,8 +42,8 @@ function startRange() {
   const write = () => {
     const [a, b] = STATE.range || [0, stepCount()];
     [a, b - 1].forEach((step, i) => {
-      Object.assign(fields[i], { min: 0, max: stepCount() - 1 });
-      if (!typing.has(fields[i])) fields[i].value = step;
+      Object.assign(fields[i], { min: 0, max: Math.max(0, stepCount() - 1) });
+      if (!typing.has(fields[i])) fields[i].value = Math.max(0, step);
     });
     byId('clear').disabled = !STATE.range;
   };
@@ -55,25 +57,12 @@ function startRange() {
     });
   }
   byId('clear').addEventListener('click', () => update({ range: null }));
-  listen(['range', 'sample'], write);
+  listen(['range', 'sample', 'arrived'], write);
   write();
 }
 
-function startTheme() {
-  const button = byId('theme');
-  const root = document.documentElement;
-  const tell = () => update({ theme: `${root.dataset.theme || 'auto'}, ${isDark() ? 'dark' : 'light'}` });
-  button.addEventListener('click', () => {
-    const next = { undefined: 'light', light: 'dark' }[root.dataset.theme];
-    if (next) root.dataset.theme = next;
-    else delete root.dataset.theme;
-    button.textContent = `Theme: ${next || 'auto'}`;
-    tell();
-  });
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', tell);
-}
-
-function startFacts() {
+/** What can be said in a few numbers; again whenever tokens have arrived. */
+function drawFacts() {
   const { samples, layers, mechanisms } = PAYLOAD;
   const one = samples.length === 1;
   const parts = [PAYLOAD.model, one ? '' : plural(samples.length, 'sample'), `${layers.length} layers`, plural(HEADS.length, 'head')];
@@ -86,12 +75,12 @@ function startFacts() {
     ...mechanisms.slice(0, 4).map((name, at) => [show(mean(at)), `mean divergence from ${name}`]),
     [show(d3.mean(samples, (sample) => sample.logprob ?? undefined)), 'log-probability per token'],
   ];
-  for (const [number, label] of facts) {
+  byId('facts').replaceChildren(...facts.map(([number, label]) => {
     const box = element('div');
     box.append(element('dt', '', label), element('dd', '', number));
-    byId('facts').append(box);
-  }
-  for (const [heading, words] of PAYLOAD.about) byId('about').append(element('dt', '', heading), element('dd', '', words));
+    return box;
+  }));
+  byId('about').replaceChildren(...PAYLOAD.about.flatMap(([heading, words]) => [element('dt', '', heading), element('dd', '', words)]));
 }
 
 /** The head that is furthest from linear and the one that is nearest: something to look at from the start. */
@@ -112,7 +101,7 @@ function watchWidth() {
 }
 
 async function start() {
-  startFacts();
+  drawFacts();
   startControls();
   startText();
   startMap();

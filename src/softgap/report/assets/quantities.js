@@ -105,12 +105,28 @@ const QUANTITIES = [
   focusMean('largest_weight', 'largest weight', 'share of attention, 0 to 1'),
 ];
 
+// What was measured elsewhere: by a calibration, by swapping heads.
+(PAYLOAD.columns || []).forEach((column, i) => {
+  const numbers = column.values.map((value) => (value === null ? NaN : value));
+  QUANTITIES.push({
+    key: `column-${i}`,
+    label: column.label,
+    unit: column.unit || column.label,
+    of: `from ${column.source}`,
+    isDiverging: numbers.some((value) => value < 0),
+    ranged: () => false,
+    available: () => true,
+    compute: () => numbers,
+  });
+});
+
 function quantity(key = STATE.quantity) {
   return QUANTITIES.find((entry) => entry.key === key);
 }
 
 /** One number per head for what is chosen, or null while it is on its way, with the words that say what it is. */
 function quantityNow(entry = quantity()) {
+  if (entry.of) return { numbers: entry.compute(), of: entry.of };
   const [a, b] = span();
   const group = PAYLOAD.groups[Number(STATE.scope)];
   if (STATE.scope !== 'sample' && group) {

@@ -130,7 +130,10 @@ function startTable() {
     if (content) download('softgap-trajectories.csv', content, 'text/csv');
   });
   listen(['sample', 'mechanism', 'range', 'heads', 'arrived'], () => {
-    clearTimeout(TABLE.waiting);
-    TABLE.waiting = setTimeout(drawTable, 60);
+    // Not put off again and again while tokens arrive.
+    TABLE.waiting = TABLE.waiting || setTimeout(() => {
+      TABLE.waiting = null;
+      drawTable();
+    }, 60);
   });
 }

@@ -41,24 +41,37 @@ function shadedHeads() {
 }
 
 function buildText() {
-  const place = byId('tokens');
-  place.replaceChildren();
+  byId('tokens').replaceChildren();
   shown = [];
   ofStep = [];
-  const { pieces } = current();
-  for (const part of ['prompt', 'completion']) {
-    if (!pieces[part].length) continue;
-    const box = element('div', `part ${part}`);
-    box.setAttribute('role', 'group');
-    box.setAttribute('aria-label', part === 'prompt' ? 'Prompt' : 'Completion');
-    const title = element('b', '', part === 'prompt' ? 'Prompt' : 'Completion');
-    title.setAttribute('aria-hidden', 'true');
-    box.append(title);
-    for (const piece of pieces[part]) box.append(tokenNode(...piece));
-    place.append(box);
+  for (const part of ['prompt', 'completion']) extendText(part, 0);
+  if (!shown.length) byId('tokens').append(element('p', 'empty', current().empty || 'No token of this sample was predicted by a measured step.'));
+}
+
+/** Build the pieces of a part anew from one on; of the completion, or before any of it is there. */
+function extendText(part, from) {
+  const pieces = current().pieces[part];
+  if (!pieces.length) return;
+  const place = byId('tokens');
+  place.querySelector('.empty')?.remove();
+  const box = place.querySelector(`.part.${part}`) || place.appendChild(partBox(part));
+  // The heading comes first.
+  while (box.childElementCount > from + 1) {
+    if (shown.length && shown[shown.length - 1].node === box.lastChild) ofStep.length = shown.pop().first;
+    box.lastChild.remove();
   }
-  if (!shown.length) place.append(element('p', 'empty', 'No token of this sample was predicted by a measured step.'));
-  else shown[0].node.tabIndex = 0;
+  for (const piece of pieces.slice(from)) box.append(tokenNode(...piece));
+  if (shown.length && !shown.some(({ node }) => node.tabIndex === 0)) shown[0].node.tabIndex = 0;
+}
+
+function partBox(part) {
+  const box = element('div', `part ${part}`);
+  box.setAttribute('role', 'group');
+  box.setAttribute('aria-label', part === 'prompt' ? 'Prompt' : 'Completion');
+  const title = element('b', '', part === 'prompt' ? 'Prompt' : 'Completion');
+  title.setAttribute('aria-hidden', 'true');
+  box.append(title);
+  return box;
 }
 
 function tokenNode(text, first, count, inText) {

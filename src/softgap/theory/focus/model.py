@@ -27,6 +27,7 @@ from softgap.theory.focus.interventions import Effect
 from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
 from softgap.theory.focus.road import Milestone
 from softgap.theory.intervals import Estimate, rank_correlation
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
 
@@ -153,8 +154,8 @@ class Failure:
     with_skewness: Estimate
 
 
-@dataclass(frozen=True, eq=False)
-class ModelFocus:
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelFocus(Displayed):
     """What the focus lab found in a model; ``focus_without`` is S of softmax with the first key left out, per head."""
 
     claims: tuple[Claim, ...]

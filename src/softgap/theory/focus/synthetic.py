@@ -21,6 +21,7 @@ from softgap.theory.focus.concentration import row_sparsity, with_weights
 from softgap.theory.focus.finite import finite_sparsity, simulate_sparsity
 from softgap.theory.focus.reference import quadrature_sparsity, sample_mean
 from softgap.theory.focus.road import Milestone, feature_road
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Check", "FiniteValue", "FocusFindings", "Ranks", "SeparationFocus", "focus_lab"]
 
@@ -101,8 +102,8 @@ class SeparationFocus:
     softmax_other: float
 
 
-@dataclass(frozen=True, eq=False)
-class FocusFindings:
+@dataclass(frozen=True, eq=False, repr=False)
+class FocusFindings(Displayed):
     """What the synthetic focus lab found."""
 
     claims: tuple[Claim, ...]

@@ -21,6 +21,7 @@ from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
 from softgap.theory.injectivity.model_claims import model_claims
 from softgap.theory.intervals import Estimate, cluster_interval, rank_correlation, weighted_mean
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Correlation", "ModelInjectivity", "comparable", "injectivity_in_model"]
 
@@ -44,8 +45,8 @@ class Correlation:
     at_equal_focus: Estimate
 
 
-@dataclass(frozen=True, eq=False)
-class ModelInjectivity:
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelInjectivity(Displayed):
     """What the lab found in a model; arrays are [layer, head].
 
     Attributes

@@ -34,6 +34,7 @@ from softgap.theory.injectivity.margins import (
     weight_margin_sweep,
 )
 from softgap.theory.injectivity.synthetic_claims import synthetic_claims
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Injectivity", "InlineShown", "injectivity_lab", "searchable"]
 
@@ -52,8 +53,8 @@ class InlineShown:
     relu: Collision
 
 
-@dataclass(frozen=True, eq=False)
-class Injectivity:
+@dataclass(frozen=True, eq=False, repr=False)
+class Injectivity(Displayed):
     """What the lab found on synthetic keys.
 
     Attributes

@@ -21,6 +21,7 @@ from softgap.theory.intervals import Estimate, cluster_interval, ratio
 from softgap.theory.position.claims import position_claims
 from softgap.theory.position.drift import TERMS, LayerSeries, layer_series, synthetic_layer
 from softgap.theory.position.trends import Slopes, log_slopes
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Correction", "MechanismTrend", "Position", "fixed_maps", "position_in_model", "position_lab"]
 
@@ -101,8 +102,8 @@ class MechanismTrend:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class Position:
+@dataclass(frozen=True, eq=False, repr=False)
+class Position(Displayed):
     """What the lab found; ``profiles`` are means over heads by position, [mechanism and uniform and P, step]."""
 
     trends: tuple[MechanismTrend, ...]

@@ -15,6 +15,7 @@ from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phas
 from softgap.theory.separation.probe import Ablation, Probe, normaliser_ablation, probe_outputs
 from softgap.theory.separation.trained import Trained
 from softgap.theory.separation.trials import Trial, named, trials
+from softgap.trajectories.display import Displayed
 
 __all__ = ["Scaled", "Separation", "separation_lab"]
 
@@ -36,8 +37,8 @@ class Scaled:
     trials: tuple[Trial, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Separation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Separation(Displayed):
     """What the lab found.
 
     Attributes

@@ -1,0 +1,218 @@
+"""The runs of a server: a queue, one worker, and what happened in each, kept for whoever asks again.
+
+A run belongs to the server, not to the page that asked for it: pages come and go, and read the events of a run from
+the beginning or from where they had stopped. Events are numbered over all runs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from softgap.errors import SoftgapError, UnsupportedError, unknown_name
+from softgap.report.dynamics import dynamics
+from softgap.report.live.limits import Limits
+from softgap.report.live.studies import Studies
+from softgap.report.live.wishes import Wish
+from softgap.report.live.writer import Writer
+from softgap.report.words import about
+from softgap.trajectories.names import slug
+
+__all__ = ["Event", "LiveRun", "Queue", "TooManyError"]
+
+State = Literal["waiting", "running", "finishing", "finished", "stopped", "failed"]
+OVER = ("finished", "stopped", "failed")
+
+
+class TooManyError(UnsupportedError):
+    """The queue is full."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run; ``data`` is JSON on one line."""
+
+    number: int
+    kind: str
+    data: str
+
+
+@dataclass(eq=False)
+class LiveRun:
+    """One generation, from the queue to the folder of studies.
+
+    Attributes
+    ----------
+    run_id
+        Also the name of its study.
+    steps
+        Tokens so far.
+    reason
+        What went wrong, for people.
+    saved
+        Whether the study is in the folder.
+    """
+
+    run_id: str
+    wish: Wish
+    state: State = "waiting"
+    steps: int = 0
+    reason: str = ""
+    saved: bool = False
+    asked_to_stop: bool = False
+    events: list[Event] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a list of runs shows it."""
+        return {
+            "id": self.run_id,
+            "state": self.state,
+            "steps": self.steps,
+            "reason": self.reason,
+            "saved": self.saved,
+            **self.wish.to_json(),
+        }
+
+
+class Queue:
+    """All runs, the oldest first, and the thread that works them off one by one."""
+
+    def __init__(self, writer: Writer, studies: Studies, limits: Limits, changed: Callable[[], None]) -> None:
+        self._writer = writer
+        self._studies = studies
+        self._limits = limits
+        self._changed = changed
+        self._runs: dict[str, LiveRun] = {}
+        self._number = 0
+        self._version = 0
+        self._closing = False
+        self._lock = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="softgap-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def close(self, seconds: float = 20.0) -> None:
+        """Stop the run under way, keep what it has, and let no other begin."""
+        with self._lock:
+            self._closing = True
+            for run in self._runs.values():
+                run.asked_to_stop = True
+            self._lock.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def add(self, wishes: Sequence[Wish]) -> list[str]:
+        """Put runs at the end of the queue, all of them or none; their names."""
+        with self._lock:
+            waiting = sum(run.state == "waiting" for run in self._runs.values())
+            if waiting + len(wishes) > self._limits.queue:
+                raise TooManyError(
+                    f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for one to end, or stop it"
+                )
+            added = []
+            for wish in wishes:
+                run = LiveRun(self._studies.new_name(slug(wish.prompt), self._runs), wish)
+                self._runs[run.run_id] = run
+                added.append(run.run_id)
+            self._forget()
+            self._lock.notify_all()
+        self._note()
+        return added
+
+    def stop(self, run_id: str) -> None:
+        """End a run after its present token, or take it out of the queue."""
+        with self._lock:
+            run = self.run(run_id)
+            run.asked_to_stop = True
+            if run.state == "waiting":
+                self._end(run, "stopped", {})
+        self._note()
+
+    def run(self, run_id: str) -> LiveRun:
+        """The run of this name."""
+        found = self._runs.get(run_id)
+        if found is None:
+            raise unknown_name("run", run_id, self._runs)
+        return found
+
+    def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
+        """A number that changes with the list of runs, and the list."""
+        with self._lock:
+            return self._version, [run.to_json() for run in self._runs.values()]
+
+    def events(self, run_ids: Iterable[str], after: int) -> list[tuple[str, Event]]:
+        """What happened in some runs after the event of a number, in order."""
+        with self._lock:
+            runs = [self._runs[run_id] for run_id in dict.fromkeys(run_ids) if run_id in self._runs]
+            found = [(run.run_id, event) for run in runs for event in _later(run.events, after)]
+        return sorted(found, key=lambda pair: pair[1].number)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._closing or self._next() is not None)
+                run = self._next()
+                if self._closing or run is None:
+                    return
+                run.state = "running"
+            self._note()
+            try:
+                self._write(run)
+            except SoftgapError as error:
+                self._end(run, "failed", {}, str(error))
+            except Exception as error:  # whatever happens in one run, the server goes on
+                self._end(run, "failed", {}, f"{type(error).__name__}: {error}; this is a defect of softgap")
+            self._note()
+
+    def _write(self, run: LiveRun) -> None:
+        def tell(kind: str, values: Mapping[str, Any]) -> None:
+            with self._lock:
+                run.steps += kind == "step"
+                self._add(run, kind, values)
+            self._note()
+
+        measured = self._writer.write(run.wish, tell, lambda: run.asked_to_stop)
+        with self._lock:
+            run.state = "finishing"
+        self._note()
+        study = self._studies.save(run.run_id, measured)
+        run.saved = True
+        early = run.asked_to_stop and measured.n_steps < run.wish.max_new_tokens
+        found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
+        found["about"] = about(study, measured, 1, (), whole=True)
+        self._end(run, "stopped" if early else "finished", found)
+
+    def _end(self, run: LiveRun, state: State, values: Mapping[str, Any], reason: str = "") -> None:
+        with self._lock:
+            run.state, run.reason = state, reason
+            self._add(run, "end", {"state": state, "reason": reason, "saved": run.saved, **values})
+
+    def _add(self, run: LiveRun, kind: str, values: Mapping[str, Any]) -> None:
+        self._number += 1
+        data = json.dumps({"run": run.run_id, **values}, allow_nan=False, separators=(",", ":"))
+        run.events.append(Event(self._number, kind, data))
+
+    def _next(self) -> LiveRun | None:
+        return next((run for run in self._runs.values() if run.state == "waiting"), None)
+
+    def _forget(self) -> None:
+        """Let go of the oldest runs that are over."""
+        over = [run.run_id for run in self._runs.values() if run.state in OVER]
+        for run_id in over[: max(0, len(self._runs) - self._limits.kept)]:
+            del self._runs[run_id]
+
+    def _note(self) -> None:
+        with self._lock:
+            self._version += 1
+        self._changed()
+
+
+def _later(events: Sequence[Event], after: int) -> Sequence[Event]:
+    if not events or events[-1].number <= after:
+        return ()
+    return [event for event in events if event.number > after]

@@ -1,0 +1,116 @@
+"""Listening: an address that is free, and a server on it until somebody ends it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from softgap.errors import UnsupportedError, ValueInputError
+from softgap.probe.models import Loaded
+from softgap.report.live.limits import Limits
+
+__all__ = ["bound", "require_server", "serve"]
+
+_LATE_SECONDS = 3
+
+
+def require_server() -> None:
+    """Refuse early where the packages of the extra are missing."""
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the live explorer needs the package {error.name}; install it with: pip install 'softgap[serve]'"
+        ) from error
+    del starlette, uvicorn
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at this address; port 0 takes any that is free."""
+    if not 0 <= port <= 65535:
+        raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 takes any that is free")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            # Before the model is loaded, so that nobody else takes the port meanwhile.
+            listening.listen()
+        except OSError:
+            listening.close()
+            raise
+    except socket.gaierror as error:
+        raise UnsupportedError(
+            f"'{host}' is no address of this machine ({error.strerror}); leave --host out"
+        ) from error
+    except OSError as error:
+        remedy = "leave --port out to take one that is free" if port else "leave --host out"
+        raise UnsupportedError(f"cannot listen at {host}:{port}: {error.strerror or error}; {remedy}") from error
+    return listening
+
+
+def serve(
+    load: Callable[[], Loaded],
+    studies: str | Path = "runs",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: Limits | None = None,
+    started: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve the live explorer of a model until it is interrupted.
+
+    Parameters
+    ----------
+    load
+        Gives the model and its tokenizer, once the address is known to be free.
+    studies
+        Folder that runs are saved to and studies are opened from.
+    host, port
+        Where to listen; port 0 takes one that is free.
+    started
+        Called with the address once pages can be opened.
+    """
+    require_server()
+    import uvicorn
+
+    from softgap.report.live.app import create_app
+    from softgap.report.live.guard import allowed_names
+    from softgap.report.live.studies import Studies
+    from softgap.report.live.writer import Writer
+
+    limits = limits or Limits()
+    folder = Studies.at(Path(studies).expanduser(), limits)
+    with bound(host, port) as listening:
+        writer = Writer.of(load())
+        names = allowed_names(host, socket.gethostname())
+        server: uvicorn.Server | None = None
+        app = create_app(
+            writer,
+            folder,
+            limits,
+            names,
+            started=lambda: started(_address(host, listening)),
+            closing=lambda: server is not None and server.should_exit,
+        )
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            limit_concurrency=limits.connections,
+            timeout_graceful_shutdown=_LATE_SECONDS,
+        )
+        server = uvicorn.Server(config)
+        server.run(sockets=[listening])
+
+
+def _address(host: str, listening: socket.socket) -> str:
+    port = listening.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}/"

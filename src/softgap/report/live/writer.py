@@ -1,0 +1,176 @@
+"""The model of a server: one generation after the other, told step by step."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from softgap.attention import mechanisms
+from softgap.errors import SoftgapError, ValueInputError
+from softgap.probe import Step, generate, read_ids
+from softgap.probe.calibrations import default_mechanisms
+from softgap.probe.capture import check_lengths, prompt_ids
+from softgap.probe.models import Loaded
+from softgap.probe.recording import ready
+from softgap.report.chosen import array_keys
+from softgap.report.live.limits import Limits
+from softgap.report.live.wishes import CONTROL, Wish
+from softgap.report.samples import array_of, part_pieces, pieces_of, rounded
+from softgap.trajectories import QUANTITIES, Trajectories
+
+__all__ = ["Writer"]
+
+# Told with the name of an event and its plain values.
+Tell = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """A loaded model, what is known of its heads, and what they can be compared with.
+
+    Attributes
+    ----------
+    layout
+        A reading of two tokens: which layers and heads there are.
+    mechanisms
+        That can be computed for this model.
+    chosen
+        Those of them that are measured unless a visitor asks for others.
+    """
+
+    model: Any
+    tokenizer: Any
+    layout: Trajectories
+    mechanisms: tuple[str, ...]
+    chosen: tuple[str, ...]
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Writer:
+        """Look at a model once."""
+        model, tokenizer = loaded
+        layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)])[0]
+        at_hand = tuple(name for name in mechanisms() if name not in ("softmax", CONTROL) and _is_ready(name, model))
+        return cls(model, tokenizer, layout, at_hand, tuple(n for n in default_mechanisms(model) if n != CONTROL))
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return str(self.model.name_or_path)
+
+    def check(self, wish: Wish, limits: Limits) -> None:
+        """Refuse a prompt that is too long, for the server or for the model's context."""
+        # A tokenizer must not be asked twice at the same time.
+        with self._reading:
+            ids = prompt_ids(self.tokenizer, wish.prompt, None)
+        if len(ids) > limits.prompt_tokens:
+            raise ValueInputError(
+                f"a prompt may have {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
+                "softgap run"
+            )
+        check_lengths(self.model, [ids], wish.max_new_tokens)
+
+    def write(self, wish: Wish, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+        """Generate, and tell ``begin`` once and ``step`` for every token, with the numbers that the run will have."""
+        settings: dict[str, Any] = {"do_sample": False}
+        if wish.temperature is not None:
+            settings = {"do_sample": True, "temperature": wish.temperature}
+        return generate(
+            self.model,
+            self.tokenizer,
+            wish.prompt,
+            wish.max_new_tokens,
+            mechanisms=wish.mechanisms,
+            seed=None if wish.temperature is None else wish.seed,
+            listener=_Listener(wish, self.tokenizer, tell),
+            stop=stop,
+            **settings,
+        )
+
+
+class _Listener:
+    """Makes events of steps; holds what it has to know from one to the next."""
+
+    def __init__(self, wish: Wish, tokenizer: Any, tell: Tell) -> None:
+        self._wish = wish
+        self._tokenizer = tokenizer
+        self._tell = tell
+        self._ids: list[int] = []
+        self._tokens: list[str] = []
+        self._pieces: list[list[Any]] = []
+        self._keys: tuple[str, ...] = ()
+        self._real: np.ndarray = np.zeros(0)
+        self._offset = self._position = 0
+
+    def __call__(self, step: Step) -> None:
+        if step.index == 0:
+            self._begin(step.so_far()[0])
+        self._ids.append(int(step.token_ids[0]))
+        self._tokens.append(str(self._tokenizer.decode(self._ids[-1:])))
+        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        pieces = part_pieces(text, self._tokens, self._offset)
+        # A token may complete a character or show a space that the ones before hid: from there on the text is new.
+        same = next((i for i, pair in enumerate(zip(pieces, self._pieces, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(pieces), len(self._pieces)) if same is None else same
+        self._pieces = pieces
+        values = [_of_step(step, key, self._wish.mechanisms)[self._real] for key in self._keys]
+        self._tell(
+            "step",
+            {
+                "step": self._offset + step.index,
+                "token": self._tokens[-1],
+                "position": self._position + step.index,
+                "logprob": rounded(step.logprob)[0],
+                "entropy": rounded(step.entropy)[0],
+                "from": same,
+                "pieces": pieces[same:],
+                "values": _encoded(np.stack(values)),
+            },
+        )
+
+    def _begin(self, run: Trajectories) -> None:
+        run = replace(run, prompt_text=self._wish.prompt)
+        self._keys = array_keys(run)
+        self._real = run.kv_group >= 0
+        prompt = run.prompt
+        self._offset = 0 if prompt is None else prompt.n_steps
+        self._position = int(run.positions[0])
+        scores = {} if prompt is None else {"logprob": rounded(prompt.logprob), "entropy": rounded(prompt.entropy)}
+        arrays = {} if prompt is None else {key: _encoded(array_of(prompt, key)[self._real]) for key in self._keys}
+        self._tell(
+            "begin",
+            {
+                "promptSteps": self._offset,
+                "promptTokens": run.n_prompt,
+                "steps": self._offset + self._wish.max_new_tokens,
+                "pieces": pieces_of(run)["prompt"],
+                "tokens": [] if prompt is None else list(prompt.tokens),
+                "positions": [] if prompt is None else prompt.positions.tolist(),
+                "arrays": arrays,
+                **{"logprob": [], "entropy": [], **scores},
+            },
+        )
+
+
+def _of_step(step: Step, key: str, names: Sequence[str]) -> np.ndarray:
+    quantity, _, mechanism = key.partition("/")
+    values: np.ndarray = step.quantities[QUANTITIES.index(quantity), names.index(mechanism), :, 0]
+    return values
+
+
+def _encoded(values: np.ndarray) -> str:
+    """Exactly as measured: float32, little-endian, in base64."""
+    return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
+
+
+def _is_ready(name: str, model: Any) -> bool:
+    try:
+        ready(name, model)
+    except SoftgapError:
+        return False
+    return True
