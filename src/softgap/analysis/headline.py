@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from softgap.trajectories import Trajectories
 
-__all__ = ["GapSums", "Headline", "gap_sums", "headline"]
+__all__ = ["UNKNOWN", "GapSums", "Headline", "gap_sums", "headline"]
 
 FITTED, CONTROL, CLASSICAL = "fitted", "uniform", "elu1"
 FIRST, BLOCK, FEWEST = 64, 16, 32
@@ -23,6 +23,11 @@ RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
 NAMED = 3
+UNKNOWN = (
+    "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
+    "'softgap calibrate'."
+)
+"""What to say where no fitted map was measured."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from softgap.analysis.headline import UNKNOWN
 from softgap.cli._colour import colourful, harmless, on_shade, ramp
 from softgap.cli._heatmap import heat_map
 from softgap.cli._summary import HeadMean, Summary, mean, merged, summarise
@@ -72,12 +73,7 @@ def _headline(console: Console, summary: Summary, manifest: Manifest, samples: i
 def _first_sentence(summary: Summary) -> Text:
     """The one number that matters most, or how to get it."""
     found = summary.headline
-    if found is not None:
-        return Text(found.sentence)
-    return Text(
-        "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
-        "'softgap calibrate'."
-    )
+    return Text(UNKNOWN if found is None else found.sentence)
 
 
 def _text(console: Console, run: Trajectories) -> Text:

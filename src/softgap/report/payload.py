@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from softgap import __version__
+from softgap.analysis.headline import UNKNOWN, GapSums, gap_sums, headline
 from softgap.errors import StoreError, ValueInputError
 from softgap.report.chosen import Chosen, array_keys, choose
 from softgap.report.columns import Column
@@ -77,7 +78,7 @@ def payload(
         arrays.append(packed)
         return len(arrays) - 1
 
-    groups, lines = Groups(), []
+    groups, lines, gaps = Groups(), [], []
     for i, run in enumerate(study):
         tell("reading the study", i / len(study))
         _check_alike(run, first)
@@ -86,8 +87,10 @@ def payload(
         entry = line(run, means)
         entry["data"] = carried(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
         lines.append(entry)
+        gaps.append(gap_sums(run))
     document = {
         **_frame(study, first, chosen),
+        "headline": _headline(gaps, first),
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
@@ -95,6 +98,15 @@ def payload(
         "shapes": [[array.rows, array.columns] for array in arrays],
     }
     return Payload(document, tuple(arrays), tuple(findings))
+
+
+def _headline(gaps: Sequence[GapSums | None], first: Trajectories) -> str:
+    """The sentence that the page opens with."""
+    measured = [gap for gap in gaps if gap is not None]
+    if not measured:
+        return UNKNOWN
+    found = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
+    return "" if found is None else found.sentence
 
 
 def _first(study: Study) -> Trajectories:

@@ -67,6 +67,8 @@ function drawFacts() {
   const one = samples.length === 1;
   const parts = [PAYLOAD.model, one ? '' : plural(samples.length, 'sample'), `${layers.length} layers`, plural(HEADS.length, 'head')];
   byId('subject').textContent = parts.filter(Boolean).join(' · ');
+  byId('headline').textContent = PAYLOAD.headline || '';
+  byId('headline').hidden = !PAYLOAD.headline;
   const steps = samples.reduce((total, sample) => total + sample.steps, 0);
   const mean = (at) => d3.mean(samples, (sample) => sample.divergence[at] ?? undefined);
   const facts = [
