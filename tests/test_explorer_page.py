@@ -308,7 +308,7 @@ def test_charts_are_saved_as_pictures(page: Page, chart: str) -> None:
 def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> None:
     plain = story(mechanisms=("elu1", "uniform"))
     quantities = {name: np.concatenate([values, 0.2 * values[1:]]) for name, values in plain.quantities.items()}
-    names = {"elu1": {}, "uniform": {}, "fitted": {}}
+    names: dict[str, dict[str, object]] = {"elu1": {}, "uniform": {}, "fitted": {}}
     fitted = replace(
         plain,
         mechanisms=tuple(names),
