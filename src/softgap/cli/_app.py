@@ -16,6 +16,7 @@ from softgap.cli.models import models_command
 from softgap.cli.read import read_command
 from softgap.cli.report import report_command
 from softgap.cli.run import run_command
+from softgap.cli.study import study
 
 __all__ = ["app"]
 
@@ -34,6 +35,7 @@ app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity
 app.command("models", epilog="Example: softgap models --json")(models_command)
 app.command("mechanisms", epilog="Example: softgap mechanisms --measure")(mechanisms_command)
 app.add_typer(lab)
+app.add_typer(study)
 
 
 def _show_version(wanted: bool) -> None:
