@@ -9,6 +9,7 @@ import typer
 from softgap.cli import _output
 from softgap.cli.analyze import analyze_command
 from softgap.cli.calibrate import calibrate_command
+from softgap.cli.compare import compare_command
 from softgap.cli.doctor import doctor_command
 from softgap.cli.lab import lab
 from softgap.cli.mechanisms import mechanisms_command
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("run", epilog='Example: softgap run "Tell me a story about a fox." --max-new-tokens 64')(run_command)
 app.command("read", epilog="Example: softgap read letter.txt --mechanism taylor2 --out runs/letter")(read_command)
 app.command("analyze", epilog="Example: softgap analyze runs/letter --transform diff --order 4")(analyze_command)
+app.command("compare", epilog="Example: softgap compare runs/lookup --by label --stratum difficulty")(compare_command)
 app.command("calibrate", epilog="Example: softgap calibrate --text book.txt --minutes 5")(calibrate_command)
 app.command("report", epilog="Example: softgap report runs/letter --out letter.html --open")(report_command)
 app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)

@@ -13,7 +13,7 @@ from softgap.report.files import written_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "new_figure", "require_matplotlib", "save_figure"]
+__all__ = ["PICTURES", "new_figure", "require_matplotlib", "save_figure", "write_figure"]
 
 PICTURES = (".png", ".svg")
 
@@ -36,16 +36,21 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure, as its path ends."""
-    import matplotlib
-
     target = Path(path)
     ending = target.suffix.lower()
     if ending not in PICTURES:
         raise ValueInputError(f"a picture must end in .png or .svg, got '{target.name}'; choose one of them")
     content = io.BytesIO()
-    metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
-        figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
+    write_figure(figure, content, ending[1:])
     with written_whole(target) as partial:
         partial.write_bytes(content.getvalue())
     return target
+
+
+def write_figure(figure: Figure, content: io.BytesIO, ending: str) -> None:
+    """Draw a figure as "png" or "svg" into memory."""
+    import matplotlib
+
+    metadata: dict[str, Any] = {"Date": None} if ending == "svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
+        figure.savefig(content, format=ending, dpi=150, metadata=metadata)

@@ -137,7 +137,7 @@ def _statements(rng: np.random.Generator, level: int, number: int) -> dict[str, 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        "lookup": Task(_lookup, (4, 8, 16, 32), "the number of pairs", "contains", 16, len(_WORDS)),
+        "lookup": Task(_lookup, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(_WORDS)),
         "arithmetic": Task(_arithmetic, (1, 2, 3), "the number of digits", "numeric", 16, 9),
         "copying": Task(_copying, (4, 8, 16, 32), "the number of words", "contains", 96, 512),
         "statements": Task(_statements, (1,), "always 1", "choice", 8, 1),
