@@ -21,7 +21,7 @@ UNITS = 270
 
 
 def test_planted_effects_are_found_in_the_right_heads_and_no_others(tmp_path: Path) -> None:
-    x, labels = planted(3, 400, UNITS, {5: 1.2, 60: 1.2, 133: -1.2, 200: 1.2, 266: -1.2})
+    x, labels = planted(3, 300, UNITS, {5: 1.2, 60: 1.2, 133: -1.2, 200: 1.2, 266: -1.2})
     study = simulated_study(tmp_path / "a", x, named(labels))
     found = compare_study(str(study), replace(QUICK, first="wrong", margin=0.7))
     assert found.verdict.outcome == "separated"
@@ -37,7 +37,7 @@ def test_planted_effects_are_found_in_the_right_heads_and_no_others(tmp_path: Pa
 
 
 def test_a_pure_length_confound_is_separated_before_matching_and_not_after(tmp_path: Path) -> None:
-    x, labels, length = length_confound(4, 500, 30, slope=0.8)
+    x, labels, length = length_confound(4, 400, 30, slope=0.8)
     study = simulated_study(tmp_path / "a", x, named(labels), lengths=[int(n) // 4 + 2 for n in length])
     before = compare_study(str(study), replace(QUICK, match=(), margin=0.6))
     after = compare_study(str(study), replace(QUICK, match=("length",), margin=0.6))
@@ -197,5 +197,5 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, change: dict[str, objec
 
 def test_features_that_never_vary_are_said(tmp_path: Path) -> None:
     study = simulated_study(tmp_path / "a", np.zeros((12, 30)), ["a", "b"] * 6)
-    with pytest.raises(SoftgapError, match="^every feature is the same in all samples, so that there is nothing to"):
+    with pytest.raises(SoftgapError, match=r"^every feature is the same in all samples, so that there is nothing to"):
         compare_study(str(study), QUICK)

@@ -190,7 +190,12 @@ def _frame(study: Study, plan: ComparisonPlan) -> pd.DataFrame:
         if name not in frame.columns:
             frame[name] = [row.get(name) for row in rows]
     column = "positions" if plan.part == "completion" else "prompt_positions"
-    frame["steps"] = [0 if steps is None else len(steps) for steps in frame[column]]
+    missing = frame["sample_id"][frame[column].isna()].tolist()
+    if missing:
+        raise ValueInputError(
+            f"part 'prompt' needs the steps of the prompts, got sample '{missing[0]}' without; use part 'completion'"
+        )
+    frame["steps"] = [len(steps) for steps in frame[column]]
     return frame
 
 

@@ -144,7 +144,7 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tup
 
 def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: ComparisonPlan, control: bool) -> np.ndarray:
     def taken(name: str) -> np.ndarray:
-        return run.quantities[plan.quantity][run.mechanisms.index(name)][real].astype(np.float64)
+        return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
 
     series = taken(mechanism) - taken(_CONTROLLER) if control else taken(mechanism)
     bad = ~np.isfinite(series)
@@ -232,6 +232,5 @@ def _collapsed(
     """Means over the heads that share a key-value head."""
     places, codes = np.unique(np.stack([layer, group]), axis=1, return_inverse=True)
     codes = codes.reshape(-1)
-    sums = np.zeros((*values.shape[:2], places.shape[1]))
-    np.add.at(sums, (slice(None), slice(None), codes), values)
-    return sums / np.bincount(codes), places[0].astype(np.int64), places[1].astype(np.int64)
+    belongs = codes[:, None] == np.arange(places.shape[1])
+    return values @ (belongs / belongs.sum(axis=0)), places[0].astype(np.int64), places[1].astype(np.int64)

@@ -43,7 +43,7 @@ class Tried:
             self.add("plan", hash=plan.hash, source=source, plan=plan.to_json())
 
     def status(self, plan: ComparisonPlan, *, from_file: bool) -> str:
-        """ "planned", or "exploratory" with the reason."""
+        """Whether it was "planned", or "exploratory" with the reason."""
         if not from_file:
             return "exploratory: no plan was written down before the labels were read"
         for entry in self.entries:
@@ -85,8 +85,8 @@ class Tried:
         known = self._of("opened")
         if known:
             raise ValueInputError(
-                f"confirmation samples are opened once, and those of this study were on {known[0]['time']}; measure new "
-                "samples"
+                f"confirmation samples are opened once, and those of this study were on {known[0]['time']}; "
+                "measure new samples"
             )
         self.add("opened", hash=split.hash)
 
