@@ -74,6 +74,10 @@ def compare_command(
     permutations: Annotated[
         int | None, typer.Option(min=19, help="Relabellings; 4999 by default.", show_default=False)
     ] = None,
+    refits: Annotated[
+        int | None,
+        typer.Option(min=19, help="Permutations with heads selected anew; 199 by default.", show_default=False),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of relabellings and intervals.", show_default=False)] = None,
     out: Annotated[
         str | None,
@@ -86,7 +90,7 @@ def compare_command(
         "by": by, "between": between, "first": first, "mechanisms": mechanism, "features": feature,
         "transforms": transform, "orders": order, "segments": segment, "part": part, "collapse": collapse,
         "match": match, "strata": stratum, "margin": margin, "confirm": confirm, "min_steps": min_steps,
-        "permutations": permutations, "seed": seed,
+        "permutations": permutations, "refits": refits, "seed": seed,
     }  # fmt: skip
     decided = _plan(plan, {name: value for name, value in given.items() if value not in (None, [])})
     findings = _compared(study, decided, plan, second, open_confirmation)
