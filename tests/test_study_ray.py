@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -39,6 +40,9 @@ def free_port() -> int:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A head node with two processors; ports are given, since a busy machine is slow to tell those it chose."""
+    # A token of this cluster's own, which head, workers and driver share; made up here and gone with the test.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     pytest.importorskip("ray")
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker = tmp_path / "marker"
@@ -57,7 +61,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         )
     }
     given = [f"--{name}={port}" for name, port in ports.items()]
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=2", *given]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", *given]
     command += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
     environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(marker)}
     with (tmp_path / "ray.log").open("w") as log:

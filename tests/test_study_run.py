@@ -91,7 +91,7 @@ def test_a_killed_study_goes_on_and_equals_an_unbroken_one(folder: Path, here: P
     (here / "slow.py").write_text(
         "import time\ndef judge(answer, fields):\n    time.sleep(0.05)\n    return len(answer) % 2 == 0\n"
     )
-    command = [SCRIPT, "study", "run", "p.jsonl", "--model", str(folder), *OPTIONS, "--score", "slow:judge"]
+    command = [str(SCRIPT), "study", "run", "p.jsonl", "--model", str(folder), *OPTIONS, "--score", "slow:judge"]
     command += ["--seed", "3", "--out"]
     started = subprocess.Popen([*command, "killed"], cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     samples = here / "killed" / "samples"
