@@ -22,6 +22,7 @@ def simulated_study(
     lengths: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
+    scatter: float = 0.1,
     seed: int = 0,
 ) -> Path:
     """A study whose samples have these mean divergences [sample, layer * head] around which the steps scatter."""
@@ -35,7 +36,7 @@ def simulated_study(
         for start in range(0, samples, 50):
             runs = []
             for i in range(start, min(samples, start + 50)):
-                noise = rng.standard_normal((1, *shape, steps[i])) * 0.1
+                noise = rng.standard_normal((1, *shape, steps[i])) * scatter
                 values = means[i].reshape(1, *shape, 1) + noise - noise.mean(axis=-1, keepdims=True)
                 values = values.astype(np.float32)
                 runs.append(

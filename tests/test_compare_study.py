@@ -196,6 +196,6 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, change: dict[str, objec
 
 
 def test_features_that_never_vary_are_said(tmp_path: Path) -> None:
-    study = simulated_study(tmp_path / "a", np.zeros((12, 30)), ["a", "b"] * 6)
+    study = simulated_study(tmp_path / "a", np.full((12, 30), 0.5), ["a", "b"] * 6, scatter=0)
     with pytest.raises(SoftgapError, match=r"^every feature is the same in all samples, so that there is nothing to"):
         compare_study(str(study), QUICK)
