@@ -31,6 +31,12 @@ PLAN = ComparisonPlan(
     margin=0.8,
 )
 
+# How this plan came about, which no log of this study knows.
+_PILOT = (
+    "Difficulties and plan were settled after a pilot of 32 prompts with 4 to 32 pairs had been looked at, 8 of which "
+    "are among these; no samples were kept back for confirmation."
+)
+
 
 def main() -> None:
     """Run the study, compare, and write the section."""
@@ -96,8 +102,8 @@ def _section(findings: ComparisonFindings, right: dict[int, tuple[int, int]], ar
         f"`python benchmarks/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
         f"with four-digit codes and asks for one of them; the answer counts as right if it holds the code. "
         f"{sizes[1]} answers are {groups[1]} and {sizes[0]} {groups[0]} ({levels}; {failed} samples failed).\n\n"
-        f"**{findings.verdict.sentence}** The analysis was {findings.status}. The family is mean and slope of the "
-        f"divergence of elu1 and uniform over the answer in {document['family']['heads']} heads: "
+        f"**{findings.verdict.sentence}** The analysis was {findings.status}. {_PILOT} The family is mean and slope "
+        f"of the divergence of elu1 and uniform over the answer in {document['family']['heads']} heads: "
         f"{document['family']['units']:,} units. Effects are {groups[0]} minus {groups[1]}.{impossible}\n\n"
         "| comparison | convincing | p for any difference | units found | finds effects from | none larger than |\n"
         f"|---|---|---|---|---|---|\n{steps}\n\n"
