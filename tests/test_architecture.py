@@ -42,7 +42,7 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "trajectories", "signal", "stats"}
+WITHOUT_TORCH = {"errors", "trajectories", "signal", "stats", "tasks"}
 WITH_TRANSFORMERS = {"probe"}
 
 
@@ -254,7 +254,7 @@ def test_surfaces_that_differ_are_found(tmp_path: Path, text: str, violation: st
     assert surface_violations(tree) == [violation]
 
 
-@pytest.mark.parametrize("room", ["signal", "stats"])
+@pytest.mark.parametrize("room", ["signal", "stats", "tasks"])
 def test_rooms_import_with_torch_absent(room: str) -> None:
     assert import_error(SOURCE, f"import softgap.{room}", absent=("torch", "transformers")) == ""
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         report,
         signal,
         stats,
+        study,
+        tasks,
         theory,
         trajectories,
     )
@@ -61,6 +63,8 @@ __all__ = [
     "report",
     "signal",
     "stats",
+    "study",
+    "tasks",
     "theory",
     "trajectories",
 ]
@@ -75,6 +79,8 @@ _ROOMS = (
     "report",
     "signal",
     "stats",
+    "study",
+    "tasks",
     "theory",
     "trajectories",
 )

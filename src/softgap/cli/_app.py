@@ -10,6 +10,7 @@ import typer
 from softgap.cli import _output
 from softgap.cli.analyze import analyze_command
 from softgap.cli.calibrate import calibrate_command
+from softgap.cli.compare import compare_command
 from softgap.cli.doctor import doctor_command
 from softgap.cli.lab import lab
 from softgap.cli.mechanisms import mechanisms_command
@@ -18,6 +19,7 @@ from softgap.cli.read import read_command
 from softgap.cli.report import report_command
 from softgap.cli.run import run_command
 from softgap.cli.serve import serve_command
+from softgap.cli.study import study
 
 __all__ = ["app"]
 
@@ -39,6 +41,7 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
         ("report", report_command, "runs/letter --out letter.html --open"),
         ("serve", serve_command, "--model smollm2-135m --open"),
         ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
+        ("compare", compare_command, "runs/lookup --by label --stratum difficulty"),
     ),
     "Look up": (
         ("models", models_command, "--json"),
@@ -48,6 +51,7 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
 for _panel, _listed in _COMMANDS.items():
     for _name, _function, _example in _listed:
         app.command(_name, rich_help_panel=_panel, epilog=f"Example: softgap {_name} {_example}")(_function)
+app.add_typer(study, rich_help_panel="Measure")
 app.add_typer(lab, rich_help_panel="Understand")
 
 

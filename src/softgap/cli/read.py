@@ -12,12 +12,14 @@ import typer
 from softgap.cli._options import Attn, Device, DropSinks, Dtype, Focus, Json, Mechanisms, Model, Out, Overwrite
 from softgap.cli._present import present_run, present_study
 from softgap.cli._task import Task, default_out, with_control
-from softgap.cli._texts import Sample, given_text, json_lines, plain_text
+from softgap.cli._texts import given_text, plain_text
 from softgap.errors import ValueInputError
+from softgap.tasks.json_lines import json_prompts
 
 if TYPE_CHECKING:
     from softgap.cli._summary import Summary
     from softgap.probe.models import Loaded
+    from softgap.tasks import Prompt
     from softgap.trajectories import Trajectories
 
 __all__ = ["read_command"]
@@ -47,11 +49,12 @@ def read_command(
 ) -> None:
     """Read a text, or many prompts with completions, measure every head at every token, save and summarise it."""
     name, text = given_text(file)
-    samples = json_lines(name, text) if jsonl or file.endswith(".jsonl") else None
+    wanted = ("prompt", "completion")
+    samples = json_prompts(name, text, needs=wanted) if jsonl or file.endswith(".jsonl") else None
     if samples is None:
         texts: tuple[str, ...] = (plain_text(name, text),)
     else:
-        texts = (*(sample.prompt for sample in samples), *(sample.completion for sample in samples))
+        texts = (*(sample.prompt for sample in samples), *(sample.completion or "" for sample in samples))
     if samples is None and chat:
         raise ValueInputError("--chat goes with prompts and completions, got a plain text; give a .jsonl file")
     task = Task(
@@ -89,7 +92,7 @@ def _read_text(task: Task, text: str) -> Trajectories:
     return run
 
 
-def _read_samples(task: Task, samples: Sequence[Sample], name: str, chat: bool) -> list[Summary]:
+def _read_samples(task: Task, samples: Sequence[Prompt], name: str, chat: bool) -> list[Summary]:
     """Load, then read and save one sample after the other; what is finished stays, whatever comes after."""
     from softgap.cli._summary import summarise
     from softgap.cli._waiting import waiting
@@ -114,21 +117,24 @@ def _read_samples(task: Task, samples: Sequence[Sample], name: str, chat: bool) 
     return summaries
 
 
-def _read_sample(task: Task, loaded: Loaded, sample: Sample, chat: bool) -> Trajectories:
+def _read_sample(task: Task, loaded: Loaded, sample: Prompt, chat: bool) -> Trajectories:
     from softgap.probe import read
 
-    run = read(*loaded, sample.prompt, sample.completion, chat=chat, **task.recorded)
+    run = read(*loaded, sample.prompt, sample.completion or "", chat=chat, **task.recorded)
     return replace(run, sample_id=sample.sample_id, label=sample.label)
 
 
-def _require_room(loaded: Loaded, samples: Sequence[Sample], name: str, chat: bool) -> None:
+def _require_room(loaded: Loaded, samples: Sequence[Prompt], name: str, chat: bool) -> None:
     """Refuse a sample that the model cannot read before the first one is read."""
     from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
 
     model, tokenizer = loaded
     for sample in samples:
         try:
-            ids = [*prompt_ids(tokenizer, sample.prompt, chat), *completion_ids(tokenizer, sample.completion)[:-1]]
+            ids = [
+                *prompt_ids(tokenizer, sample.prompt, chat),
+                *completion_ids(tokenizer, sample.completion or "")[:-1],
+            ]
             check_lengths(model, [ids], 0)
         except ValueInputError as error:
             raise ValueInputError(f"{name}, line {sample.line}: {error}") from error

@@ -68,7 +68,7 @@ class Study:
     def samples(self) -> pd.DataFrame:
         """The samples table (texts, labels, tokens), without the trajectories."""
         files = [f"samples/{part_name(batch)}" for batch in self._batches]
-        found = [_read(self._folder, name, lambda file: file.read()) for name in files]
+        found = [read_samples(self._folder, name) for name in files]
         frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *found]).to_pandas()
         return frame
 
@@ -79,7 +79,7 @@ class _Batch:
     def __init__(self, folder: Folder, batch: int, ids: tuple[str, ...]) -> None:
         self.folder = folder
         self.name = f"trajectories/{part_name(batch)}"
-        self.samples = _read(folder, f"samples/{part_name(batch)}", lambda file: file.read())
+        self.samples = read_samples(folder, f"samples/{part_name(batch)}")
         self.file = _open(folder, self.name, tables.TRAJECTORIES)
         if self.file.num_row_groups != len(ids):
             raise damaged(folder, self.name, f"it holds {self.file.num_row_groups} samples instead of {len(ids)}")
@@ -128,7 +128,7 @@ def read_ids(folder: Folder) -> dict[int, tuple[str, ...]]:
     known: set[str] = set()
     trajectories = folder.parts("trajectories")
     for batch, name in folder.parts("samples").items():
-        ids = tuple(_read(folder, name, lambda file: file.read(columns=["sample_id"]))["sample_id"].to_pylist())
+        ids = tuple(read_part(folder, name)["sample_id"].to_pylist())
         if batch not in trajectories:
             raise StoreError(
                 f"'{folder.given}' has {name} but no trajectories/{part_name(batch)}; restore that file from a copy, "
@@ -139,6 +139,16 @@ def read_ids(folder: Folder) -> dict[int, tuple[str, ...]]:
         known.update(ids)
         batches[batch] = ids
     return batches
+
+
+def read_part(folder: Folder, name: str) -> pa.Table:
+    """The names of the samples in a samples part."""
+    return _read(folder, name, lambda file: file.read(columns=["sample_id"]))
+
+
+def read_samples(folder: Folder, name: str) -> pa.Table:
+    """A samples part."""
+    return _read(folder, name, lambda file: file.read())
 
 
 def read_manifest(folder: Folder) -> tuple[Manifest, str]:

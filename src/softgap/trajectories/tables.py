@@ -27,7 +27,7 @@ from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.run import Part, Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
 
-__all__ = ["SAMPLES", "TRAJECTORIES", "decode", "write_samples", "write_trajectories"]
+__all__ = ["SAMPLES", "TRAJECTORIES", "decode", "write_samples", "write_table", "write_trajectories"]
 
 _STEP_TYPES = {
     "token_ids": pa.list_(pa.int32()),
@@ -82,7 +82,12 @@ def _write(sink: Any, schema: pa.Schema, row_groups: Iterable[pa.Table]) -> None
 
 def write_samples(sink: Any, runs: Iterable[Trajectories]) -> None:
     """Write the samples part of these runs."""
-    _write(sink, SAMPLES, [pa.Table.from_pylist([_sample_row(run) for run in runs], schema=SAMPLES)])
+    write_table(sink, pa.Table.from_pylist([_sample_row(run) for run in runs], schema=SAMPLES))
+
+
+def write_table(sink: Any, samples: pa.Table) -> None:
+    """Write a samples part as it is."""
+    _write(sink, samples.schema, [samples])
 
 
 def _sample_row(run: Trajectories) -> dict[str, Any]:

@@ -16,15 +16,13 @@ from types import TracebackType
 from typing import Self
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.trajectories import tables
+from softgap.trajectories.batches import KINDS, publish_batch
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.manifest import Manifest
-from softgap.trajectories.reader import FORMAT, FORMAT_VERSION, part_name, read_ids, read_manifest
+from softgap.trajectories.reader import FORMAT, FORMAT_VERSION, read_ids, read_manifest
 from softgap.trajectories.run import Trajectories
 
 __all__ = ["StudyWriter", "save"]
-
-_KINDS = ("samples", "trajectories")
 
 
 class StudyWriter:
@@ -74,6 +72,11 @@ class StudyWriter:
         """Numbers of the batches that are written, also by the study that was resumed."""
         return tuple(sorted(self._ids))
 
+    @property
+    def ids(self) -> dict[int, tuple[str, ...]]:
+        """Names of the samples of every batch that is written."""
+        return dict(self._ids)
+
     def append(self, runs: Sequence[Trajectories], *, batch: int | None = None) -> int:
         """Write one batch of runs, visible together or not at all, and return its number.
 
@@ -86,23 +89,13 @@ class StudyWriter:
         """
         number = max(self._ids, default=-1) + 1 if batch is None else batch
         self._check(runs, number)
-        samples, trajectories = (f"{kind}/{part_name(number)}" for kind in _KINDS)
-        staged: list[str] = []
-        try:
-            staged.append(self._folder.stage(trajectories, lambda sink: tables.write_trajectories(sink, runs)))
-            staged.append(self._folder.stage(samples, lambda sink: tables.write_samples(sink, runs)))
-            self._replace_old()
-            self._folder.publish(staged[0], trajectories)
-            self._folder.publish(staged[1], samples)
-        except BaseException:
-            for name in staged:
-                self._folder.discard(name)
-            # An interrupt can also arrive just after the last rename: then the batch is published and stays.
-            if self._folder.kind(samples) == "absent":
-                self._folder.discard(trajectories)
-            raise
+        publish_batch(self._folder, number, runs, before=self._replace_old)
         self._ids[number] = tuple(run.sample_id for run in runs)
         return number
+
+    def adopt(self, batch: int, ids: Sequence[str]) -> None:
+        """Take note of a batch that another process has published in this study's folder."""
+        self._ids[batch] = tuple(ids)
 
     def finish(self) -> None:
         """Mark the study as finished."""
@@ -122,7 +115,7 @@ class StudyWriter:
 
     def _start(self) -> None:
         try:
-            for kind in ("", *_KINDS):
+            for kind in ("", *KINDS):
                 self._created = [*self._folder.create(kind), *self._created]
             self._write_manifest("running")
         except BaseException:
@@ -138,7 +131,7 @@ class StudyWriter:
         self._manifest = replace(stored, finished=None)
         self._ids = read_ids(self._folder)
         self._folder.discard_partial("")
-        for kind in _KINDS:
+        for kind in KINDS:
             self._folder.create(kind)
             self._folder.discard_partial(kind)
         for number, name in self._folder.parts("trajectories").items():
@@ -149,7 +142,7 @@ class StudyWriter:
     def _replace_old(self) -> None:
         if self._replaces:
             # Samples first: without them a reader sees an empty study, never old samples with new trajectories.
-            for kind in _KINDS:
+            for kind in KINDS:
                 for name in self._folder.parts(kind).values():
                     self._folder.delete(name)
             self._write_manifest("running")

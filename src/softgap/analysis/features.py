@@ -1,0 +1,236 @@
+"""What is compared: features of every head in every sample, entropies at equal window counts, read sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from softgap.analysis.cuts import CONTROL, Cut
+from softgap.analysis.plan import ComparisonPlan
+from softgap.errors import ValueInputError, unknown_name
+from softgap.signal import pattern_counts
+from softgap.signal.complexity import plane
+from softgap.signal.eligibility import least_windows
+from softgap.trajectories import Study, Trajectories
+
+__all__ = ["FeatureTable", "Mode", "feature_table"]
+
+_CONTROLLER = "uniform"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of looking at all heads; ``windows`` are counted in every sample alike, 0 where none are."""
+
+    mechanism: str
+    feature: str
+    transform: str = ""
+    order: int = 0
+    segment: str = ""
+    windows: int = 0
+
+    def __str__(self) -> str:
+        how = f" ({self.transform}, order {self.order}, {self.segment})" if self.order else ""
+        return " ".join(filter(None, (self.mechanism, self.feature))) + how
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureTable:
+    """Features of the used samples.
+
+    Attributes
+    ----------
+    values
+        NaN nowhere.
+    modes, skipped
+        What was looked at, and what could not be, with the reason.
+    layer, head
+        Of every column: the head, or the key-value head where ``collapsed``.
+    used
+        Which samples of the study were long enough.
+    """
+
+    values: Float64[np.ndarray, "sample mode head"]
+    modes: tuple[Mode, ...]
+    skipped: dict[str, str]
+    layer: Int64[np.ndarray, " head"]
+    head: Int64[np.ndarray, " head"]
+    collapsed: bool
+    used: Bool[np.ndarray, " sample"]
+    tie_rate: float
+
+
+def feature_table(
+    study: Study,
+    steps: Sequence[int],
+    used: Bool[np.ndarray, " sample"],
+    plan: ComparisonPlan,
+    tell: Callable[[float], None],
+) -> FeatureTable:
+    """The features of the used samples of a study, whose parts have so many steps."""
+    first = _part(next(iter(study)), plan.part)
+    modes, skipped = _modes(first, [n for n, use in zip(steps, used, strict=True) if use], plan)
+    real = first.kv_group >= 0
+    layer, head = (index.astype(np.int64) for index in np.nonzero(real))
+    values = np.full((int(used.sum()), len(modes), len(layer)), np.nan)
+    ties = 0.0
+    row = 0
+    for i, run in enumerate(study):
+        tell(i / len(study))
+        if not used[i]:
+            continue
+        part = _part(run, plan.part)
+        if part.layers != first.layers or part.heads_per_layer != first.heads_per_layer:
+            raise ValueInputError(
+                f"all samples of a comparison must have the same heads, got {run.n_heads} in sample '{run.sample_id}' "
+                f"and {first.n_heads} in '{first.sample_id}'; compare them apart"
+            )
+        ties = max(ties, _fill(values[row], part, real, modes, plan))
+        row += 1
+    for mode in {(m.mechanism, m.transform, m.segment) for m in modes if m.transform == "residual"}:
+        ties = max(ties, _fill_residual(values, study, used, real, modes, mode, plan))
+    layers = np.array(first.layers)[layer]
+    if plan.collapse:
+        values, layers, head = _collapsed(values, layers, first.kv_group[real])
+    return FeatureTable(values, modes, skipped, layers, head, plan.collapse, used, ties)
+
+
+def _part(run: Trajectories, part: str) -> Trajectories:
+    if part == "completion":
+        return run
+    if run.prompt is None:
+        raise ValueInputError(
+            f"part 'prompt' needs the steps of the prompts, got sample '{run.sample_id}' without; use part 'completion'"
+        )
+    return run.prompt
+
+
+def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tuple[tuple[Mode, ...], dict[str, str]]:
+    names = plan.mechanisms or run.mechanisms
+    for name in names:
+        if name not in run.mechanisms:
+            raise unknown_name("mechanism of this study", name, run.mechanisms)
+    shortest = min(steps)
+    found: list[Mode] = []
+    skipped: dict[str, str] = {}
+    for name, feature in product(names, [f for f in plan.features if f in ("mean", "slope")]):
+        if feature == "slope" and shortest < 2:
+            skipped[str(Mode(name, feature))] = f"a slope needs 2 steps, the shortest sample has {shortest}"
+        else:
+            found.append(Mode(name, feature))
+    wanted = [feature for feature in plan.features if feature in ("entropy", "complexity")]
+    for name, feature, transform, order, segment in product(names, wanted, plan.transforms, plan.orders, plan.segments):
+        windows = max(0, Cut(transform, segment).length(shortest) - (order - 1))
+        least = least_windows(plan.eligibility, order)
+        mode = Mode(name, feature, transform, order, segment, windows)
+        if transform == CONTROL and (name == _CONTROLLER or _CONTROLLER not in run.mechanisms):
+            skipped[str(mode)] = f"it subtracts '{_CONTROLLER}' from another mechanism"
+        elif windows < least:
+            skipped[str(mode)] = f"the shortest sample has {windows} windows and {least} are needed; set min_steps"
+        else:
+            found.append(mode)
+    if "sparsity" in plan.features and "sparsity" in run.focus:
+        found.append(Mode("", "sparsity"))
+    if not found:
+        raise ValueInputError(
+            f"a comparison needs at least one feature, got none that can be measured ({next(iter(skipped.values()))})"
+        )
+    return tuple(found), skipped
+
+
+def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: ComparisonPlan, control: bool) -> np.ndarray:
+    def taken(name: str) -> np.ndarray:
+        return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
+
+    series = taken(mechanism) - taken(_CONTROLLER) if control else taken(mechanism)
+    bad = ~np.isfinite(series)
+    if bad.any():
+        head, step = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueInputError(
+            f"the {plan.quantity} of '{mechanism}' must be a number at every step, got {series[head, step]} at step "
+            f"{step} of sample '{run.sample_id}'; choose another quantity or leave the sample out"
+        )
+    return np.asarray(series)
+
+
+def _fill(
+    row: Float64[np.ndarray, "mode head"],
+    run: Trajectories,
+    real: np.ndarray,
+    modes: Sequence[Mode],
+    plan: ComparisonPlan,
+) -> float:
+    """Fill in one sample, residuals aside; return the largest share of windows with equal values."""
+    ties = 0.0
+    for mechanism in dict.fromkeys(mode.mechanism for mode in modes):
+        mine = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
+        if not mechanism:
+            for k, _ in mine:
+                row[k] = run.focus["sparsity"][real].astype(np.float64).mean(axis=-1)
+            continue
+        series = _series(run, mechanism, real, plan, control=False)
+        for k, mode in mine:
+            if mode.feature == "mean":
+                row[k] = series.mean(axis=-1)
+            elif mode.feature == "slope":
+                time = np.arange(series.shape[-1]) - (series.shape[-1] - 1) / 2
+                row[k] = 100 * series @ time / (time @ time)
+        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in mine if m.order):
+            if transform == "residual":
+                continue
+            source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL else series
+            left = Cut(transform, segment)([source], [run.positions])[0]
+            ties = max(
+                ties,
+                _fill_patterns(row, left, [p for p in mine if (p[1].transform, p[1].segment) == (transform, segment)]),
+            )
+    return ties
+
+
+def _fill_patterns(row: Float64[np.ndarray, "mode head"], left: np.ndarray, mine: Sequence[tuple[int, Mode]]) -> float:
+    """Entropy and complexity of the first windows: as many in every sample, whatever its length."""
+    ties = 0.0
+    for order, windows in dict.fromkeys((mode.order, mode.windows) for _, mode in mine if mode.order):
+        counted = pattern_counts(left[:, : windows + order - 1], order, 1, ties="stable")
+        both = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
+        ties = max(ties, float(counted.tie_rate.max()))
+        for k, mode in mine:
+            if mode.order == order:
+                row[k] = both[mode.feature]
+    return ties
+
+
+def _fill_residual(
+    values: np.ndarray,
+    study: Study,
+    used: np.ndarray,
+    real: np.ndarray,
+    modes: Sequence[Mode],
+    which: tuple[str, str, str],
+    plan: ComparisonPlan,
+) -> float:
+    """The trend is fitted over all used samples, which takes all of them at once."""
+    mechanism, transform, segment = which
+    runs: Iterator[Trajectories] = (_part(run, plan.part) for run, use in zip(study, used, strict=True) if use)
+    series, positions = zip(
+        *((_series(run, mechanism, real, plan, control=False), run.positions) for run in runs), strict=True
+    )
+    mine = [(k, m) for k, m in enumerate(modes) if (m.mechanism, m.transform, m.segment) == which]
+    ties = 0.0
+    for row, left in zip(values, Cut(transform, segment)(series, positions), strict=True):
+        ties = max(ties, _fill_patterns(row, left, mine))
+    return ties
+
+
+def _collapsed(
+    values: np.ndarray, layer: np.ndarray, group: np.ndarray
+) -> tuple[np.ndarray, Int64[np.ndarray, " head"], Int64[np.ndarray, " head"]]:
+    """Means over the heads that share a key-value head."""
+    places, codes = np.unique(np.stack([layer, group]), axis=1, return_inverse=True)
+    codes = codes.reshape(-1)
+    belongs = codes[:, None] == np.arange(places.shape[1])
+    return values @ (belongs / belongs.sum(axis=0)), places[0].astype(np.int64), places[1].astype(np.int64)

@@ -1,0 +1,151 @@
+"""The plan of a comparison: everything that is decided, as a value that can be written down before labels are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from softgap.analysis.cuts import Cut
+from softgap.errors import ValueInputError, unknown_name
+from softgap.signal.checked import checked_order
+from softgap.signal.eligibility import least_windows
+from softgap.stats import EXCHANGES
+from softgap.stats.checked import checked_count, checked_share
+from softgap.tasks.text_files import file_text
+from softgap.trajectories import QUANTITIES
+from softgap.trajectories.validation import PARTS
+
+__all__ = ["FEATURES", "ComparisonPlan", "read_plan"]
+
+FEATURES = ("mean", "slope", "entropy", "complexity", "sparsity")
+"""What is measured of a head in a sample: of its divergence over the steps, and S(a) where it was recorded."""
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """What is compared, and by which rule it is judged.
+
+    Attributes
+    ----------
+    by, between, first
+        The field that names the groups; the two of its values to compare, where it has more; and the one whose effect
+        is positive.
+    mechanisms, quantity, features, transforms, orders, segments, part
+        The family: every combination of these, in every head. Mechanisms are all of the study's by default.
+    collapse
+        Whether heads that share a key-value head are averaged.
+    clusters, exchange
+        The field that says which samples belong together (passed over where no sample has it), and how labels move.
+    match, strata
+        Controls: numbers that samples are matched on, and fields within whose values labels are exchanged.
+    margin, alpha, power
+        The smallest effect that would matter, in standard deviations; error rate; and the power a study must have.
+    confirm
+        The share of samples that is locked for confirmation; None for no split.
+    min_steps, eligibility
+        Shorter samples are left out; the least number of windows of an entropy.
+    permutations, refits, draws, seed
+        Relabellings; permutations with the whole selection refitted; draws of flipped labels per rate.
+    """
+
+    by: str = "label"
+    between: tuple[str, ...] = ()
+    first: str | None = None
+    mechanisms: tuple[str, ...] = ()
+    quantity: str = "divergence"
+    features: tuple[str, ...] = FEATURES
+    transforms: tuple[str, ...] = ("diff",)
+    orders: tuple[int, ...] = (3,)
+    segments: tuple[str, ...] = ("full",)
+    part: str = "completion"
+    collapse: bool = False
+    clusters: str = "group"
+    exchange: str = "auto"
+    match: tuple[str, ...] = ("length",)
+    strata: tuple[str, ...] = ()
+    margin: float = 0.5
+    alpha: float = 0.05
+    power: float = 0.8
+    confirm: float | None = None
+    min_steps: int = 1
+    eligibility: str | int = "2*order!"
+    permutations: int = 4999
+    refits: int = 199
+    draws: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("feature", self.features, FEATURES),
+            ("quantity", (self.quantity,), QUANTITIES),
+            ("part", (self.part,), PARTS),
+            ("exchange", (self.exchange,), EXCHANGES),
+        ):
+            for value in given:
+                if value not in known:
+                    raise unknown_name(name, value, known)
+        for order in self.orders:
+            least_windows(self.eligibility, checked_order(order))
+        for transform in self.transforms:
+            for segment in self.segments:
+                Cut(transform, segment)
+        if not (self.features and self.orders and self.transforms and self.segments):
+            raise ValueInputError("a comparison needs at least one feature, order, transform and segment, got none")
+        if len(self.between) not in (0, 2):
+            raise ValueInputError(f"between must name two groups, got {list(self.between)}; name two or none")
+        for name in ("alpha", "power"):
+            checked_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
+        if self.confirm is not None:
+            checked_share("confirm", self.confirm, 0.3)
+        if not self.margin > 0:
+            raise ValueInputError(f"margin must be a positive number of standard deviations, got {self.margin!r}")
+        for name, least in (("permutations", 19), ("refits", 19), ("draws", 1), ("min_steps", 1), ("seed", 0)):
+            checked_count(name, getattr(self, name), least=least)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of everything that is decided here."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def read_plan(path: str) -> ComparisonPlan:
+    """A plan from a TOML file whose keys are the fields of :class:`ComparisonPlan`; all others are as by default."""
+    try:
+        document = tomllib.loads(file_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueInputError(f"the plan '{path}' is not TOML ({error}); write lines such as margin = 0.5") from error
+    known = {f.name: f.default for f in fields(ComparisonPlan)}
+    values: dict[str, Any] = {}
+    for name, value in document.items():
+        if name not in known:
+            raise unknown_name(f"key of the plan '{path}'", name, known)
+        values[name] = _fitting(path, name, value, known[name])
+    return ComparisonPlan(**values)
+
+
+def _fitting(path: str, name: str, value: Any, default: Any) -> Any:
+    """The value as the field's own type."""
+    if isinstance(default, tuple):
+        entries = tuple(value) if isinstance(value, list) else (value,)
+        kind = int if name == "orders" else str
+        if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
+            return entries
+        wanted = "whole numbers" if kind is int else "names"
+        raise ValueInputError(f"{name} in the plan '{path}' must be a list of {wanted}, got {value!r}; correct it")
+    if isinstance(default, float) or name == "confirm":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if fits else value
+    elif name == "eligibility":
+        fits = isinstance(value, str | int) and not isinstance(value, bool)
+    else:
+        fits = type(value) is (str if default is None else type(default))
+    if not fits:
+        raise ValueInputError(f"{name} in the plan '{path}' must be like {default!r}, got {value!r}; correct it")
+    return value

@@ -1,0 +1,131 @@
+"""The batches of a study as tasks of a Ray cluster, each worker with a model of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from softgap.errors import SoftgapError, StoreError, UnsupportedError
+from softgap.probe import model_fingerprint
+from softgap.probe.progress import quiet_transformers
+from softgap.study.batches import Batch
+from softgap.study.measuring import measure_batch
+from softgap.study.settings import StudySettings
+from softgap.tasks import Prompt, resolve_scorer
+from softgap.trajectories.batches import published_ids
+from softgap.trajectories.folder import Folder
+
+if TYPE_CHECKING:
+    from softgap.probe.models import Loaded
+    from softgap.study.runner import Planned
+
+__all__ = ["ray_batches", "require_ray"]
+
+# How often a batch is given to another worker after one has died with it.
+_RETRIES = 4
+
+
+def require_ray() -> Any:
+    """Ray is an extra: say so where it is missing."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UnsupportedError("the engine 'ray' needs Ray; install it with: pip install 'softgap[ray]'") from error
+    return ray
+
+
+def ray_batches(
+    planned: Planned, left: Sequence[Batch], out: str, address: str | None
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Number and sample names of each batch, as they are finished; a batch whose worker dies is given to another."""
+    ray = require_ray()
+    place = out if "://" in out else Folder.at(out).root
+    mine = not ray.is_initialized()
+    if mine:
+        _join(ray, address)
+    try:
+        settings, weights = planned.settings, planned.manifest.weights
+        task = ray.remote(num_cpus=settings.threads or 1, max_retries=_RETRIES)(_worked)
+        waiting = {}
+        for batch in left:
+            chosen = [planned.prompts[i] for i in batch.indices]
+            alone = Batch(batch.number, tuple(range(len(chosen))), batch.seed, batch.replay)
+            waiting[task.remote(chosen, alone, settings, weights, place)] = batch.number
+        while waiting:
+            (ready,), _ = ray.wait(list(waiting), num_returns=1)
+            number = waiting.pop(ready)
+            try:
+                yield number, tuple(ray.get(ready))
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise cause if isinstance(cause, SoftgapError) else error from None
+            except ray.exceptions.WorkerCrashedError as error:
+                raise StoreError(
+                    f"batch {number} was given to {_RETRIES + 1} workers and all of them died; the other batches stay, "
+                    "and the same command goes on from there"
+                ) from error
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _join(ray: Any, address: str | None) -> None:
+    """Join the cluster at an address, or the running one, or start one here."""
+    # Workers look for softgap, and for a user's scoring, where this process does.
+    paths = os.pathsep.join(path for path in (str(Path.cwd()), *sys.path) if path)
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
+    try:
+        if address is not None or "RAY_ADDRESS" in os.environ:
+            ray.init(address=address, **options)
+            return
+        with suppress(ConnectionError):
+            ray.init(address="auto", **options)
+            return
+        ray.init(include_dashboard=False, **options)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedError(
+            f"cannot reach a Ray cluster at '{address or 'this machine'}' ({reason}); check --ray-address or use "
+            "--engine local"
+        ) from error
+
+
+def _worked(
+    prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, weights: str, out: str
+) -> tuple[str, ...]:
+    """On a worker: measure a batch and write it straight into the study."""
+    from softgap.study.runner import written
+
+    folder = Folder.at(out)
+    known = published_ids(folder, batch.number)
+    if known is not None:  # the last worker died after it had written all
+        return known
+    loaded = _model(settings, weights)
+    scorer = None if settings.scoring is None else resolve_scorer(settings.scoring)
+    with quiet_transformers(downloads=False):
+        return written(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
+
+
+@functools.lru_cache(maxsize=1)
+def _model(settings: StudySettings, weights: str) -> Loaded:
+    """The model of this worker, the very one of the study."""
+    torch.set_num_threads(settings.threads or 1)
+    loaded = settings.load()
+    found = model_fingerprint(loaded[0])
+    if found != weights:
+        raise StoreError(
+            f"every worker must use the model of the study, whose weights are {weights}, got {found} for "
+            f"'{settings.model}'; give all machines the same files"
+        )
+    return loaded

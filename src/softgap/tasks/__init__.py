@@ -1,0 +1,20 @@
+"""Labelled prompts: read from files and datasets, generated with known answers, and judged."""
+
+from softgap.tasks.generated import TASKS, Task, generate_prompts
+from softgap.tasks.prompts import Prompt
+from softgap.tasks.reading import read_labels, read_prompts
+from softgap.tasks.scoring import RIGHT, SCORERS, WRONG, Scorer, resolve_scorer
+
+__all__ = [
+    "RIGHT",
+    "SCORERS",
+    "TASKS",
+    "WRONG",
+    "Prompt",
+    "Scorer",
+    "Task",
+    "generate_prompts",
+    "read_labels",
+    "read_prompts",
+    "resolve_scorer",
+]

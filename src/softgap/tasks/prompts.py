@@ -1,0 +1,128 @@
+"""One prompt of a study with what is known about it, and how it is read from an object with named fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from softgap.errors import ValueInputError
+from softgap.tasks.text_files import encodable, short, some_text
+
+__all__ = ["Prompt", "check_ids", "prompt_from"]
+
+_OWN = ("id", "prompt", "completion", "reference", "label", "group")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked.
+
+    Attributes
+    ----------
+    sample_id
+        Its name in the study, different for every prompt.
+    completion
+        A text that is read instead of generated: replay.
+    reference
+        Accepted answers; empty if none is known.
+    label
+        Its group in a comparison, where it is known beforehand.
+    group
+        What belongs together, such as a question's id; never divided between folds or exchanged across.
+    fields
+        Anything else that was given: difficulty, choices, ...
+    line
+        Where it stood in its file, for messages; 0 if nowhere.
+    """
+
+    sample_id: str
+    prompt: str
+    completion: str | None = None
+    reference: tuple[str, ...] = ()
+    label: str | None = None
+    group: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    line: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As one object, which :func:`prompt_from` reads back."""
+        own = {
+            "id": self.sample_id,
+            "prompt": self.prompt,
+            "completion": self.completion,
+            "reference": list(self.reference) or None,
+            "label": self.label,
+            "group": self.group,
+        }
+        return {**{name: value for name, value in own.items() if value is not None}, **self.fields}
+
+    def asked(self) -> Prompt:
+        """The same to be answered by the model: without the completion, and without the label that belonged to it."""
+        return replace(self, completion=None, label=None)
+
+
+def prompt_from(
+    entry: Mapping[str, Any], where: str, default_id: str, *, line: int = 0, needs: Sequence[str] = ("prompt",)
+) -> Prompt:
+    """A prompt from named fields; ``where`` begins the sentence about a field that cannot be used."""
+    for name in needs:
+        if not isinstance(entry.get(name), str) or not entry[name]:
+            raise ValueInputError(f"{where}: '{name}' must hold some text, got {short(entry.get(name))}; add it")
+    sample_id = entry.get("id", default_id)
+    if isinstance(sample_id, bool) or not isinstance(sample_id, str | int) or sample_id == "":
+        raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {short(sample_id)}; change it")
+    label = entry.get("label")
+    if not isinstance(label, str | None):
+        raise ValueInputError(f"{where}: 'label' must be text, got {short(label)}; write it in quotes")
+    for name, value in entry.items():
+        if isinstance(value, str):
+            encodable(value, f"{where}: '{name}'")
+    return Prompt(
+        sample_id=str(sample_id),
+        prompt=some_text(entry["prompt"], f"{where}: 'prompt'"),
+        completion=_completion(entry.get("completion"), where),
+        reference=_references(entry.get("reference"), where),
+        label=label or None,
+        group=_group(entry.get("group"), where),
+        fields={name: value for name, value in entry.items() if name not in _OWN},
+        line=line,
+    )
+
+
+def check_ids(prompts: Sequence[Prompt], name: str) -> None:
+    """Refuse an id that occurs twice."""
+    lines: dict[str, int] = {}
+    for prompt in prompts:
+        if prompt.sample_id in lines:
+            raise ValueInputError(
+                f"{name}, line {prompt.line}: every id must be different, got '{prompt.sample_id}' again after line "
+                f"{lines[prompt.sample_id]}; rename one"
+            )
+        lines[prompt.sample_id] = prompt.line
+
+
+def _completion(given: Any, where: str) -> str | None:
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str):
+        raise ValueInputError(f"{where}: 'completion' must be text, got {short(given)}; write it in quotes")
+    return given
+
+
+def _references(given: Any, where: str) -> tuple[str, ...]:
+    values = given if isinstance(given, list | tuple) else [] if given is None or given == "" else [given]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or str(value).strip() == "":
+            raise ValueInputError(
+                f"{where}: 'reference' must be an answer or a list of answers, got {short(given)}; write them as text"
+            )
+    return tuple(str(value) for value in values)
+
+
+def _group(given: Any, where: str) -> str | None:
+    if given is None or given == "":
+        return None
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {short(given)}; change it")
+    return str(given)

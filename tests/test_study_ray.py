@@ -1,0 +1,116 @@
+"""A study on a real local Ray cluster, with a worker killed in the middle, equals that of the local engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli_examples import failure, tiny_folder
+from softgap.study import StudySettings, run_study
+from softgap.tasks import Prompt
+from softgap.trajectories import open_study
+
+# The first call of this scoring for one sample kills its own process, as a machine that is taken away would.
+DEADLY = """
+import os, pathlib, signal
+def judge(answer, fields):
+    marker = pathlib.Path(os.environ["SOFTGAP_TEST_MARKER"])
+    if fields["id"] == "4" and marker.is_dir() and not (marker / "died").exists():
+        (marker / "died").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(answer) % 2 == 0
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A head node with two processors; ports are given, since a busy machine is slow to tell those it chose."""
+    # A token of this cluster's own, which head, workers and driver share; made up here and gone with the test.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    pytest.importorskip("ray")
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    marker = tmp_path / "marker"
+    marker.mkdir()
+    monkeypatch.setenv("SOFTGAP_TEST_MARKER", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
+    monkeypatch.chdir(tmp_path)
+    ports = {
+        name: free_port()
+        for name in (
+            "port",
+            "metrics-export-port",
+            "dashboard-agent-grpc-port",
+            "dashboard-agent-listen-port",
+            "runtime-env-agent-port",
+        )
+    }
+    given = [f"--{name}={port}" for name, port in ports.items()]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", *given]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(marker)}
+    with (tmp_path / "ray.log").open("w") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(1200):
+            said = (tmp_path / "ray.log").read_text()
+            if "Ray runtime started" in said:
+                break
+            assert head.poll() is None, said
+            time.sleep(0.1)
+        yield f"127.0.0.1:{ports['port']}"
+    finally:
+        import ray
+
+        ray.shutdown()
+        head.send_signal(signal.SIGTERM)
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_worker_that_dies_is_replaced_and_the_study_is_that_of_this_machine(cluster: str, tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "tiny")
+    prompts = [Prompt(str(i), "x" * (1 + (5 * i) % 23)) for i in range(12)]
+    settings = StudySettings(
+        model=str(model), chat=False, max_new_tokens=5, batch_size=3, threads=1, seed=3, scoring="deadly:judge"
+    )
+    local = run_study(prompts, "local", settings)
+    spread = run_study(prompts, "spread", settings, engine="ray", address=cluster)
+    assert (tmp_path / "marker" / "died").exists()
+    assert int((tmp_path / "marker" / "died").read_text()) != os.getpid()
+    assert (local.measured, spread.measured, spread.failures) == (12, 12, ())
+    one, other = open_study("local"), open_study("spread")
+    assert one.manifest.differences(other.manifest) == []
+    assert (one.ids, one.state) == (other.ids, other.state)
+    for part in ("samples", "trajectories"):
+        names = sorted(path.name for path in Path("local", part).iterdir())
+        assert names == sorted(path.name for path in Path("spread", part).iterdir())
+        assert all(Path("local", part, name).read_bytes() == Path("spread", part, name).read_bytes() for name in names)
+    assert Path("local/prompts.jsonl").read_bytes() == Path("spread/prompts.jsonl").read_bytes()
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert failure(["study", "task", "lookup", "--n", "2", "--engine", "ray", "--out", "x"], capsys) == (
+        "the engine 'ray' needs Ray; install it with: pip install 'softgap[ray]'"
+    )
+    assert not Path("x").exists()
