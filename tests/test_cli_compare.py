@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -79,3 +80,15 @@ def test_no_study_and_no_groups(study: Path, capsys: pytest.CaptureFixture[str])
     assert failure(["compare", "s", "--by", "prompt"], capsys).startswith(
         "two groups are compared, got only 'q' in 'prompt'"
     )
+
+
+def test_the_report_shows_the_comparison(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "s", *QUICK]) == 0
+    sentence = capsys.readouterr().out.splitlines()[0]
+    assert main(["report", "s", "--out", "s.html"]) == 0
+    page = html.unescape(Path("s.html").read_text(encoding="utf-8"))
+    assert sentence in page
+    assert "The largest units, of all samples" in page
+    assert "exploratory: no plan was written down" in page
+    assert main(["report", "s/comparisons/0001", "--out", "alone.html"]) == 0
+    assert sentence in html.unescape(Path("alone.html").read_text(encoding="utf-8"))

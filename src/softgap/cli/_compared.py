@@ -23,7 +23,10 @@ _LISTED = 5
 
 
 def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
-    """Write result.json and figure.svg, and say where; a study numbers its comparisons."""
+    """Write result.json, figure.svg and findings.json for the report, and say where; a study numbers its comparisons."""
+    from softgap.report.comparison_document import comparison_document
+    from softgap.report.document import document_values
+
     if out is None:
         home = Folder.at(study)
         taken = [int(name) for name in home.names("comparisons") if name.isdecimal()]
@@ -33,11 +36,15 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     folder.create()
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
+    said, picture = [f"saved {folder.given}"], None
     try:
-        folder.replace("figure.svg", _drawn(findings))
+        picture = _drawn(findings)
+        folder.replace("figure.svg", picture)
     except UnsupportedError as error:
-        return [f"saved {folder.given}", f"no picture: {error}"]
-    return [f"saved {folder.given}"]
+        said.append(f"no picture: {error}")
+    document = document_values(comparison_document(findings, picture))
+    folder.replace("findings.json", (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode())
+    return said
 
 
 def _drawn(findings: ComparisonFindings) -> bytes:

@@ -1,8 +1,8 @@
 """Findings that are no study: a title, a verdict, tables and pictures, shown in the look of the explorer.
 
 Labs, comparisons of groups and plans of replaced heads all come as one :class:`Document`. On disk it is a file
-``findings.json`` (or ``findings-NAME.json``) with its pictures beside it; in the folder of a study it becomes a section
-of the study's report, in a folder of its own a page.
+``findings.json`` (or ``findings-NAME.json``) with its pictures beside it; in the folder of a study, or of one of its
+comparisons, it becomes a section of the study's report, in a folder of its own a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from typing import Any
 from softgap.errors import StoreError, ValueInputError
 from softgap.report.files import written_whole
 
-__all__ = ["Document", "Picture", "Table", "documents_in", "picture_at", "save_document", "section", "sections"]
+__all__ = [
+    "Document",
+    "Picture",
+    "Table",
+    "document_values",
+    "documents_in",
+    "picture_at",
+    "save_document",
+    "section",
+    "sections",
+]
 
 FORMAT = "softgap-findings"
 VERSION = 1
@@ -87,7 +97,15 @@ def save_document(document: Document, folder: str | Path, name: str = "") -> Pat
     for picture in document.pictures:
         with written_whole(target.with_name(picture.name)) as partial:
             partial.write_bytes(picture.content)
-    values = {
+    values = document_values(document)
+    with written_whole(target) as partial:
+        partial.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return target
+
+
+def document_values(document: Document) -> dict[str, Any]:
+    """A document as the plain values of its file; pictures are named, not held."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         "title": document.title,
@@ -103,16 +121,14 @@ def save_document(document: Document, folder: str | Path, name: str = "") -> Pat
         "pictures": [{"file": picture.name, "caption": picture.caption} for picture in document.pictures],
         "notes": document.notes,
     }
-    with written_whole(target) as partial:
-        partial.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    return target
 
 
 def documents_in(folder: Path) -> list[Document]:
     """The documents of a folder, by name; none where there are none."""
     if not folder.is_dir():
         return []
-    return [_read(path) for path in sorted(folder.glob("findings*.json")) if path.is_file()]
+    found = [*sorted(folder.glob("findings*.json")), *sorted(folder.glob("comparisons/*/findings.json"))]
+    return [_read(path) for path in found if path.is_file()]
 
 
 def _read(path: Path) -> Document:

@@ -121,8 +121,10 @@ def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
     folder = Path(path).expanduser()
     if "://" in os.fspath(path) or (folder / "manifest.json").is_file():
         return None
-    found = [lab_in(folder)] if (folder / RESULT).is_file() else []
-    return [*found, *documents_in(folder)] or None
+    documents = documents_in(folder)
+    if documents:
+        return documents
+    return [lab_in(folder)] if (folder / RESULT).is_file() else None
 
 
 def _columns(
