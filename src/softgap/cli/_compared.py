@@ -23,7 +23,7 @@ _LISTED = 5
 
 
 def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
-    """Write result.json, figure.svg and findings.json for the report, and say where; a study numbers its comparisons."""
+    """Write result.json, figure.svg and findings.json for the report, and say where; a study numbers them."""
     from softgap.report.comparison_document import comparison_document
     from softgap.report.document import document_values
 
