@@ -98,8 +98,8 @@ def block_sums(
     rate: Float[Tensor, "n r"] | None,
     log: bool,
     window: int | None,
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
-    """sum_j w_tj v_j and sum_j w_tj for the queries of one block, up to a positive factor per row if ``log``.
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Float[Tensor, "n g t 1"] | None, Carry]:
+    """sum_j w_tj v_j and sum_j w_tj for the queries of one block; if ``log``, to be multiplied by exp of the third.
 
     The block's keys stand at the same positions as its queries; the carry holds what came before.
     """
@@ -133,18 +133,20 @@ def block_sums(
     if window is not None:
         tail = slice(key.shape[1] - (window - 1), None)
         carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
-    sums, totals = (x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts))
-    return sums, totals, carry
+    sums, totals, scale = (
+        None if x is None else x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts)
+    )
+    return sums, totals, scale, carry
 
 
 def _prefix_sums(
     query: Float[Tensor, "n g t 1"], key: Float[Tensor, "n t 1"], value: Float[Tensor, "n t e"], carry: Carry
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], None, Carry]:
     """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
     sums = (value * key).cumsum(dim=1) + carry.sums
     totals = key.cumsum(dim=1) + carry.totals[:, None]
     after = replace(carry, sums=sums[:, -1:], totals=totals[:, -1])
-    return query * sums[:, None], query * totals[:, None], after
+    return query * sums[:, None], query * totals[:, None], None, after
 
 
 class _Geometry(NamedTuple):
@@ -329,18 +331,19 @@ def _combined(
     return summed, total, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
 
 
-def _total(parts: list[Part]) -> tuple[Float[Tensor, "n chunk gc e"], Float[Tensor, "n chunk gc 1"]]:
+def _total(parts: list[Part]) -> Part:
     sums, totals, scale = parts[0]
     if scale is None:
         for part in parts[1:]:
             sums.add_(part.sums)
             totals.add_(part.totals)
-        return sums, totals
+        return parts[0]
     scales = torch.stack([part.scale for part in parts if part.scale is not None])
-    factors = (scales - scales.amax(0)).exp_()
+    top = scales.amax(0)
+    factors = (scales - top).exp_()
     sums.mul_(factors[0])
     totals.mul_(factors[0])
     for part, factor in zip(parts[1:], factors[1:], strict=True):
         sums.addcmul_(part.sums, factor)
         totals.addcmul_(part.totals, factor)
-    return sums, totals
+    return Part(sums, totals, top)
