@@ -89,6 +89,12 @@ class HybridState:
         self._valid: Bool[Tensor, "batch tail"] | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        tail = (self._keys, self._values, self._valid)
+        return self._all.nbytes + self._near.nbytes + sum(x.nbytes for x in tail if x is not None)
+
+    @property
     def length(self) -> int:
         """Keys appended so far."""
         return self._all.length

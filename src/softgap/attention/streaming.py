@@ -70,6 +70,12 @@ class LinearState:
         self._seen: Bool[Tensor, " batch"] | None = None
         self._tail_valid: Bool[Tensor, "batch tail"] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        tensors = [getattr(carry, f.name) for carry in self._carries.values() for f in fields(Carry)]
+        return sum(x.nbytes for x in (*tensors, self._seen, self._tail_valid) if x is not None)
+
     @classmethod
     def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
         """Several states of one length as one, along the batch; ``mechanism`` carries the parameters of all of them."""

@@ -62,7 +62,7 @@ def judge_forward(model: Model, ids: Int[Tensor, "text time"], original: Origina
     """One forward over ``copies`` of passages, one behind the other; KL is NaN where no original is given.
 
     With z the logits, Z = sum exp z and p the original distribution: loss = log Z - z_y, and
-    KL = sum p log p - sum p z + log Z.
+    KL = sum p log p - sum p z + log Z sum p, in which it does not matter that rounded p do not quite sum to 1.
     """
     n = ids.shape[1] - 1
     many = ids.repeat(copies, 1)
@@ -83,7 +83,7 @@ def _judged_rows(
     wanted: Int[Tensor, " next"],
     base: Float[Tensor, "next vocabulary"] | None,
 ) -> Float[Tensor, "quantity next"]:
-    """Loss, cross term log Z - sum p z, and whether the top token is right."""
+    """Loss, cross term log Z sum p - sum p z, and whether the top token is right."""
     found = []
     step = max(1, CACHED // logits.shape[-1])
     for start in range(0, len(logits), step):
@@ -95,7 +95,7 @@ def _judged_rows(
             mean = torch.linalg.vecdot(p, z)
             if bool(mean.isnan().any()):
                 mean = torch.where(p > 0, p * z, 0).sum(dim=-1)
-            cross = total - mean
+            cross = total * p.sum(dim=-1) - mean
         found.append(
             torch.stack([total - z.gather(-1, y[:, None])[:, 0], cross, (z.argmax(dim=-1) == y).to(total.dtype)])
         )

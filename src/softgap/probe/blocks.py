@@ -24,18 +24,22 @@ class Blocks:
     """The blocks of a model that hold its attention layers, and what they passed on in one forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._blocks, self._places = _found(model, attention_layers(model))
+        self.blocks, self._places = _found(model, attention_layers(model))
         self._kept: list[Any] = []
+
+    def place(self, layer: AttentionLayer) -> int:
+        """Which of the blocks holds this layer."""
+        return self._places[layer.index]
 
     @property
     def known(self) -> bool:
         """Whether the model is a row of blocks with one attention layer in each, at most."""
-        return bool(self._blocks)
+        return bool(self.blocks)
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
         """Keep what every block passes on in the forward of this block of code."""
-        self._kept = [None] * len(self._blocks)
+        self._kept = [None] * len(self.blocks)
 
         def keep(place: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -44,7 +48,7 @@ class Blocks:
             return hook
 
         with ExitStack() as stack:
-            for place, block in enumerate(self._blocks):
+            for place, block in enumerate(self.blocks):
                 stack.callback(block.register_forward_hook(keep(place)).remove)
             yield
 
@@ -55,7 +59,7 @@ class Blocks:
         with ExitStack() as stack:
             if place:
                 answer = _repeated(self._kept[place - 1], copies)
-                for block in self._blocks[:place]:
+                for block in self.blocks[:place]:
                     stack.enter_context(answering(block, answer))
             yield
 
