@@ -84,10 +84,10 @@ def main() -> None:
         "impact",
         "What measuring every head's impact costs",
         f"`python benchmarks/impact.py --pairs {options.pairs} --length {options.length} --layers "
-        f"{' '.join(map(str, options.layers))}` on the embedded model; {machine()}. `softgap.linearize.impact` with elu1 "
-        "against the obvious loop of whole forwards, both with loss, KL divergence and top token of every head of these "
-        f"layers. Medians of {options.pairs} interleaved pairs; the ratio is that of the pairs, with its range.\n\n"
-        "| tokens | heads | loop, s | impact, s | time, impact / loop | largest difference | at most 0.6 |\n"
+        f"{' '.join(map(str, options.layers))}` on the embedded model; {machine()}. `softgap.linearize.impact` with "
+        "elu1 against the obvious loop of whole forwards, both with loss, KL divergence and top token of every head of "
+        f"these layers. Medians of {options.pairs} interleaved pairs; the ratio is that of the pairs, with its "
+        "range.\n\n| tokens | heads | loop, s | impact, s | time, impact / loop | largest difference | at most 0.6 |\n"
         f"|---|---|---|---|---|---|---|\n{row}",
     )
 

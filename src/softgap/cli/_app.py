@@ -11,6 +11,7 @@ from softgap.cli.analyze import analyze_command
 from softgap.cli.calibrate import calibrate_command
 from softgap.cli.doctor import doctor_command
 from softgap.cli.lab import lab
+from softgap.cli.linearize import linearize_command
 from softgap.cli.mechanisms import mechanisms_command
 from softgap.cli.models import models_command
 from softgap.cli.read import read_command
@@ -29,6 +30,9 @@ app.command("run", epilog='Example: softgap run "Tell me a story about a fox." -
 app.command("read", epilog="Example: softgap read letter.txt --mechanism taylor2 --out runs/letter")(read_command)
 app.command("analyze", epilog="Example: softgap analyze runs/letter --transform diff --order 4")(analyze_command)
 app.command("calibrate", epilog="Example: softgap calibrate --text book.txt --minutes 5")(calibrate_command)
+app.command("linearize", epilog="Example: softgap linearize --text book.txt --budget 0.1 --out plan.json")(
+    linearize_command
+)
 app.command("report", epilog="Example: softgap report runs/letter --out letter.html --open")(report_command)
 app.command("doctor", epilog="Example: softgap doctor smollm2-135m --gate parity --gate oracle")(doctor_command)
 app.command("models", epilog="Example: softgap models --json")(models_command)
