@@ -24,7 +24,7 @@ def small() -> Any:
     model = tiny_llama(num_hidden_layers=3).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= 1 if parameter.dim() < 2 else 2.5
+            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
     return model
 
 

@@ -29,7 +29,7 @@ def small() -> Any:
     model = tiny_llama().double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= 1 if parameter.dim() < 2 else 2.5
+            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
     return model
 
 
@@ -56,7 +56,8 @@ def gated_loss(model: Any, ids: torch.Tensor, gates: dict[tuple[int, int], float
 
     with torch.no_grad(), replaced(model, output):
         logs = model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)
-    return -logs.gather(-1, ids[:, 1:, None])[..., 0].mean(-1)
+    found: torch.Tensor = -logs.gather(-1, ids[:, 1:, None])[..., 0].mean(-1)
+    return found
 
 
 @pytest.mark.parametrize("name", ["elu1", "fitted"])

@@ -133,10 +133,14 @@ def block_sums(
     if window is not None:
         tail = slice(key.shape[1] - (window - 1), None)
         carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
-    sums, totals, scale = (
-        None if x is None else x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts)
-    )
-    return sums, totals, scale, carry
+    total = _total(parts)
+
+    def by_position(x: Tensor) -> Tensor:
+        found: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+        return found
+
+    scale = None if total.scale is None else by_position(total.scale)
+    return by_position(total.sums), by_position(total.totals), scale, carry
 
 
 def _prefix_sums(

@@ -73,7 +73,7 @@ class Applied:
             groups = freed_groups(layer, own)
             if groups:
                 self._splits[id(layer.module)] = _split(layer, own, groups, chosen, len(layers))
-                self._indices[id(layer.module)] = layer.index if layer.number is None else layer.number
+                self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def cache(self) -> Any:

@@ -58,5 +58,6 @@ def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head 
             continue
         for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
             if matrix.shape[0] == layer.heads * value_dim:
-                return matrix.detach().unflatten(0, (layer.heads, value_dim))
+                found: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
+                return found
     return None

@@ -32,7 +32,8 @@ class Judged:
         """Means over the next tokens that count, for every copy and text."""
         scored = passages.scored.to(self.loss.dtype)
         values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
-        return (values * scored).sum(dim=-1) / scored.sum(dim=-1)
+        found: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

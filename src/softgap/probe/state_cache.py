@@ -36,7 +36,7 @@ class StateLayer(DynamicLayer):
     is_croppable = False
 
     def __init__(self, kept: Sequence[int], freed: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.freed = tuple(kept), tuple(freed)
         self.fresh: tuple[Tensor, Tensor] | None = None
         self.state: Any = None
@@ -76,8 +76,13 @@ class StateLayer(DynamicLayer):
         """States are not reordered."""
         raise UnsupportedError("a cache with states of freed heads cannot follow beam search; use num_beams=1")
 
-    batch_repeat_interleave = reorder_cache
-    batch_select_indices = reorder_cache
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """States are not copied for several continuations."""
+        raise UnsupportedError("a cache with states of freed heads serves one continuation a prompt; repeat the prompt")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """States are not picked."""
+        self.reorder_cache(indices)
 
 
 def state_cache(model: PreTrainedModel, freed: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> Cache:
