@@ -35,7 +35,6 @@ from softgap.report.linearize_figure import draw_frontier
 from softgap.report.pictures import save_figure
 
 FIXED, FITTED = "elu1", "fitted"
-SCORE_TOKENS = 8192
 TOP = 16
 NAMES = tuple(SCORES)
 IMAGES = FINDINGS.parent / "images"
@@ -54,7 +53,7 @@ say.last = ("", -1)  # type: ignore[attr-defined]
 
 def estimate(model: Any, options: argparse.Namespace) -> None:
     """Print what the run will take, from one forward."""
-    ids = torch.randint(10, 40000, (1, 512))
+    ids = torch.arange(10, 110).repeat(6)[None, :512]
     with torch.inference_mode():
         model(ids, use_cache=False)
         begun = time.perf_counter()
@@ -62,13 +61,16 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     each = (time.perf_counter() - begun) / 512
     heads, points = 270, len(options.shares)
     sweep = 2 * (2 * 0.55 * heads * options.tokens if "scores" in options.only else 0)
-    scores = 2 * (40 * min(options.tokens, SCORE_TOKENS) if "scores" in options.only else 0)
-    curve = points * (8 * options.tokens + 3 * 4 * SCORE_TOKENS) * len(options.lengths) * len(options.by)
+    scores = 2 * (40 * min(options.tokens, options.fit_tokens) if "scores" in options.only else 0)
+    curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
+    curve *= len(options.windows)
     total = each * (sweep + scores + (curve if "frontier" in options.only else 0))
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
-def measured(model: Any, read: Passages, asked: Passages | None, one: Substitute, parts: Path) -> Impact:
+def measured(
+    model: Any, read: Passages, asked: Passages | None, one: Substitute, control: Substitute, parts: Path
+) -> Impact:
     """The full sweep over held-out text, kept on disk passage by passage."""
     found = []
     for start in range(0, len(read), 4):
@@ -77,7 +79,7 @@ def measured(model: Any, read: Passages, asked: Passages | None, one: Substitute
             found.append(Impact.load(path))
         else:
             some = read.part(slice(start, start + 4))
-            found.append(impact_on(model, some, asked if start == 0 else None, one, progress=say))
+            found.append(impact_on(model, some, asked if start == 0 else None, one, controls=[control], progress=say))
             found[-1].save(path)
     change = {
         name: np.concatenate([x.change[name] for x in found if name in x.change], axis=-1) for name in found[0].change
@@ -151,15 +153,15 @@ def write_scores(
 ) -> None:
     """The tables of scores."""
     for one in chosen:
-        found = measured(model, held, lookups(model, options.tokenizer, 8), one, options.parts)
-        table = score_table(scored(model, fit.part(slice(0, SCORE_TOKENS // 512)), one, options.parts), found)
+        found = measured(model, held, lookups(model, options.tokenizer, 8), one, options.control, options.parts)
+        table = score_table(scored(model, fit.part(slice(0, options.fit_tokens // 512)), one, options.parts), found)
         write_section(
             f"linearize_table-scores-{one.mechanism.name}",
             f"Which score predicts what a head's swap costs: {one.mechanism.name}",
             f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens}` on the embedded model; "
             f"{machine()}. Spearman's correlation over 270 heads between a score from "
-            f"{min(options.tokens, SCORE_TOKENS):,} tokens and the rise in loss (and the KL divergence) measured on "
-            f"{held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
+            f"{min(options.tokens, options.fit_tokens):,} tokens and the rise in loss (and the KL divergence) measured "
+            f"on {held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
             "disattenuated is divided by what the measurement allows. A sweep takes 270 passes (with reuse the time of "
             "about 150); a backward pass counts as two.\n\n" + table,
             page=FINDINGS,
@@ -170,7 +172,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
     """The frontier at every length, by heads and by groups, and with a window."""
     for length in options.lengths:
         fit, held = (passages_of(model, options.tokenizer, [part], length=length, tokens=n)
-                     for part, n in zip(text, (SCORE_TOKENS, options.tokens), strict=True))  # fmt: skip
+                     for part, n in zip(text, (options.fit_tokens, options.tokens), strict=True))  # fmt: skip
         for by in options.by:
             for window in options.windows:
                 used = substitute(one, model, window=window or None)
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
+    parser.add_argument("--fit-tokens", type=int, default=8192, help="tokens that scores and repairs come from")
     parser.add_argument("--parts", type=Path, default=Path("linearize-parts"))
     parser.add_argument("--only", nargs="+", choices=("scores", "frontier"), default=["scores", "frontier"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
@@ -212,6 +215,7 @@ def main() -> None:
     model, options.tokenizer = load_model()
     text = halves(Path(options.text).read_text())
     one = substitute(f"{FITTED}@{options.calibration}", model)
+    options.control = substitute(f"mean_ablation@{options.calibration}", model)
     estimate(model, options)
     if "scores" in options.only:
         fit, held = (passages_of(model, options.tokenizer, [part], tokens=options.tokens) for part in text)
