@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize_cases import DOUBLE, IDS, apart, logits_of, with_random_parameters
+from linearize_cases import DOUBLE, IDS, WINDOW, apart, logits_of, with_random_parameters
 from probe_cases import tiny_with
 from softgap.attention import HybridState, Visible, attend, attend_hybrid, attention_weights
 from softgap.errors import SoftgapError
@@ -79,8 +79,8 @@ def test_a_window_over_everything_is_softmax_and_single_precision_is_enough() ->
 
 
 def test_a_swap_takes_a_window() -> None:
-    for model_type, changes in (("llama", {}), ("mistral", {"sliding_window": 5})):
-        model = tiny_with(model_type, dtype=torch.float64, **changes)
+    for model_type in ("llama", "mistral"):
+        model = tiny_with(model_type, dtype=torch.float64, **WINDOW.get(model_type, {}))
         heads = heads_of_layer(model, 1)
         plain = logits_of(model, IDS)
         with swap(model, heads, "elu1", window=64):

@@ -106,6 +106,8 @@ def block_sums(
     g, t = query.shape[1:3]
     if query.shape[-1] == 1 and not log and window is None:
         return _prefix_sums(query, key, value, carry)
+    if t == 1 and window is None:
+        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
     c = chunk_length(rate, t, window)
     chunks = -(-t // c)
     full, edges = _window_chunks(window, c)
@@ -151,6 +153,41 @@ def _prefix_sums(
     totals = key.cumsum(dim=1) + carry.totals[:, None]
     after = replace(carry, sums=sums[:, -1:], totals=totals[:, -1])
     return query * sums[:, None], query * totals[:, None], None, after
+
+
+def _one_step(
+    query: Float[Tensor, "n g r"],
+    key: Float[Tensor, "n r"],
+    value: Float[Tensor, "n e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
+    """The same for a single position: a generation takes them one by one, and chunks would be all overhead."""
+    scale: Tensor | None = None
+    if not log or carry.scale is None or carry.age is None:
+        states, totals = torch.baddbmm(carry.sums, key[:, :, None], value[:, None]), carry.totals + key
+        after = replace(carry, sums=states, totals=totals)
+    else:
+        carried = carry.scale if rate is None else carry.scale - rate * carry.age
+        top = torch.maximum(carried, key)
+        kept, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
+        states = torch.baddbmm(carry.sums * kept[:, :, None], new[:, :, None], value[:, None])
+        totals = carry.totals * kept + new
+        # The larger of the two sets the scale, and its age is counted to the position behind this one.
+        newer = key > carried
+        after = replace(
+            carry,
+            sums=states,
+            totals=totals,
+            scale=torch.where(newer, key, carry.scale),
+            age=torch.where(newer, 0.0, carry.age).add_(1),
+        )
+        query = query + top[:, None]
+        scale = query.amax(-1, keepdim=True)
+        query = (query - scale).exp_()
+        scale = scale[:, :, None]
+    return (query @ states)[:, :, None], (query @ totals[:, :, None])[:, :, None], scale, after
 
 
 class _Geometry(NamedTuple):
