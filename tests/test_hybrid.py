@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize_cases import DOUBLE, IDS, WINDOW, apart, logits_of, with_random_parameters
 from probe_cases import tiny_with
-from softgap.attention import HybridState, Visible, attend, attend_hybrid, attention_weights
+from softgap.attention import HybridState, LinearState, Visible, attend, attend_hybrid, attention_weights
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_layer, swap
 
@@ -91,6 +91,18 @@ def test_a_swap_takes_a_window() -> None:
             found = logits_of(model, IDS)
         assert apart(found, plain) > 1e-3
         assert apart(found, linear) > 1e-3
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_single_positions_are_the_quadratic_form(mechanism: Any) -> None:
+    """A state that takes one position at a time, as in a generation, and then a block."""
+    q, k, v = tensors()
+    visible = Visible(key_valid=PADDED)
+    truth = attend(mechanism, q, k, v, visible=visible, form="quadratic", dtype=torch.float64).output
+    state = LinearState(mechanism, dtype=torch.float64)
+    cuts = [*((t, t + 1) for t in range(50)), (50, 65), *((t, t + 1) for t in range(65, T))]
+    parts = [state.attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], PADDED[:, a:b]).output for a, b in cuts]
+    assert apart(torch.cat(parts, dim=2), truth) < DOUBLE
 
 
 def test_the_state_does_not_grow() -> None:
