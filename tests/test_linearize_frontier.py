@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_examples import byte_tokenizer, tiny_llama
+from linearize_cases import sharp_llama
+from model_examples import byte_tokenizer
 from softgap.errors import SoftgapError
 from softgap.linearize import find_plan, frontier, heads_of_group, load_plan, lookups, passages_of, swap
 from softgap.linearize.orders import ordered, random_order, taken, units_of
@@ -24,11 +25,7 @@ TEXT = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    model = tiny_llama(max_position_embeddings=512)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
-    return model
+    return sharp_llama(max_position_embeddings=512).float()
 
 
 @pytest.fixture(scope="module")

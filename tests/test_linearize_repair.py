@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_examples import tiny_llama
+from linearize_cases import sharp_llama
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_layer, swap
 from softgap.linearize.passages import Passages
@@ -21,11 +21,7 @@ HEADS = [(0, 0), (0, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    model = tiny_llama(num_hidden_layers=3).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
-    return model
+    return sharp_llama(num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")

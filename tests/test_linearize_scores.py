@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from linearize_cases import with_random_parameters
-from model_examples import tiny_llama
+from linearize_cases import sharp_llama, with_random_parameters
 from softgap.attention import attend, attention_weights, compare_outputs
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_layer
@@ -26,11 +25,7 @@ HEADS = [(layer, head) for layer in range(2) for head in range(4)]
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    model = tiny_llama().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
-    return model
+    return sharp_llama()
 
 
 @pytest.fixture(scope="module")
