@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.linearize.applying import freed_groups
@@ -96,12 +98,18 @@ def find_plan(
         "repair": repair,
         "seed": seed,
     }
-    search = _Search(model, fit, chosen_on, one, repair, Kept(folder, settings))
-    progress("scoring heads", 0.0)
-    scores = head_scores(
-        model, fit, one, names=[score], seed=seed, progress=lambda stage, share: progress(stage, 0.3 * share)
-    )
-    order = ordered(units_of(model, by), scores.heads, scores.mean(score))
+    kept = Kept(folder, settings)
+    search = _Search(model, fit, chosen_on, one, repair, kept)
+
+    def scored() -> dict[str, Any]:
+        found = head_scores(
+            model, fit, one, names=[score], seed=seed, progress=lambda stage, share: progress(stage, 0.3 * share)
+        )
+        return {"heads": found.heads, "score": found.mean(score).tolist()}
+
+    scores = kept.made("scores", scored)
+    known = [(int(layer), int(head)) for layer, head in scores["heads"]]
+    order = ordered(units_of(model, by), known, np.asarray(scores["score"]))
     n = _largest(search, [taken(order, k) for k in range(len(order) + 1)], budget, by, progress)
     heads = taken(order, n)
     used = search.substitute(heads)
