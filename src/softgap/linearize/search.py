@@ -18,7 +18,7 @@ from softgap.linearize.applying import freed_groups
 from softgap.linearize.frontier import BEST
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.kept import Kept
-from softgap.linearize.orders import ordered, taken, units_of
+from softgap.linearize.orders import Unit, ordered, taken, units_of
 from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
 from softgap.linearize.plan import Plan
 from softgap.linearize.repair import repaired
@@ -80,12 +80,7 @@ def find_plan(
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
-    half, quarter = len(read) // 2, max(1, len(read) // 4)
-    fit, chosen_on, check = (
-        read.part(slice(0, half)),
-        read.part(slice(half, len(read) - quarter)),
-        read.part(slice(len(read) - quarter, None)),
-    )
+    fit, chosen_on, check = _parts(read)
     settings = {
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
@@ -100,22 +95,43 @@ def find_plan(
     }
     kept = Kept(folder, settings)
     search = _Search(model, fit, chosen_on, one, repair, kept)
-
-    def scored() -> dict[str, Any]:
-        found = head_scores(
-            model, fit, one, names=[score], seed=seed, progress=lambda stage, share: progress(stage, 0.3 * share)
-        )
-        return {"heads": found.heads, "score": found.mean(score).tolist()}
-
-    scores = kept.made("scores", scored)
-    known = [(int(layer), int(head)) for layer, head in scores["heads"]]
-    order = ordered(units_of(model, by), known, np.asarray(scores["score"]))
+    order = _order(model, fit, one, settings, kept, progress)
     n = _largest(search, [taken(order, k) for k in range(len(order) + 1)], budget, by, progress)
     heads = taken(order, n)
     used = search.substitute(heads)
     progress("checking the plan on unseen text", 0.95)
     original, swapped = (read_swapped(model, check, asked, some, used) for some in ([], heads))
     return _plan(model, heads, used, original, swapped, {**settings, "budget": budget, "versions": library_versions()})
+
+
+def _parts(read: Passages) -> tuple[Passages, Passages, Passages]:
+    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
+    half, quarter = len(read) // 2, max(1, len(read) // 4)
+    bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
+    fit, chosen_on, check = (read.part(slice(*bound)) for bound in bounds)
+    return fit, chosen_on, check
+
+
+def _order(
+    model: Model, fit: Passages, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+) -> list[Unit]:
+    """All heads or groups, cheapest first by the score; scores that were taken before are used again."""
+    name = settings["score"]
+
+    def scored() -> dict[str, Any]:
+        found = head_scores(
+            model,
+            fit,
+            one,
+            names=[name],
+            seed=settings["seed"],
+            progress=lambda stage, share: progress(stage, 0.3 * share),
+        )
+        return {"heads": found.heads, "score": found.mean(name).tolist()}
+
+    scores = kept.made("scores", scored)
+    heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
+    return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
 
 class _Search:
