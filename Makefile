@@ -11,7 +11,7 @@ BROWSER := $(VENV)/.softgap-browser
 # -qq hides the noise of mirrors that lack a package, and still shows errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
-BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py
+BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py benchmarks/impact.py
 # Two workers with one thread each: more threads only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_examples import tiny_llama
 from probe_cases import ids_of, row
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.reference import reference_attention
@@ -32,6 +33,15 @@ SINGLE = 1e-4
 WINDOW: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 5}}
 IDS = row(ids_of(13))
 PAIR = [(0, 1), (1, 0), (1, 1), (1, 3)]  # of 4 heads in 2 KV groups: in layer 1 two of one group and one of the other
+
+
+def sharp_llama(**settings: Any) -> Any:
+    """A tiny Llama in float64 whose weights are large enough that a swapped head matters."""
+    model = tiny_llama(**settings).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 if parameter.dim() < 2 else 2.5)
+    return model
 
 
 def some_heads(model: Any) -> list[tuple[int, int]]:

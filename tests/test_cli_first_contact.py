@@ -33,7 +33,7 @@ def test_python_m_softgap_is_the_same_command(tmp_path: Path) -> None:
 def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    places = [shown.index(f"─ {heading} ─") for heading in ("Measure", "Understand", "Look up")]
+    places = [shown.index(f"─ {heading} ─") for heading in ("Measure", "Understand", "Act", "Look up")]
     assert places == sorted(places)
     assert places[0] < shown.index("│ calibrate") < places[1] < shown.index("│ report") < places[2]
 

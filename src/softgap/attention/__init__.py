@@ -9,6 +9,7 @@ from softgap.attention.divergence import (
     norm_ratio,
     relative_l2,
 )
+from softgap.attention.hybrid import HybridState, attend_hybrid
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.registry import mechanisms, register_mechanism, resolve
 from softgap.attention.result import Attention
@@ -18,11 +19,13 @@ from softgap.attention.visible import Visible
 __all__ = [
     "Attention",
     "Comparison",
+    "HybridState",
     "LinearState",
     "Mechanism",
     "Site",
     "Visible",
     "attend",
+    "attend_hybrid",
     "attention_weights",
     "choose_form",
     "compare_heads",

@@ -98,14 +98,16 @@ def block_sums(
     rate: Float[Tensor, "n r"] | None,
     log: bool,
     window: int | None,
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
-    """sum_j w_tj v_j and sum_j w_tj for the queries of one block, up to a positive factor per row if ``log``.
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Float[Tensor, "n g t 1"] | None, Carry]:
+    """sum_j w_tj v_j and sum_j w_tj for the queries of one block; if ``log``, to be multiplied by exp of the third.
 
     The block's keys stand at the same positions as its queries; the carry holds what came before.
     """
     g, t = query.shape[1:3]
     if query.shape[-1] == 1 and not log and window is None:
         return _prefix_sums(query, key, value, carry)
+    if t == 1 and window is None:
+        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
     c = chunk_length(rate, t, window)
     chunks = -(-t // c)
     full, edges = _window_chunks(window, c)
@@ -133,18 +135,59 @@ def block_sums(
     if window is not None:
         tail = slice(key.shape[1] - (window - 1), None)
         carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
-    sums, totals = (x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t] for x in _total(parts))
-    return sums, totals, carry
+    total = _total(parts)
+
+    def by_position(x: Tensor) -> Tensor:
+        found: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+        return found
+
+    scale = None if total.scale is None else by_position(total.scale)
+    return by_position(total.sums), by_position(total.totals), scale, carry
 
 
 def _prefix_sums(
     query: Float[Tensor, "n g t 1"], key: Float[Tensor, "n t 1"], value: Float[Tensor, "n t e"], carry: Carry
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Carry]:
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], None, Carry]:
     """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
     sums = (value * key).cumsum(dim=1) + carry.sums
     totals = key.cumsum(dim=1) + carry.totals[:, None]
     after = replace(carry, sums=sums[:, -1:], totals=totals[:, -1])
-    return query * sums[:, None], query * totals[:, None], after
+    return query * sums[:, None], query * totals[:, None], None, after
+
+
+def _one_step(
+    query: Float[Tensor, "n g r"],
+    key: Float[Tensor, "n r"],
+    value: Float[Tensor, "n e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
+    """The same for a single position: a generation takes them one by one, and chunks would be all overhead."""
+    scale: Tensor | None = None
+    if not log or carry.scale is None or carry.age is None:
+        states, totals = torch.baddbmm(carry.sums, key[:, :, None], value[:, None]), carry.totals + key
+        after = replace(carry, sums=states, totals=totals)
+    else:
+        carried = carry.scale if rate is None else carry.scale - rate * carry.age
+        top = torch.maximum(carried, key)
+        kept, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
+        states = torch.baddbmm(carry.sums * kept[:, :, None], new[:, :, None], value[:, None])
+        totals = carry.totals * kept + new
+        # The larger of the two sets the scale, and its age is counted to the position behind this one.
+        newer = key > carried
+        after = replace(
+            carry,
+            sums=states,
+            totals=totals,
+            scale=torch.where(newer, key, carry.scale),
+            age=torch.where(newer, 0.0, carry.age).add_(1),
+        )
+        query = query + top[:, None]
+        scale = query.amax(-1, keepdim=True)
+        query = (query - scale).exp_()
+        scale = scale[:, :, None]
+    return (query @ states)[:, :, None], (query @ totals[:, :, None])[:, :, None], scale, after
 
 
 class _Geometry(NamedTuple):
@@ -329,18 +372,19 @@ def _combined(
     return summed, total, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
 
 
-def _total(parts: list[Part]) -> tuple[Float[Tensor, "n chunk gc e"], Float[Tensor, "n chunk gc 1"]]:
+def _total(parts: list[Part]) -> Part:
     sums, totals, scale = parts[0]
     if scale is None:
         for part in parts[1:]:
             sums.add_(part.sums)
             totals.add_(part.totals)
-        return sums, totals
+        return parts[0]
     scales = torch.stack([part.scale for part in parts if part.scale is not None])
-    factors = (scales - scales.amax(0)).exp_()
+    top = scales.amax(0)
+    factors = (scales - top).exp_()
     sums.mul_(factors[0])
     totals.mul_(factors[0])
     for part, factor in zip(parts[1:], factors[1:], strict=True):
         sums.addcmul_(part.sums, factor)
         totals.addcmul_(part.totals, factor)
-    return sums, totals
+    return Part(sums, totals, top)

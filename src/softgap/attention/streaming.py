@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ BLOCK_POSITIONS = 512
 
 
 class Sums(NamedTuple):
-    """Weighted sums per query: of the values, and of ones."""
+    """Weighted sums per query: of the values, and of ones; times exp(scale) where there is one."""
 
     values: Float[Tensor, "batch query_head query value_dim"]
     totals: Float[Tensor, "batch query_head query 1"]
+    scale: Float[Tensor, "batch query_head query 1"] | None
 
 
 class LinearState:
@@ -68,6 +69,12 @@ class LinearState:
         self._carries: dict[str, Carry] = {}
         self._seen: Bool[Tensor, " batch"] | None = None
         self._tail_valid: Bool[Tensor, "batch tail"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state holds."""
+        tensors = [getattr(carry, f.name) for carry in self._carries.values() for f in fields(Carry)]
+        return sum(x.nbytes for x in (*tensors, self._seen, self._tail_valid) if x is not None)
 
     @classmethod
     def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
@@ -111,23 +118,12 @@ class LinearState:
 
         ``shared`` answers once per KV head where the mechanism ignores the query, and leaves the repeating to you.
         """
-        self._check(q, k)
-        ahead = k.shape[2] - q.shape[2]
-        r = self.mechanism.feature_dim(k.shape[-1]) or 1
-        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0)
-        bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
         outputs, valids, flags = [], [], []
-        for start, stop in itertools.pairwise(bounds):
-            part = slice(start, stop)
-            valid = None if key_valid is None else key_valid[:, part]
-            asked = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
-            sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
-            seen = self._advance(k.shape[0], stop - start, valid, k.device)
-            if start >= ahead:
-                output, flagged = self._output(sums, None if shared else q.shape[1])
-                outputs.append(output)
-                flags.append(flagged)
-                valids.append(seen)
+        for sums, seen in self._blocks(q, k, v, key_valid):
+            output, flagged = self._output(sums, None if shared else q.shape[1])
+            outputs.append(output)
+            flags.append(flagged)
+            valids.append(seen)
         if not outputs:
             batch, heads = q.shape[:2]
             nothing = q.new_zeros(batch, heads, 0, v.shape[-1], dtype=self.dtype)
@@ -135,6 +131,41 @@ class LinearState:
         valid_rows = torch.cat(valids, dim=1)
         # A row that sees nothing is padding: not valid, and no anomaly of the mechanism.
         return Attention(torch.cat(outputs, dim=2), valid_rows, torch.cat(flags, dim=2) & valid_rows[:, None])
+
+    def sums(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch kv_head key dim"],
+        v: Float[Tensor, "batch kv_head key value_dim"],
+        key_valid: Bool[Tensor, "batch key"] | None = None,
+    ) -> tuple[Sums, Bool[Tensor, "batch query"]]:
+        """Append keys; the weighted sums of the queries, which :meth:`attend` divides, and which see any key."""
+        found = list(self._blocks(q, k, v, key_valid))
+        group = q.shape[1] // found[0][0]["weights"].values.shape[1]
+        parts = [torch.cat(x, dim=2) for x in zip(*(sums["weights"][:2] for sums, _ in found), strict=True)]
+        scales = [sums["weights"].scale for sums, _ in found]
+        scale = None if scales[0] is None else torch.cat([x for x in scales if x is not None], dim=2)
+        # A mechanism that ignores the query answers once per KV head.
+        whole = (x if x is None or group == 1 else x.repeat_interleave(group, dim=1) for x in (*parts, scale))
+        return Sums(*whole), torch.cat([seen for _, seen in found], dim=1)  # type: ignore[arg-type]
+
+    def _blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
+    ) -> Iterator[tuple[dict[str, Sums], Bool[Tensor, "batch query"]]]:
+        """Block by block, the sums of the queries and which of them see any key."""
+        self._check(q, k)
+        ahead = k.shape[2] - q.shape[2]
+        r = self.mechanism.feature_dim(k.shape[-1]) or 1
+        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0)
+        bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
+        for start, stop in itertools.pairwise(bounds):
+            part = slice(start, stop)
+            valid = None if key_valid is None else key_valid[:, part]
+            asked = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
+            sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
+            seen = self._advance(k.shape[0], stop - start, valid, k.device)
+            if start >= ahead:
+                yield sums, seen
 
     def compare(
         self,
@@ -226,7 +257,7 @@ class LinearState:
         carry = self._carries.get(name)
         if carry is None:
             carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log)
-        sums, totals, self._carries[name] = block_sums(
+        sums, totals, scale, self._carries[name] = block_sums(
             query.reshape(batch * heads, group, t, r),
             key,
             value,
@@ -236,12 +267,13 @@ class LinearState:
             window=self.window,
         )
         shape = (batch, heads * group, t)
-        return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1))
+        scale = None if scale is None else scale.reshape(*shape, 1)
+        return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1), scale)
 
     def _output(
         self, sums: dict[str, Sums], heads: int | None
     ) -> tuple[Float[Tensor, "batch head query value_dim"], Bool[Tensor, "batch head query"]]:
-        weighted, total = sums["weights"]
+        weighted, total, _ = sums["weights"]
         if "count" in sums:
             count = sums["count"].totals.clamp(min=1)
             mean = sums["count"].values / count

@@ -13,6 +13,7 @@ from softgap.cli.calibrate import calibrate_command
 from softgap.cli.compare import compare_command
 from softgap.cli.doctor import doctor_command
 from softgap.cli.lab import lab
+from softgap.cli.linearize import linearize_command
 from softgap.cli.mechanisms import mechanisms_command
 from softgap.cli.models import models_command
 from softgap.cli.read import read_command
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
         ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
         ("compare", compare_command, "runs/lookup --by label --stratum difficulty"),
     ),
+    "Act": (("linearize", linearize_command, "--text book.txt --budget 0.1 --out plan.json"),),
     "Look up": (
         ("models", models_command, "--json"),
         ("mechanisms", mechanisms_command, "--measure"),

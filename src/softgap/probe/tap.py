@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from softgap.errors import ModelError
 from softgap.probe.support import attention_modules, check_tappable
 
-__all__ = ["AttentionCall", "overridden_names", "replaced", "tapped"]
+__all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
 
 
 class AttentionCall(NamedTuple):
@@ -59,6 +59,8 @@ class AttentionCall(NamedTuple):
 Listener = Callable[[AttentionCall], None]
 Replacer = Callable[[AttentionCall], Tensor]
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+# Given the model's own attention function and its arguments: a result in its place, or None to let it run.
+Stand = Callable[..., tuple[Tensor, Tensor | None] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,7 @@ class _Tap:
 
     listen: Listener | None = None
     replace: Replacer | None = None
+    stand: Stand | None = None
     alone: bool = False
 
 
@@ -104,6 +107,16 @@ def replaced(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
     output of those entered before it, so the last one entered has the last word.
     """
     with _attached(model, _Tap(replace=replace)):
+        yield
+
+
+@contextmanager
+def stood_in(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
+    """Ask ``stand(original, module, query, key, value, *args, **kwargs)`` before the model's own attention runs.
+
+    Where it gives a result, the model's attention is not computed and other taps see nothing of the call.
+    """
+    with _attached(model, _Tap(stand=stand)):
         yield
 
 
@@ -175,12 +188,17 @@ def _dispatcher(registry: AttentionInterface, name: str, previous: Attention | N
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         original = shared or _eager_of(module)
-        result = original(module, query, key, value, *args, **kwargs)
-        taps = _taps.get(id(module))
-        if taps is None:
-            return result
-        if taps[-1].alone:
+        taps = _taps.get(id(module), ())
+        if taps and taps[-1].alone:
             taps = taps[-1:]
+        for tap in taps:
+            if tap.stand is not None:
+                instead = tap.stand(original, module, query, key, value, *args, **kwargs)
+                if instead is not None:
+                    return instead
+        result = original(module, query, key, value, *args, **kwargs)
+        if not taps:
+            return result
         mask = args[0] if args else kwargs.get("attention_mask")
         call = AttentionCall(module, query, key, value, mask, kwargs, result[0])
         for tap in taps:

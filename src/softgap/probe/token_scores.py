@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["TokenScores", "forward_then_logits", "score"]
+__all__ = ["TokenScores", "answering", "forward_then_logits", "score"]
 
 ROWS = 128
 # Logits scored at once: few enough to stay in the cache from one pass to the next.
@@ -144,14 +144,14 @@ def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Ten
     return torch.stack(score(logits, torch.full(logits.shape[:2], -1, device=logits.device)))
 
 
-def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) -> LogitBlocks:
-    """One forward over all n positions now; its logits, a block at a time, when they are asked for.
+def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int, rows: int = ROWS) -> LogitBlocks:
+    """One forward over all n positions now; its logits, a block of ``rows`` at a time, when they are asked for.
 
     n x vocabulary numbers are never held. The head is the model's own: its forward is called again for each block,
     with the part below the head replaced by what it returned the first time (and past all hooks: it is no new pass).
     """
     base = model.base_model
-    if n <= ROWS or base is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if n <= rows or base is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
         whole = model(**inputs).logits
         return lambda: iter([(0, whole)])
     kept: list[Any] = []
@@ -160,18 +160,21 @@ def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int) 
         model(**inputs, logits_to_keep=1)
     finally:
         hook.remove()
+    if not kept:  # decoders of encoder-decoder models are called past the model around them
+        whole = model(**inputs).logits
+        return lambda: iter([(0, whole)])
 
     def blocks() -> Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]:
-        with _answering(base, kept[-1]):
-            for start in range(0, n, ROWS):
-                positions = torch.arange(start, min(n, start + ROWS), device=model.device)
+        with answering(base, kept[-1]):
+            for start in range(0, n, rows):
+                positions = torch.arange(start, min(n, start + rows), device=model.device)
                 yield start, model.forward(**inputs, logits_to_keep=positions).logits
 
     return blocks
 
 
 @contextmanager
-def _answering(module: torch.nn.Module, answer: Any) -> Iterator[None]:
+def answering(module: torch.nn.Module, answer: Any) -> Iterator[None]:
     """A module that returns one answer whatever it is asked."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = lambda *args, **kwargs: answer

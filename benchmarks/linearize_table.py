@@ -1,0 +1,228 @@
+"""Which heads of the embedded model can go without softmax: scores, repair and the frontier, into docs/findings.md.
+
+Run: python benchmarks/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--only scores]
+
+The first half of the file is what the calibration was fitted on; scores and repairs use it too. Every cost is measured
+on the second half. `--tokens` is the number of tokens on each side: 16384 for the final table. The work is
+kept in `--parts`, so an interrupted run goes on. An estimate of the time is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+
+from harness import FINDINGS, machine, write_section
+from held_out import halves
+from softgap.linearize import SCORES, frontier, head_scores, lookups, passages_of, rank_agreement, substitute
+from softgap.linearize.finite_step import with_finite_steps
+from softgap.linearize.frontier import Frontier
+from softgap.linearize.impact import impact_on
+from softgap.linearize.impact_result import Impact
+from softgap.linearize.passages import Passages
+from softgap.linearize.scores import Scores
+from softgap.linearize.substitute import Substitute
+from softgap.probe import load_model
+from softgap.report.linearize_figure import draw_frontier
+from softgap.report.pictures import save_figure
+
+FIXED, FITTED = "elu1", "fitted"
+TOP = 16
+NAMES = tuple(SCORES)
+IMAGES = FINDINGS.parent / "images"
+
+
+def say(stage: str, share: float) -> None:
+    """Progress on one line of its own every tenth."""
+    tenth = int(10 * share)
+    if (stage, tenth) != say.last:  # type: ignore[attr-defined]
+        say.last = (stage, tenth)  # type: ignore[attr-defined]
+        print(f"{time.strftime('%H:%M:%S')} {stage}: {share:.0%}", flush=True)
+
+
+say.last = ("", -1)  # type: ignore[attr-defined]
+
+
+def estimate(model: Any, options: argparse.Namespace) -> None:
+    """Print what the run will take, from one forward."""
+    ids = torch.arange(10, 110).repeat(6)[None, :512]
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+        begun = time.perf_counter()
+        model(ids, use_cache=False)
+    each = (time.perf_counter() - begun) / 512
+    heads, points = 270, len(options.shares)
+    sweep = 2 * (2 * 0.55 * heads * options.tokens if "scores" in options.only else 0)
+    scores = 2 * (40 * min(options.tokens, options.fit_tokens) if "scores" in options.only else 0)
+    curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
+    curve *= len(options.windows)
+    total = each * (sweep + scores + (curve if "frontier" in options.only else 0))
+    print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
+
+
+def measured(
+    model: Any, read: Passages, asked: Passages | None, one: Substitute, control: Substitute, parts: Path
+) -> Impact:
+    """The full sweep over held-out text, kept on disk passage by passage."""
+    found = []
+    for start in range(0, len(read), 4):
+        path = parts / f"impact-{one.mechanism.name}-{one.mechanism.origin[:8]}-{read.tokens}-{start}.npz"
+        if path.exists():
+            found.append(Impact.load(path))
+        else:
+            some = read.part(slice(start, start + 4))
+            found.append(impact_on(model, some, asked if start == 0 else None, one, controls=[control], progress=say))
+            found[-1].save(path)
+    change = {
+        name: np.concatenate([x.change[name] for x in found if name in x.change], axis=-1) for name in found[0].change
+    }
+    return Impact(found[0].mechanisms, found[0].heads, found[0].original, change, found[0].settings)
+
+
+def scored(model: Any, fit: Passages, one: Substitute, parts: Path) -> Scores:
+    """All scores of one substitute, kept on disk."""
+    path = parts / f"scores-{one.mechanism.name}-{one.mechanism.origin[:8]}-{fit.tokens}.npz"
+    if not path.exists():
+        found = with_finite_steps(model, fit, one, head_scores(model, fit, one, progress=say), top=TOP, progress=say)
+        passes = np.array([found.passes[name] for name in found.values])
+        np.savez(path, heads=np.array(found.heads), names=np.array(list(found.values)), passes=passes,
+                 values=np.stack(list(found.values.values())))  # fmt: skip
+    stored = np.load(path)
+    names = [str(name) for name in stored["names"]]
+    heads = tuple((int(a), int(b)) for a, b in stored["heads"])
+    return Scores(
+        heads, dict(zip(names, stored["values"], strict=True)), dict(zip(names, stored["passes"], strict=True))
+    )
+
+
+def score_table(scores: Scores, found: Impact) -> str:
+    """Each score's rank correlation with the measured costs."""
+    rng = np.random.default_rng(0)
+    lines = [
+        "| score | loss | disattenuated | KL | disattenuated | costliest 10 among its top 20 | passes over the text |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    costliest = set(np.argsort(found.mean("loss"))[::-1][:10])
+    rows = []
+    for name in scores.values:
+        by_loss, by_kl = (rank_agreement(scores.mean(name), found.change[q][0], rng=rng) for q in ("loss", "kl"))
+        caught = len(costliest & set(np.argsort(scores.mean(name))[::-1][:20]))
+        rows.append(
+            (
+                -by_loss.correlation.value,
+                f"| {name} | {by_loss.correlation} | {by_loss.disattenuated:.3f} | {by_kl.correlation} | "
+                f"{by_kl.disattenuated:.3f} | {caught} | {scores.passes[name]:g} |",
+            )
+        )
+    ceiling = rank_agreement(found.mean("loss"), found.change["loss"][0], rng=rng)
+    kl = rank_agreement(found.mean("kl"), found.change["kl"][0], rng=rng)
+    note = (
+        f"Two halves of the held-out passages agree to {ceiling.half:.3f} in loss and {kl.half:.3f} in KL: the "
+        f"ceilings are {ceiling.ceiling:.3f} and {kl.ceiling:.3f}. {int(found.linearizable().sum())} of "
+        f"{len(found.heads)} heads cost less than mean ablation in 97.5 % of resampled texts."
+    )
+    return "\n".join([*lines, *(row for _, row in sorted(rows)), "", note])
+
+
+def frontier_table(found: Frontier) -> str:
+    """One row per order and substitute, one column per share."""
+    shares = sorted({point.share for point in found.points})
+    lines = [
+        "| order | substitute | quantity | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
+        "|---|---|---|" + "---|" * len(shares),
+    ]
+    for key in dict.fromkeys((point.order, point.mechanism) for point in found.points):
+        row = {p.share: p for p in found.points if (p.order, p.mechanism) == key}
+        for quantity in ("loss", "recall"):
+            cells = [str(row[share].change[quantity]) if share in row else "" for share in shares]
+            lines.append(f"| {key[0]} | {key[1]} | {quantity} | " + " | ".join(cells) + " |")
+    original = ", ".join(f"{name} {value:.3f}" for name, value in found.original.items())
+    return "\n".join([*lines, "", f"Of the model as it is: {original}."])
+
+
+def write_scores(
+    model: Any, fit: Passages, held: Passages, options: argparse.Namespace, chosen: list[Substitute]
+) -> None:
+    """The tables of scores."""
+    for one in chosen:
+        found = measured(model, held, lookups(model, options.tokenizer, 8), one, options.control, options.parts)
+        table = score_table(scored(model, fit.part(slice(0, options.fit_tokens // 512)), one, options.parts), found)
+        write_section(
+            f"linearize_table-scores-{one.mechanism.name}",
+            f"Which score predicts what a head's swap costs: {one.mechanism.name}",
+            f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens}` on the embedded model; "
+            f"{machine()}. Spearman's correlation over 270 heads between a score from "
+            f"{min(options.tokens, options.fit_tokens):,} tokens and the rise in loss (and the KL divergence) measured "
+            f"on {held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
+            "disattenuated is divided by what the measurement allows. A sweep takes 270 passes (with reuse the time of "
+            "about 150); a backward pass counts as two.\n\n" + table,
+            page=FINDINGS,
+        )
+
+
+def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, one: Substitute) -> None:
+    """The frontier at every length, by heads and by groups, and with a window."""
+    for length in options.lengths:
+        fit, held = (passages_of(model, options.tokenizer, [part], length=length, tokens=n)
+                     for part, n in zip(text, (options.fit_tokens, options.tokens), strict=True))  # fmt: skip
+        for by in options.by:
+            for window in options.windows:
+                used = substitute(one, model, window=window or None)
+                found = frontier(
+                    model, fit, held, lookups(model, options.tokenizer, 16), used, by=by, shares=options.shares,
+                    orders=options.orders, folder=options.parts / "frontier", progress=say,
+                )  # fmt: skip
+                name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
+                save_figure(draw_frontier(found), IMAGES / f"{name}.svg")
+                extra = f", softmax kept on the nearest {window} keys" if window else ""
+                write_section(
+                    f"linearize_table-{name}",
+                    f"The frontier by {by}, {length:,} tokens{extra}",
+                    f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens}`, {machine()}. The "
+                    f"embedded model with its calibration ({one.mechanism.name}); scores and repairs from "
+                    f"{fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {16} lookups: rise "
+                    f"in loss (nats per token) and change in recall, 95 % over texts.\n\n"
+                    f"![The frontier](images/{name}.svg)\n\n" + frontier_table(found),
+                    page=FINDINGS,
+                )
+
+
+def main() -> None:
+    """Measure, and write section by section."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
+    parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
+    parser.add_argument("--fit-tokens", type=int, default=8192, help="tokens that scores and repairs come from")
+    parser.add_argument("--parts", type=Path, default=Path("linearize-parts"))
+    parser.add_argument("--only", nargs="+", choices=("scores", "frontier"), default=["scores", "frontier"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--by", nargs="+", default=["heads", "groups"])
+    parser.add_argument("--windows", type=int, nargs="+", default=[0, 64])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--orders", nargs="+", default=["gradient+fisher", "divergence", "random"])
+    options = parser.parse_args()
+    options.parts.mkdir(parents=True, exist_ok=True)
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    model, options.tokenizer = load_model()
+    text = halves(Path(options.text).read_text())
+    one = substitute(f"{FITTED}@{options.calibration}", model)
+    options.control = substitute(f"mean_ablation@{options.calibration}", model)
+    estimate(model, options)
+    if "scores" in options.only:
+        fit, held = (passages_of(model, options.tokenizer, [part], tokens=options.tokens) for part in text)
+        write_scores(model, fit, held, options, [one, substitute(FIXED, model)])
+    if "frontier" in options.only:
+        write_frontier(model, text, options, one)
+
+
+if __name__ == "__main__":
+    main()

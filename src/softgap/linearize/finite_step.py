@@ -1,0 +1,49 @@
+"""The costliest heads measured: a slope and a curvature underestimate a swap that is no small step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
+from softgap.linearize.impact import impact_on
+from softgap.linearize.passages import Passages
+from softgap.linearize.scores import Scores
+from softgap.linearize.substitute import Substitute
+from softgap.probe.models import Model
+from softgap.probe.progress import Report
+
+__all__ = ["with_finite_steps"]
+
+
+def with_finite_steps(
+    model: Model,
+    read: Passages,
+    mechanism: str | Mechanism | Substitute,
+    scores: Scores,
+    name: str = "gradient+fisher",
+    *,
+    top: int = 16,
+    progress: Report = lambda stage, fraction: None,
+) -> Scores:
+    """Add the score ``name`` + " corrected": the measured rise in loss for the ``top`` heads, which stay on top.
+
+    Parameters
+    ----------
+    read
+        The passages that the scores come from; the corrected heads are swapped on them, one at a time.
+    """
+    if not 1 <= top <= len(scores.heads):
+        raise ValueInputError(f"top must be between 1 and the {len(scores.heads)} heads, got {top}")
+    order = np.argsort(scores.mean(name), kind="stable")[::-1][:top]
+    chosen = [scores.heads[place] for place in order]
+    found = impact_on(model, read, None, mechanism, controls=[], heads=chosen, progress=progress)
+    values = scores.values[name].copy()
+    rises = dict(zip(found.heads, found.change["loss"][0], strict=True))
+    for place in order:
+        values[place] = rises[scores.heads[place]]
+    cost = scores.passes.get(name, 0.0) + top
+    corrected = f"{name} corrected"
+    return replace(scores, values={**scores.values, corrected: values}, passes={**scores.passes, corrected: cost})

@@ -1,0 +1,231 @@
+"""What each head is worth: every head swapped alone, by a mechanism and by controls.
+
+What lies below a swapped layer is computed once per passage, and the heads of a layer are swapped side by side, as
+copies of one batch of which each has another head swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
+from softgap.linearize.heads import Head, heads_by_layer
+from softgap.linearize.impact_result import QUANTITIES, Impact
+from softgap.linearize.judged import Original, judge_forward, read_original
+from softgap.linearize.mean_output import mean_outputs
+from softgap.linearize.part import Part, part_of
+from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
+from softgap.linearize.substitute import Substitute, substitute
+from softgap.linearize.swapping import swap
+from softgap.probe.blocks import Blocks
+from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.models import Model, Tokenizer
+from softgap.probe.progress import Report
+from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.visibility import VisibleSets
+
+__all__ = ["impact", "impact_on"]
+
+# Tokens of all copies of a batch: with more, activations leave the processor's cache (8192 took 1.2 times as long).
+BATCH_TOKENS = 1024
+# Two computations of one model differ by rounding; a forward that begins in the middle may not differ by more.
+SAME = 1e-3
+
+
+def impact(
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    mechanism: str | Mechanism | Substitute = "elu1",
+    *,
+    controls: Sequence[str | Mechanism | Substitute] | None = None,
+    heads: Sequence[Head] | None = None,
+    length: int = LENGTH,
+    tokens: int | None = None,
+    recalls: int = 8,
+    seed: int = 0,
+    reuse: bool = True,
+    progress: Report = lambda stage, fraction: None,
+) -> Impact:
+    """Swap every head alone and see what the model loses.
+
+    Parameters
+    ----------
+    texts
+        What the model reads, cut into passages of ``length`` tokens, about ``tokens`` in all (None: all of it).
+    mechanism
+        What the heads are swapped for.
+    controls
+        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same passages: a head
+        is linearizable only where the mechanism beats it.
+    heads
+        Some heads; None for all.
+    recalls
+        Lookups to measure recall with; 0 for none.
+    seed
+        Of the lookups and of the resampling of intervals.
+    reuse
+        False runs a whole forward for every head: the same numbers, more slowly.
+    progress
+        Called with the stage in words and the share that is done.
+    """
+    read = passages_of(model, tokenizer, texts, length=length, tokens=tokens)
+    asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
+    return impact_on(
+        model, read, asked, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
+    )
+
+
+def impact_on(
+    model: Model,
+    read: Passages,
+    asked: Passages | None,
+    mechanism: str | Mechanism | Substitute,
+    *,
+    controls: Sequence[str | Mechanism | Substitute] | None = None,
+    heads: Sequence[Head] | None = None,
+    seed: int = 0,
+    reuse: bool = True,
+    progress: Report = lambda stage, fraction: None,
+) -> Impact:
+    """The same on passages and lookups that are given; see :func:`impact`."""
+    layers = attention_layers(model)
+    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    chosen = heads_by_layer(layers, everything if heads is None else heads)
+    swapped = [substitute(mechanism, model)]
+    swapped += [substitute(one, model) for one in ([mean_outputs(model, read)] if controls is None else controls)]
+    names = [one.name for one in swapped]
+    if len(set(names)) < len(names):
+        raise ValueInputError(f"the mechanism and its controls must differ, got {', '.join(names)}; leave one out")
+    sweep = _Sweep(model, layers, chosen, swapped, reuse)
+    share = len(read) / (len(read) + (0 if asked is None else len(asked)))
+    text = sweep.over(read, lambda done: progress("reading text", share * done))
+    recall = (
+        None
+        if asked is None
+        else sweep.over(asked, lambda done: progress("asking lookups", share + (1 - share) * done))
+    )
+    quantities = dict(zip(QUANTITIES, text, strict=True))
+    if recall is not None:
+        quantities["recall"] = recall[2]
+    originals = {name: values[0, 0] for name, values in quantities.items()}
+    changes = {name: values[1:] - (0 if name == "kl" else values[:1]) for name, values in quantities.items()}
+    return Impact(
+        mechanisms=tuple(names),
+        heads=tuple((layer.number, head) for layer, own in chosen for head in own),
+        original=originals,
+        change=changes,
+        settings={
+            "model": model.name_or_path or model.config.model_type,
+            "fingerprint": model_fingerprint(model),
+            "passages": digest_of_passages(*([read] if asked is None else [read, asked])),
+            "length": int(read.ids.shape[1]),
+            "tokens": read.tokens,
+            "recall_tokens": 0 if asked is None else asked.tokens,
+            "calibration": swapped[0].mechanism.origin,
+            "seed": seed,
+        },
+    )
+
+
+class _Sweep:
+    """Every chosen head swapped alone, by each substitute, over passages."""
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[AttentionLayer],
+        chosen: Sequence[tuple[AttentionLayer, list[int]]],
+        swapped: Sequence[Substitute],
+        reuse: bool,
+    ) -> None:
+        self._model, self._chosen, self._swapped = model, chosen, swapped
+        self._parts = [[part_of(layer, own, one, len(layers)) for one in swapped] for layer, own in chosen]
+        self._blocks = Blocks(model)
+        self._last = layers[-1]
+        self._reuse = reuse and self._blocks.known
+        self._checked = False
+
+    def over(self, passages: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+        """Loss, KL and accuracy of every text: of the original (first), then of each substitute."""
+        widest = max(len(own) for _, own in self._chosen)
+        size = max(1, BATCH_TOKENS // (widest * passages.ids.shape[1]))
+        starts = range(0, len(passages), size)
+        found = []
+        with torch.inference_mode():
+            for number, start in enumerate(starts):
+                done = number / len(starts)
+                part = passages.part(slice(start, start + size))
+                found.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
+        return np.concatenate(found, axis=-1)
+
+    def _batch(self, part: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+        with self._blocks.remembered():
+            original = read_original(self._model, part.ids)
+        if self._reuse and not self._checked:
+            self._check(part, original)
+        columns = []
+        for number, (layer, own) in enumerate(self._chosen):
+            rows = [self._layer(layer, own, one, part, original) for one in range(len(self._swapped))]
+            base = original.judged.means(part).expand(-1, len(own), -1)
+            columns.append(torch.stack([base.cpu(), *rows], dim=1))
+            report((number + 1) / len(self._chosen))
+        return torch.cat(columns, dim=2).double().numpy()
+
+    def _layer(
+        self, layer: AttentionLayer, own: list[int], one: int, part: Passages, original: Original
+    ) -> Float[Tensor, "quantity head text"]:
+        if not self._reuse:
+            return torch.cat([self._alone((layer.number, head), one, part, original) for head in own], dim=1)
+        place = next(i for i, (other, _) in enumerate(self._chosen) if other is layer)
+        side = _SideBySide(self._parts[place][one], len(part))
+        step = max(1, BATCH_TOKENS // part.ids.numel())
+        found = []
+        for first in range(0, len(own), step):
+            side.places = range(first, min(len(own), first + step))
+            copies = len(side.places)
+            with self._blocks.beginning_at(layer, copies), replaced(self._model, side.output):
+                found.append(judge_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
+        return torch.cat(found, dim=1)
+
+    def _alone(self, head: Head, one: int, part: Passages, original: Original) -> Float[Tensor, "quantity 1 text"]:
+        with swap(self._model, [head], self._swapped[one]):
+            return judge_forward(self._model, part.ids, original).means(part).cpu()
+
+    def _check(self, part: Passages, original: Original) -> None:
+        """A model that keeps more than hidden states between its blocks is read by whole forwards."""
+        self._checked = True
+        with self._blocks.beginning_at(self._last):
+            again = judge_forward(self._model, part.ids, None).loss.to(original.judged.loss)
+        if float((again - original.judged.loss).abs().max()) > SAME * max(1.0, float(original.judged.loss.max())):
+            self._reuse = False
+
+
+class _SideBySide:
+    """Copies of one batch, the i-th with the i-th of the chosen heads swapped: all below is the same in every copy."""
+
+    def __init__(self, part: Part, texts: int) -> None:
+        self._part, self._texts = part, texts
+        self._found: Tensor | None = None
+        self.places = range(0)
+
+    def output(self, call: AttentionCall) -> Float[Tensor, "batch query head value_dim"]:
+        if call.module is not self._part.layer.module:
+            return call.output
+        if self._found is None:
+            first = slice(0, self._texts)
+            mask = call.mask if call.mask is None or call.mask.shape[0] == 1 else call.mask[first]
+            one = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
+            self._found = self._part.output(one, VisibleSets().of(one))
+        output = call.output.clone()
+        for copy, place in enumerate(self.places):
+            rows = slice(copy * self._texts, (copy + 1) * self._texts)
+            output[rows, :, int(self._part.heads[place])] = self._found[:, :, place]
+        return output

@@ -1,0 +1,139 @@
+"""What heads are judged on: passages of text of one length, and lookups whose answers stand in their own context."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from softgap.errors import ValueInputError
+from softgap.probe.models import Model, Tokenizer
+
+__all__ = ["Passages", "digest_of_passages", "lookups", "passages_of"]
+
+LENGTH = 512
+FEWEST = 16
+PAIRS = 12
+# Short words that most tokenizers know; pairs of them are drawn anew in every lookup.
+_LIST = """
+acorn barn bell boat bone brick broom cake camp card cave chalk cliff clock coat coin cork crane crown desk dish
+door drum dust farm fence flag flute fork frost gate glass glove goat grass hat hill horn ink jar kite knife lake
+lamp leaf lock moon moss moth mud nail nest oak oar owl pearl pine plum pond rain ring road rock roof rope rose
+salt sand seed shell shoe silk sled snow soap spoon star stem tent tile tooth tower tree vase wall wave well wheel
+wing wolf yard
+"""
+_WORDS = tuple(_LIST.split())
+
+
+@dataclass(frozen=True, eq=False)
+class Passages:
+    """Token sequences of one length, and which of their next tokens count: place t stands for the token behind it."""
+
+    ids: Int[Tensor, "text time"]
+    scored: Bool[Tensor, "text next"]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """Next tokens that count."""
+        return int(self.scored.sum())
+
+    def part(self, chosen: slice) -> Passages:
+        """Some of them."""
+        return Passages(self.ids[chosen], self.scored[chosen])
+
+
+def passages_of(
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    length: int = LENGTH,
+    tokens: int | None = None,
+    fewest: int = 1,
+) -> Passages:
+    """Cut texts into passages of ``length`` tokens; what is left over at their end is not used.
+
+    Parameters
+    ----------
+    texts
+        In any number; they are joined in their order.
+    tokens
+        Use about so many tokens, in passages spread evenly over the text; None uses all.
+    fewest
+        How many passages are needed at least.
+    """
+    if length < FEWEST:
+        raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; 512 is usual")
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and length > context:
+        raise ValueInputError(f"passages can have at most the model's context of {context} tokens, got {length}")
+    ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+    whole = len(ids) // length
+    if whole < fewest:
+        raise ValueInputError(
+            f"the text must have at least {fewest * length} tokens ({fewest} passage{'s' * (fewest > 1)} of {length}), "
+            f"got {len(ids)}; give more text or choose shorter passages"
+        )
+    wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
+    chosen = np.linspace(0, whole - 1, wanted).round().astype(int)
+    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(chosen)].to(model.device)
+    return Passages(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+
+
+def lookups(model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0) -> Passages:
+    """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
+
+    They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
+    counts does not see it.
+    """
+    if n < 1 or not 1 <= pairs <= len(_WORDS):
+        raise ValueInputError(f"lookups need at least 1 list and 1 to {len(_WORDS)} pairs, got {n} and {pairs}")
+    made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(n)]
+    longest = max(len(ids) for ids, _ in made)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and longest > context:
+        raise ValueInputError(
+            f"lookups of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for fewer pairs"
+        )
+    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _ in made], device=model.device)
+    scored = torch.zeros(n, longest - 1, dtype=torch.bool, device=model.device)
+    for row, (_, answers) in zip(scored, made, strict=True):
+        row[torch.tensor(answers, device=row.device) - 1] = True
+    return Passages(rows, scored)
+
+
+def digest_of_passages(*passages: Passages) -> str:
+    """Hash of the tokens and of which of them count."""
+    whole = hashlib.sha256()
+    for part in passages:
+        whole.update(str(tuple(part.ids.shape)).encode())
+        whole.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
+        whole.update(part.scored.cpu().numpy().tobytes())
+    return whole.hexdigest()[:32]
+
+
+def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Tokens, and the places of those that count."""
+    keys, values = ([str(word) for word in rng.permutation(_WORDS)[:pairs]] for _ in range(2))
+    ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
+    answers: list[int] = []
+    for turn in range(2):
+        for i in rng.permutation(pairs):
+            ids += _bare(tokenizer, f"{keys[i]}:")
+            answer = _bare(tokenizer, f" {values[i]}")
+            if turn:
+                answers += range(len(ids), len(ids) + len(answer))
+            ids += [*answer, *_bare(tokenizer, "\n")]
+    return ids, answers
+
+
+def _bare(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

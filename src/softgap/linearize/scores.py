@@ -1,0 +1,287 @@
+"""Cheap scores: how costly a head's swap will be, from one or two passes instead of a sweep over all heads.
+
+Let o be a head's softmax output at every position, l what the substitute gives there and g a gate on the way between
+them, o + g (l - o). At g = 0 the loss L has the slope and, with labels y drawn from the model itself, the Fisher
+curvature
+
+    dL/dg = sum_t (dL/do_t).(l_t - o_t),          d2L/dg2 ~ E_y [(d log p(y)/dg)^2]
+
+so that L(1) - L(0) ~ dL/dg + d2L/dg2 / 2. One backward pass gives the slope of every head at once; labels of one pass
+are drawn independently, so its squared slope is an unbiased estimate of the curvature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from softgap.attention import Mechanism, compare_outputs
+from softgap.errors import ValueInputError, unknown_name
+from softgap.linearize.head_shape import SHAPES, head_shapes, output_weight
+from softgap.linearize.heads import Head, heads_by_layer
+from softgap.linearize.part import Part, part_of
+from softgap.linearize.passages import Passages
+from softgap.linearize.substitute import Substitute, substitute
+from softgap.probe.layout import attention_layers
+from softgap.probe.models import Model
+from softgap.probe.progress import Report
+from softgap.probe.tap import AttentionCall, replaced, tapped
+from softgap.probe.visibility import VisibleSets
+
+__all__ = ["SCORES", "Scores", "head_scores"]
+
+SAMPLES = 4
+STEPS = 4
+SCORES: Mapping[str, str] = {
+    "divergence": "mean of 1 - cos(o, l)",
+    "relative_l2": "mean of |l - o| / |o|",
+    "output_l2": "root mean square of |W_O (l - o)|, what the layer's output changes by",
+    "gradient": "slope of the loss along the swap",
+    "fisher": "half the Fisher curvature along the swap",
+    "gradient+fisher": "slope plus half the Fisher curvature",
+    "integrated": "slope, averaged over the way from no head swapped to all",
+    "integrated+fisher": "the same plus half the Fisher curvature",
+    **SHAPES,
+}
+"""What each score is. All are such that a larger one means a costlier swap."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of heads, per text; the mean over texts is what ranks them.
+
+    Attributes
+    ----------
+    values
+        By name, ``[head, text]``.
+    passes
+        What each of them cost in forward passes over the text, a backward pass counted as two.
+    """
+
+    heads: tuple[Head, ...]
+    values: Mapping[str, Float[np.ndarray, "head text"]]
+    passes: Mapping[str, float] = field(default_factory=dict)
+
+    def mean(self, name: str) -> Float[np.ndarray, " head"]:
+        """A score of every head."""
+        if name not in self.values:
+            raise unknown_name("score", name, tuple(self.values))
+        found: np.ndarray = self.values[name].mean(axis=-1)
+        return found
+
+
+def head_scores(
+    model: Model,
+    read: Passages,
+    mechanism: str | Mechanism | Substitute,
+    *,
+    names: Sequence[str] = tuple(SCORES),
+    heads: Sequence[Head] | None = None,
+    swapped: Sequence[Head] = (),
+    samples: int = SAMPLES,
+    steps: int = STEPS,
+    seed: int = 0,
+    progress: Report = lambda stage, fraction: None,
+) -> Scores:
+    """Score every head for a swap by a mechanism.
+
+    Parameters
+    ----------
+    names
+        Which scores; see :data:`SCORES`.
+    heads
+        Which heads; None for all that are not swapped.
+    swapped
+        Heads that are swapped already, so that the scores are those of further swaps. On the way back of the gradient
+        such a head counts as softmax (its step is a constant), which spares the derivative of the mechanism.
+    samples
+        Draws of labels for the Fisher curvature.
+    steps
+        Points on the way for integrated gradients.
+    seed
+        Of the drawn labels.
+    """
+    for name in names:
+        if name not in SCORES:
+            raise unknown_name("score", name, tuple(SCORES))
+    if samples < 1 or steps < 1:
+        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
+    layers = attention_layers(model)
+    gone = {tuple(head) for head in swapped}
+    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    chosen = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
+    one = substitute(mechanism, model)
+    parts = [part_of(layer, own, one, len(layers)) for layer, own in chosen]
+    under = [part_of(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
+    columns: list[dict[str, Float[Tensor, " head"]]] = []
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    for number, row in enumerate(read.ids):
+        columns.append(_of_text(model, row[None], parts, under, set(names), samples, steps, generator))
+        progress("scoring heads", (number + 1) / len(read))
+    values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
+    return Scores(
+        tuple((layer.number, head) for layer, own in chosen for head in own),
+        values,
+        {name: _passes(name, samples, steps) for name in names},
+    )
+
+
+def _passes(name: str, samples: int, steps: int) -> float:
+    """Forward passes that a score costs on its own."""
+    slopes = {"gradient": 2, "fisher": 2 * samples, "gradient+fisher": 2 + 2 * samples}
+    if name.startswith("integrated"):
+        return 3 * steps + (1 + 2 * samples if name.endswith("fisher") else 0)
+    return 1 + slopes.get(name, 0)
+
+
+def _of_text(
+    model: Model,
+    ids: Int[Tensor, "1 time"],
+    parts: Sequence[Part],
+    under: Sequence[Part],
+    names: set[str],
+    samples: int,
+    steps: int,
+    generator: torch.Generator,
+) -> dict[str, Float[Tensor, " head"]]:
+    found: dict[str, Tensor] = {}
+    if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
+        with _Gates(model, parts, under) as gates:
+            logits = gates.logits(ids)
+            slopes = gates.slopes(_loss(logits, ids[0, 1:]))
+            curvature = torch.zeros_like(slopes)
+            if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
+                probability = logits.detach().float().softmax(dim=-1)
+                for _ in range(samples):
+                    drawn = torch.multinomial(probability, 1, generator=generator)[:, 0]
+                    curvature += gates.slopes(_loss(logits, drawn)).square() / samples
+        # Means over tokens; the curvature of a sum of T independent terms is T times that of one.
+        n = ids.shape[1] - 1
+        found |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
+        found["gradient+fisher"] = found["gradient"] + found["fisher"]
+    if names & {"integrated", "integrated+fisher"}:
+        way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
+        for step in range(steps):
+            with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
+                way = way + gates.slopes(_loss(gates.logits(ids), ids[0, 1:])) / (steps * (ids.shape[1] - 1))
+        found["integrated"] = way
+        if "fisher" in found:
+            found["integrated+fisher"] = way + found["fisher"]
+    if names - set(found):
+        found |= _looked_at(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+    return {name: values.detach().cpu() for name, values in found.items() if name in names}
+
+
+def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
+    return functional.cross_entropy(
+        logits if logits.dtype == torch.float64 else logits.float(), wanted, reduction="sum"
+    )
+
+
+class _Gates:
+    """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
+
+    def __init__(self, model: Model, parts: Sequence[Part], under: Sequence[Part], place: float = 0.0) -> None:
+        self._model, self._place = model, place
+        self._parts = {id(part.layer.module): part for part in parts}
+        self._under = {id(part.layer.module): part for part in under}
+        self._order = [id(part.layer.module) for part in parts]
+        self._outputs: dict[int, Tensor] = {}
+        self._steps: dict[int, Tensor] = {}
+
+    def __enter__(self) -> _Gates:
+        # Weights need no gradients: the embeddings are where the way back begins.
+        self._frozen = [x for x in self._model.parameters() if x.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        self._replaced = replaced(self._model, self._gated)
+        self._replaced.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaced.__exit__(*error)
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._outputs.clear()
+        self._steps.clear()
+
+    def logits(self, ids: Int[Tensor, "1 time"]) -> Float[Tensor, "next vocabulary"]:
+        """Logits of all next tokens but the unknown last."""
+        with torch.enable_grad():
+            found: Tensor = self._model(ids[:, :-1], use_cache=False).logits[0]
+        return found
+
+    def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, " head"]:
+        """dL/dg of every head, in the order of the parts."""
+        outputs = [self._outputs[module] for module in self._order]
+        gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
+        found = []
+        for module, gradient in zip(self._order, gradients, strict=True):
+            at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
+            found.append((at_heads * self._steps[module]).sum(dim=(0, 1, 3)))
+        return torch.cat(found)
+
+    def _gated(self, call: AttentionCall) -> Tensor:
+        output = _stepped(call, self._under.get(id(call.module)))[0]
+        part = self._parts.get(id(call.module))
+        if part is None:
+            return output
+        whole, step = _stepped(call._replace(output=output), part, self._place)
+        output = whole if self._place else output
+        if not output.requires_grad:
+            output = output.detach().requires_grad_(True)
+        self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
+        return output
+
+
+def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The output with the heads of a part moved towards their substitute by a constant step, and the whole step."""
+    if part is None:
+        return call.output, call.output[:, :, :0]
+    heads = part.heads.to(call.output.device)
+    with torch.no_grad():
+        step = part.output(call, VisibleSets().of(call)) - call.output.index_select(2, heads)
+    return call.output.index_add(2, heads, step, alpha=place), step
+
+
+def _looked_at(
+    model: Model, ids: Int[Tensor, "1 time"], parts: Sequence[Part], under: Sequence[Part], *, shapes: bool
+) -> dict[str, Float[Tensor, " head"]]:
+    """Scores that only look at what a forward without gradients shows."""
+    own = {id(part.layer.module): part for part in parts}
+    rows: dict[int, dict[str, Tensor]] = {}
+
+    def listen(call: AttentionCall) -> None:
+        part = own.get(id(call.module))
+        if part is None:
+            return
+        heads = part.heads.to(call.output.device)
+        o, l = call.output.index_select(2, heads), part.output(call, VisibleSets().of(call))  # noqa: E741
+        compared = compare_outputs(o, l)
+        weight = output_weight(part.layer, call.output.shape[-1])
+        step = (l - o).float()
+        if weight is not None:
+            step = torch.einsum("bthd,hdm->bthm", step, weight[heads].float())
+        rows[id(call.module)] = {
+            "divergence": compared.divergence.mean(dim=(0, 1)),
+            "relative_l2": compared.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
+            "output_l2": step.square().sum(dim=-1).mean(dim=(0, 1)).sqrt(),
+            **({name: x[heads] for name, x in head_shapes(call).items()} if shapes else {}),
+        }
+
+    below = {id(part.layer.module): part for part in under}
+
+    def swapped(call: AttentionCall) -> Tensor:
+        return _stepped(call, below.get(id(call.module)))[0]
+
+    with torch.inference_mode(), replaced(model, swapped), tapped(model, listen):
+        model(ids[:, :-1], use_cache=False)
+    columns = [rows[id(part.layer.module)] for part in parts]
+    return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}

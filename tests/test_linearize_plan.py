@@ -1,0 +1,160 @@
+"""A plan survives the disk, is for its model only, and its state of constant size computes what the swap does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linearize_cases import apart, with_random_parameters
+from model_examples import tiny_llama
+from probe_cases import tiny_with, written
+from softgap.attention import Mechanism, resolve
+from softgap.errors import SoftgapError
+from softgap.linearize import Plan, Readout, Substitute, apply, load_plan, swap
+from softgap.linearize.resampling import Interval
+from softgap.probe.fingerprint import model_fingerprint
+from softgap.probe.layout import attention_layers
+from softgap.probe.state_cache import cache_bytes
+
+# Layer 0: all of KV head 1, and one query head of KV head 0; layer 1: everything.
+HEADS = ((0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3))
+IDS = torch.randint(3, 100, (2, 19), generator=torch.Generator().manual_seed(3))
+
+
+def plan_for(model: Any, chosen: Substitute, heads: Any = HEADS) -> Plan:
+    return Plan("tiny", model_fingerprint(model), tuple(heads), ((0, 1), (1, 0), (1, 1)), (1,), chosen)
+
+
+def substitutes() -> list[Any]:
+    fitted = with_random_parameters("fitted", 2, 4, 2, 8, 8)
+    generator = torch.Generator().manual_seed(0)
+    readout = Readout(torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 4, 8, generator=generator))
+    return [
+        pytest.param(Substitute(resolve("elu1")), id="elu1"),
+        pytest.param(Substitute(fitted), id="fitted"),
+        pytest.param(Substitute(fitted, window=4), id="hybrid"),
+        pytest.param(Substitute(fitted, window=4, readout=readout), id="hybrid, repaired"),
+        pytest.param(Substitute(resolve("uniform"), readout=readout), id="uniform, repaired"),
+        pytest.param(Substitute(with_random_parameters("mean_ablation", 2, 4, 2, 8, 8)), id="mean"),
+    ]
+
+
+@pytest.mark.parametrize("chosen", substitutes())
+def test_the_state_equals_the_quadratic_form(chosen: Substitute) -> None:
+    """Prefill, then token by token and in blocks, against one forward of the whole text under the swap."""
+    model = tiny_llama().double()
+    with torch.no_grad(), swap(model, HEADS, chosen):
+        truth = model(IDS, use_cache=False).logits
+    with torch.no_grad(), apply(model, plan_for(model, chosen)) as applied:
+        cache = applied.cache()
+        cuts = (0, 9, 10, 11, 16, 19)
+        steps = [model(IDS[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in itertools.pairwise(cuts)]
+        assert cache.get_seq_length() == 19
+        whole = model(IDS, use_cache=False).logits
+    assert apart(torch.cat(steps, dim=1), truth) < 1e-6
+    assert apart(whole, truth) < 1e-9
+    with torch.no_grad():
+        assert apart(model(IDS, use_cache=False).logits, truth) > 1e-3
+
+
+def test_left_padding_stays_unseen() -> None:
+    model = tiny_llama().double()
+    chosen = Substitute(with_random_parameters("fitted", 2, 4, 2, 8, 8))
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    with torch.no_grad(), apply(model, plan_for(model, chosen)) as applied:
+        found = written(model, IDS, 6, attention_mask=mask, past_key_values=applied.cache(), do_sample=False)
+        alone = written(model, IDS[:1, 5:], 6, past_key_values=applied.cache(), do_sample=False)
+        plain = written(model, IDS, 6, attention_mask=mask, do_sample=False)
+    assert torch.equal(found[0, 5:], alone[0])
+    assert torch.equal(found, plain)
+
+
+def test_freed_groups_take_no_memory_that_grows() -> None:
+    model = tiny_llama(max_position_embeddings=256)
+    chosen = Substitute(with_random_parameters("fitted", 2, 4, 2, 8, 8))
+    sizes = []
+    with torch.no_grad(), apply(model, plan_for(model, chosen)) as applied:
+        for length in (50, 100, 200):
+            cache = applied.cache()
+            model(torch.ones(1, length, dtype=torch.long), past_key_values=cache, use_cache=True)
+            sizes.append(cache_bytes(cache))
+    # One of four KV heads is kept: 8 keys and 8 values of 4 bytes per token.
+    assert sizes[1] - sizes[0] == 50 * 64
+    assert sizes[2] - sizes[1] == 100 * 64
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "gpt_neox"])
+def test_other_families_generate_under_a_plan(model_type: str) -> None:
+    model = tiny_with(model_type)
+    heads = [(layer.number, head) for layer in attention_layers(model) for head in range(layer.heads)][:-1]
+    plan = Plan("tiny", model_fingerprint(model), tuple(heads), (), (), Substitute(resolve("elu1")))
+    with torch.no_grad(), apply(model, plan) as applied:
+        stated = written(model, IDS, 8, past_key_values=applied.cache(), do_sample=False)
+        plain = written(model, IDS, 8, do_sample=False)
+    assert torch.equal(stated, plain)
+
+
+def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
+    model = tiny_llama()
+    fitted = with_random_parameters("fitted", 2, 4, 2, 8, 8)
+    chosen = Substitute(fitted, window=4, readout=Readout.identity(2, 4, 8))
+    plan = Plan(
+        "tiny", model_fingerprint(model), HEADS, ((0, 1),), (1,), chosen,
+        original={"loss": 5.0}, expected={"loss": Interval(0.1, 0.05, 0.2)}, memory={"per_token": 256.0},
+        provenance={"seed": 3},
+    )  # fmt: skip
+    again = load_plan(plan.save(tmp_path / "plan.json"))
+    assert (again.heads, again.groups, again.layers, again.expected) == (HEADS, ((0, 1),), (1,), plan.expected)
+    assert again.substitute.window == 4
+    with torch.no_grad(), swap(model, HEADS, chosen):
+        truth = model(IDS, use_cache=False).logits
+    with torch.no_grad(), apply(model, again):
+        assert torch.equal(model(IDS, use_cache=False).logits, truth)
+    assert json.loads((tmp_path / "plan.json").read_text())["mechanism"]["name"] == "fitted"
+
+
+def test_bad_plans_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    model = tiny_llama()
+    fitted = with_random_parameters("fitted", 2, 4, 2, 8, 8)
+    plan = plan_for(model, Substitute(fitted))
+    with pytest.raises(SoftgapError, match="the plan is for the model"), apply(tiny_llama(seed=1), plan):
+        pass
+    with (
+        pytest.raises(SoftgapError, match="heads of layer 1 are 0 to 3"),
+        apply(model, plan_for(model, Substitute(fitted), heads=[(1, 7)])),
+    ):
+        pass
+    path = plan.save(tmp_path / "plan.json")
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(SoftgapError, match="is no plan of softgap"):
+        load_plan(tmp_path / "no.json")
+    with pytest.raises(SoftgapError, match="cannot read the plan"):
+        load_plan(tmp_path / "nowhere.json")
+    plan_for(model, Substitute(with_random_parameters("mean_ablation", 2, 4, 2, 8, 8))).save(tmp_path / "other.json")
+    (tmp_path / "other.safetensors").replace(tmp_path / "plan.safetensors")
+    with pytest.raises(SoftgapError, match="are not those of the plan"):
+        load_plan(path)
+
+
+def test_what_cannot_stream_says_so() -> None:
+    model = tiny_llama()
+    top: Mechanism = resolve("top_k:k=3")
+    with apply(model, plan_for(model, Substitute(top))) as applied:
+        assert written(model, IDS, 3).shape == (2, 22)
+        with pytest.raises(SoftgapError, match="mechanism 'top_k' has no state of constant size and cannot stream"):
+            applied.cache()
+    with (
+        apply(model, plan_for(model, Substitute(resolve("elu1")))) as applied,
+        pytest.raises(SoftgapError, match="cannot follow beam search"),
+    ):
+        written(model, IDS, 3, past_key_values=applied.cache(), num_beams=2)
+    windowed = tiny_with("phi3")
+    plan = plan_for(windowed, Substitute(resolve("elu1")), heads=[(0, 0), (0, 1)])
+    with apply(windowed, plan) as applied, pytest.raises(SoftgapError, match="size does not grow with the text"):
+        applied.cache()
