@@ -269,6 +269,11 @@ def test_softgap_alone_imports_nothing_heavy() -> None:
     assert heavy_imports(SOURCE, "import softgap") == []
 
 
+def test_the_command_line_starts_without_anything_heavy() -> None:
+    # numpy comes with the options; the rest waits for a command that needs it.
+    assert heavy_imports(SOURCE, "import softgap.cli._app") == []
+
+
 def test_heavy_imports_are_found(tmp_path: Path) -> None:
     tree = plant(tmp_path, {"softgap/__init__.py": "import torch", "torch/__init__.py": ""})
     assert heavy_imports(tree, "import softgap") == ["torch"]

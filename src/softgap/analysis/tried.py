@@ -15,8 +15,8 @@ from typing import Any
 from softgap.analysis.plan import ComparisonPlan
 from softgap.errors import ValueInputError
 from softgap.stats import Split
-from softgap.study.files import add_line, read_lines
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.lines import add_line, read_lines
 
 __all__ = ["Tried"]
 

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.text import Text
 
 from softgap.cli._colour import ramp, shade
-from softgap.cli._summary import mean
+from softgap.cli._means import mean
 
 __all__ = ["heat_map"]
 

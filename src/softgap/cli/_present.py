@@ -81,7 +81,7 @@ def _by_head(summary: Summary) -> dict[str, Any]:
 
 def _steps(run: Trajectories) -> list[dict[str, Any]]:
     """Per step the token and its scores, with the mean divergence over all heads by mechanism."""
-    from softgap.cli._summary import mean
+    from softgap.cli._means import mean
 
     divergence = mean(run.quantities["divergence"], axis=(1, 2))
     return [

@@ -13,7 +13,8 @@ from rich.text import Text
 from softgap.analysis.headline import UNKNOWN
 from softgap.cli._colour import colourful, harmless, on_shade, ramp
 from softgap.cli._heatmap import heat_map
-from softgap.cli._summary import HeadMean, Summary, mean, merged, summarise
+from softgap.cli._means import mean
+from softgap.cli._summary import HeadMean, Summary, merged, summarise
 from softgap.cli._task import CONTROL
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.pieces import pieces

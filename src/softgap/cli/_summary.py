@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
+from softgap.cli._means import mean
 from softgap.cli._task import CONTROL
 from softgap.trajectories import QUANTITIES, Trajectories
 
-__all__ = ["HeadMean", "Summary", "mean", "merged", "summarise"]
+__all__ = ["HeadMean", "Summary", "merged", "summarise"]
 
 _LISTED = 5
 
@@ -160,11 +161,3 @@ def merged(summaries: Sequence[Summary]) -> Summary:
         focus={name: over([summary.focus[name] for summary in summaries]) for name in first.focus},
         gap=GapSums.of_samples(gaps) if len(gaps) == len(summaries) else None,
     )
-
-
-def mean(values: Float[np.ndarray, ...], axis: int | tuple[int, ...] | None = None) -> Float[np.ndarray, ...]:
-    """Mean in float64 over the numbers that are there; NaN, without a warning, where there are none."""
-    wide = np.asarray(values, dtype=np.float64)
-    counted = np.count_nonzero(~np.isnan(wide), axis=axis)
-    total = np.nansum(wide, axis=axis)
-    return np.where(counted > 0, total / np.maximum(counted, 1), np.nan)

@@ -13,7 +13,6 @@ from softgap.cli import _output
 from softgap.cli._options import Attn, Device, DropSinks, Dtype, Focus, Json, Mechanisms, Model
 from softgap.cli._task import with_control
 from softgap.errors import ValueInputError
-from softgap.trajectories.names import slug
 
 if TYPE_CHECKING:
     from softgap.study import Estimate, StudyResult, StudySettings
@@ -83,6 +82,7 @@ def run_command(
     """Measure every head on many prompts: answered by the model, or read where a completion is given."""
     from softgap.study import StudySettings
     from softgap.tasks import read_prompts, resolve_scorer
+    from softgap.trajectories.names import slug
 
     found = read_prompts(prompts, renamed=_renamed(field or ()))[:limit]
     if answer:

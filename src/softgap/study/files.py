@@ -7,18 +7,16 @@ labels.jsonl                one line per call of `softgap study label`: when, fr
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from softgap.errors import StoreError
 from softgap.study.batches import Batch
 from softgap.study.measuring import Failure
 from softgap.tasks import Prompt
 from softgap.tasks.prompts import prompt_from
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.lines import json_lines, read_lines
 
-__all__ = ["add_line", "read_failures", "read_lines", "stored_prompts", "write_failures", "write_prompts"]
+__all__ = ["read_failures", "stored_prompts", "write_failures", "write_prompts"]
 
 PROMPTS = "prompts.jsonl"
 LABELS = "labels.jsonl"
@@ -31,7 +29,7 @@ def write_prompts(folder: Folder, prompts: Sequence[Prompt], batches: Sequence[B
     """Write down what is asked and which samples go together, before the first is measured."""
     number = {i: batch.number for batch in batches for i in batch.indices}
     lines = [{**prompt.to_json(), "batch": number.get(i, UNPLANNED)} for i, prompt in enumerate(prompts)]
-    folder.replace(PROMPTS, _lines(lines))
+    folder.replace(PROMPTS, json_lines(lines))
 
 
 def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
@@ -50,7 +48,7 @@ def write_failures(folder: Folder, batch: int, failures: Sequence[Failure]) -> N
     """Write the failures of a batch, if there are any; before the batch itself, so that none is ever lost."""
     if failures:
         folder.create(_FAILURES)
-        folder.replace(_failures(batch), _lines([failure.to_json() for failure in failures]))
+        folder.replace(_failures(batch), json_lines([failure.to_json() for failure in failures]))
 
 
 def read_failures(folder: Folder) -> list[Failure]:
@@ -59,24 +57,5 @@ def read_failures(folder: Folder) -> list[Failure]:
     return [Failure(**entry) for name in names for entry in read_lines(folder, f"{_FAILURES}/{name}")]
 
 
-def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file of a study; none if there is no such file."""
-    if folder.kind(name) == "absent":
-        return []
-    try:
-        return [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
-    except ValueError as error:
-        raise StoreError(f"{name} in '{folder.given}' is damaged ({error}); restore this file from a copy") from error
-
-
-def add_line(folder: Folder, name: str, entry: Mapping[str, Any]) -> None:
-    """Add one object to a JSON lines file of a study; object stores know no other way than to write it anew."""
-    folder.replace(name, _lines([*read_lines(folder, name), entry]))
-
-
 def _failures(batch: int) -> str:
     return f"{_FAILURES}/part-{'none' if batch == UNPLANNED else f'{batch:05d}'}.jsonl"
-
-
-def _lines(entries: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()

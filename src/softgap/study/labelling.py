@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from softgap.errors import ValueInputError
-from softgap.study.files import LABELS, add_line
+from softgap.study.files import LABELS
 from softgap.trajectories import open_study
 from softgap.trajectories.batches import relabel
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.lines import add_line
 
 __all__ = ["Labelled", "label_study"]
 
