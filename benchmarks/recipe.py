@@ -1,6 +1,6 @@
 """How the recipe of the calibration was found: one thing changed at a time, in a few layers of the embedded model.
 
-Run: python benchmarks/recipe.py --text FILE [--layers 5 14 22]
+Run: python benchmarks/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes]
 
 The first half of the file is fitted on, the second half is held out.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,9 @@ from softgap.attention import resolve
 from softgap.calibration import Recipe, fit_maps
 from softgap.calibration.curve import HeldLayer, divergences, held_layers
 from softgap.calibration.maps import Maps, landmark_maps
+from softgap.calibration.own_text import own_texts
 from softgap.calibration.rows import LayerText, RowPlan
-from softgap.calibration.texts import corpus_of
+from softgap.calibration.texts import corpus_of, tokens_needed
 from softgap.probe import load_model
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
@@ -80,13 +82,18 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
     return maps if variant.decay else replace(maps, log_rate=torch.full_like(maps.log_rate, -30.0))
 
 
-def judged(variant: Variant, layers: Sequence[tuple[list[LayerText], HeldLayer]]) -> str:
-    """One row of the table: each layer with the texts to fit on and those to judge by."""
+Layers = Sequence[tuple[list[LayerText], HeldLayer]]
+
+
+def judged(variant: Variant, layers: Layers, seconds: list[float]) -> str:
+    """One row of the table, of layers with the texts to fit on and those to judge by; adds the time of each fit."""
     sums = np.zeros((len(BINS), 2))
     for number, (fit, layer) in enumerate(layers):
         texts = [LayerText(x.query[:, : variant.longest], x.key[:, : variant.longest]) for x in fit]
         scale = layer.texts[0].scale
+        begun = time.process_time()
         maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=started(variant, texts, scale))
+        seconds.append(time.process_time() - begun)
         mechanism = resolve("fitted").with_parameters(**maps.parameters())
         for found, uniform in zip(divergences(mechanism, layer.texts), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
@@ -98,11 +105,37 @@ def judged(variant: Variant, layers: Sequence[tuple[list[LayerText], HeldLayer]]
     return f"| {variant.name} | {cells} |"
 
 
+def write_minutes(layers: Layers, own: Layers, whole: int, options: argparse.Namespace) -> None:
+    """The gap closed against the time of the fit, with the default recipe, and on text that the model wrote itself."""
+    rows = []
+    for steps in (75, 150, 300, 600, 1200, 2400):
+        variant = Variant("the file", replace(Recipe(), steps=steps))
+        fits: list[float] = []
+        row = judged(variant, layers, fits)
+        rows.append(f"| {steps:,} | {sum(fits) / len(layers) * whole / 60:.1f} {row}")
+        print(rows[-1], flush=True)
+    for name, texts in (("the file, 2,048 tokens at most", layers), ("the model's own, as long", own)):
+        rows.append(f"| 600 |  {judged(Variant(name, Recipe(), longest=2048), texts, [])}")
+        print(rows[-1], flush=True)
+    write_section(
+        "calibration-minutes",
+        "The gap against the minutes of a fit",
+        "`python benchmarks/recipe.py --text FILE --only minutes` on layers "
+        f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
+        f"held-out text by positions. Minutes of processor time that all {whole} layers would take on one thread "
+        "(two cores fit two layers at a time), without reading and judging.\n\n"
+        "| steps | minutes | text of the fit | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
+        page=FINDINGS,
+    )
+
+
 def main() -> None:
     """Fit every variant, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[5, 14, 22])
+    parser.add_argument("--only", choices=["recipe", "minutes"], default="recipe")
     options = parser.parse_args()
     model, tokenizer = load_model()
     fit, held = halves(Path(options.text).read_text())
@@ -114,9 +147,19 @@ def main() -> None:
         ([LayerText(x.query, x.key) for x in one.texts], other)
         for one, other in zip(fit_layers, judged_layers, strict=True)
     ]
+    if options.only == "minutes":
+        torch.set_num_threads(1)
+        texts = own_texts(model, tokenizer, 3 * tokens_needed(2048))
+        mine = held_layers(model, corpus_of(model, tokenizer, texts, positions=2048).fitted, options.layers)
+        own = [
+            ([LayerText(x.query, x.key) for x in one.texts], other)
+            for one, (_, other) in zip(mine, layers, strict=True)
+        ]
+        write_minutes(layers, own, model.config.num_hidden_layers, options)
+        return
     rows = []
     for variant in VARIANTS:
-        rows.append(judged(variant, layers))
+        rows.append(judged(variant, layers, []))
         print(rows[-1], flush=True)
     write_section(
         "recipe",
