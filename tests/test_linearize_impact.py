@@ -12,12 +12,13 @@ import torch
 from linearize_cases import with_random_parameters
 from model_examples import byte_tokenizer, tiny_llama
 from probe_cases import tiny_with
-from softgap.errors import SoftgapError
+from softgap.errors import SoftgapError, StoreError
 from softgap.linearize import Impact, heads_of_layer, impact, swap
 from softgap.linearize.impact import impact_on
 from softgap.linearize.mean_output import mean_outputs
 from softgap.linearize.passages import Passages, lookups, passages_of
 from softgap.probe.tiny import attention_names
+from softgap.report.columns import read_columns
 
 TEXT = "The miller counted his sacks twice, wrote the number on the door, and went to look for the missing one. " * 3
 TYPES = "llama mistral gemma2 gpt2 gpt_neox gpt_oss bart qwen3_next jamba deepseek_v3".split()  # noqa: SIM905
@@ -103,6 +104,16 @@ def test_an_impact_is_saved_and_read_back(small: Any, tmp_path: Path) -> None:
     assert (again.mechanisms, again.heads, again.settings) == (found.mechanisms, found.heads, found.settings)
     for name, values in found.change.items():
         np.testing.assert_array_equal(again.change[name], values)
+
+
+def test_the_map_of_the_report_takes_an_impact(tmp_path: Path) -> None:
+    change = np.arange(12.0).reshape(2, 3, 2)
+    found = Impact(("elu1", "mean_ablation"), ((0, 0), (0, 1), (1, 0)), {}, {"loss": change})
+    columns = {column.label: column.values for column in read_columns(found.write_heads(tmp_path / "impact.csv"))}
+    assert columns["loss, swapped for elu1"] == {(0, 0): 0.5, (0, 1): 2.5, (1, 0): 4.5}
+    assert columns["loss, swapped for mean_ablation"][1, 0] == 10.5
+    with pytest.raises(StoreError, match="cannot write"):
+        found.write_heads(tmp_path / "nowhere" / "impact.csv")
 
 
 def test_lookups_ask_for_what_stands_in_their_context(small: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Mapping
@@ -74,6 +75,20 @@ class Impact:
         try:
             with target.open("wb") as file:
                 np.savez_compressed(file, about=np.array(json.dumps(about)), allow_pickle=False, **arrays)
+        except OSError as error:
+            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        return target
+
+    def write_heads(self, path: str | os.PathLike[str]) -> Path:
+        """Write the mean changes of every head as the CSV that ``softgap report --heads`` shows in its map."""
+        target = Path(path)
+        columns = [(name, quantity) for name in self.mechanisms for quantity in self.change]
+        rows = np.stack([self.mean(quantity, name) for name, quantity in columns], axis=1).tolist()
+        try:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(["layer", "head", *(f"{quantity}, swapped for {name}" for name, quantity in columns)])
+                writer.writerows([*head, *row] for head, row in zip(self.heads, rows, strict=True))
         except OSError as error:
             raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
         return target
