@@ -20,6 +20,9 @@ from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.probe import read_ids
 from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration, save_calibration
+from softgap.report import write_explorer
+from softgap.report.columns import own_calibration
+from softgap.trajectories import open_study
 
 RECIPE = Recipe(features=4, steps=4)
 TOKENIZER = byte_tokenizer()
@@ -292,3 +295,27 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     }
     with pytest.raises(StoreError, match=expected[damage]):
         Calibration.load(path)
+
+
+def test_the_report_of_a_study_shows_what_its_own_calibration_closes(tmp_path: Path) -> None:
+    sharp = model()
+    with torch.no_grad():
+        for name, parameter in sharp.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(12)
+    found = calibrate(sharp, TOKENIZER, [written()], recipe=RECIPE, positions=256)
+    softgap.read(sharp, TOKENIZER, written(8), mechanisms=["fitted", "uniform"]).save(tmp_path / "study")
+    path = own_calibration(open_study(tmp_path / "study").manifest)
+    assert path == calibration_path(found.fingerprint)
+    page = write_explorer(tmp_path / "study", tmp_path / "study.html").path.read_text(encoding="utf-8")
+    assert "gap closed by the calibration" in page
+    # A calibration that cannot be read is no reason to write no report.
+    path.write_bytes(b"damaged")
+    page = write_explorer(tmp_path / "study", tmp_path / "again.html").path.read_text(encoding="utf-8")
+    assert "gap closed by the calibration" not in page
+
+
+def test_a_model_whose_heads_have_no_gap_has_a_report_too(tmp_path: Path) -> None:
+    made()
+    softgap.read(model(), TOKENIZER, written(8), mechanisms=["fitted", "uniform"]).save(tmp_path / "study")
+    assert write_explorer(tmp_path / "study", tmp_path / "study.html").size > 0

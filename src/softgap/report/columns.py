@@ -116,7 +116,7 @@ def calibration_column(path: str | os.PathLike[str], run: Trajectories) -> Colum
 
 
 def own_calibration(manifest: Manifest) -> Path | None:
-    """The calibration whose mechanism a study was measured with, if it is still at hand."""
+    """The calibration whose mechanism a study was measured with, if it is still at hand and can be read."""
     digest = manifest.mechanisms.get("fitted", {}).get("calibration")
     if digest is None or not manifest.weights:
         return None
@@ -127,4 +127,7 @@ def own_calibration(manifest: Manifest) -> Path | None:
     path = calibration_path(manifest.weights)
     if not path.is_file():
         return None
-    return path if Calibration.load(path).digest == digest else None
+    try:
+        return path if Calibration.load(path).digest == digest else None
+    except StoreError:  # of another version, or damaged: nobody asked for it, and the report does without
+        return None

@@ -133,7 +133,11 @@ def _columns(
     path = own_calibration(study.manifest) if calibration is None else calibration
     found = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
-    return found if path is None or first is None else [calibration_column(path, first), *found]
+    if path is None or first is None:
+        return found
+    column = calibration_column(path, first)
+    # Where no head has a gap there is nothing to show; who named a file is told so.
+    return [column, *found] if column.values or calibration is not None else found
 
 
 def _write(target: Path, page: str) -> int:
