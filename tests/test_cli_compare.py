@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli_examples import contents, failure, script
+from softgap.analysis import ComparisonPlan, compare_study
 from softgap.cli import main
 from stats_cases import planted
 from study_examples import named, simulated_study
@@ -92,3 +93,11 @@ def test_the_report_shows_the_comparison(study: Path, capsys: pytest.CaptureFixt
     assert "exploratory: no plan was written down" in page
     assert main(["report", "s/comparisons/0001", "--out", "alone.html"]) == 0
     assert sentence in html.unescape(Path("alone.html").read_text(encoding="utf-8"))
+
+
+def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
+    found = compare_study(str(study), ComparisonPlan(features=("mean",), permutations=99, refits=19))
+    assert repr(found) == f"<ComparisonFindings: {found.verdict.sentence}>"
+    shown = found._repr_html_()
+    assert shown is not None
+    assert found.verdict.sentence.split(":")[0] in html.unescape(html.unescape(shown))

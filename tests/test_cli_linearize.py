@@ -40,6 +40,11 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
     assert "\n##\n##\n##\n##\n" in shown  # four rows of heads, two layers
     assert "heads without softmax" in (here / "plan.svg").read_text(encoding="utf-8")
     assert not (here / "plan.json.parts").exists()
+    assert main(["report", ".", "--out", "plan.html"]) == 0
+    page = (here / "plan.html").read_text(encoding="utf-8")
+    assert "8 of 8 heads go without softmax" in page
+    assert "data:image/svg+xml" in page
+    capsys.readouterr()
     model, tokenizer = load_model(str(folder))
     plan = load_plan("plan.json")
     assert plan.substitute.window == 8

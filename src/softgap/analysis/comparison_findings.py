@@ -25,6 +25,7 @@ from softgap.stats import (
     auroc,
     hedges_g,
 )
+from softgap.trajectories.display import Displayed
 
 __all__ = ["ComparisonFindings", "Reliability", "top_units"]
 
@@ -55,7 +56,7 @@ class Reliability:
 
 
 @dataclass(frozen=True, eq=False)
-class ComparisonFindings:
+class ComparisonFindings(Displayed):
     """Everything that a comparison says.
 
     Attributes
@@ -90,6 +91,9 @@ class ComparisonFindings:
     incremental: Incremental | None
     recurring: Recurrence | None
     top: tuple[dict[str, Any], ...]
+
+    def __repr__(self) -> str:
+        return f"<ComparisonFindings: {self.verdict.sentence}>"
 
     def unit(self, index: int) -> dict[str, Any]:
         """Where a unit of the family lies: its mode, layer and head."""

@@ -119,15 +119,32 @@ def _found(
             raise KeyboardInterrupt("interrupted; the same command goes on with what is done") from None
     plan.save(out)
     shutil.rmtree(parts, ignore_errors=True)
-    return plan, attention_layers(loaded)
+    layers = attention_layers(loaded)
+    _document(plan, layers, out)
+    return plan, layers
+
+
+def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None:
+    """What `softgap report` shows of the folder that the plan lies in."""
+    from dataclasses import replace
+
+    from softgap.report.document import save_document
+    from softgap.report.plan_document import plan_document
+
+    found = plan_document(plan, *_shape(layers))
+    pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in found.pictures)
+    save_document(replace(found, pictures=pictures), out.parent, out.stem)
 
 
 def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:
     from softgap.report.linearize_figure import draw_plan
     from softgap.report.pictures import save_figure
 
-    shape = ([x.heads for x in layers], [x.kv_heads for x in layers], [x.number for x in layers])
-    save_figure(draw_plan(plan, *shape), picture)
+    save_figure(draw_plan(plan, *_shape(layers)), picture)
+
+
+def _shape(layers: tuple[AttentionLayer, ...]) -> tuple[list[int], list[int], list[int]]:
+    return [x.heads for x in layers], [x.kv_heads for x in layers], [x.number for x in layers]
 
 
 def _show(plan: Plan, layers: tuple[AttentionLayer, ...], path: Path) -> None:

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from softgap.analysis import Findings
+from softgap.analysis import ComparisonFindings, Findings
 from softgap.errors import SoftgapError
+from softgap.report.comparison_document import comparison_document
 from softgap.report.document import Document, Table
 from softgap.report.explorer import explorer
 from softgap.report.labs import lab_document
@@ -43,6 +44,8 @@ def page_of(thing: object) -> str:
             return explorer(open_study(path))
     if isinstance(thing, Document):
         return render_documents([thing])
+    if isinstance(thing, ComparisonFindings):
+        return render_documents([comparison_document(thing)])
     return render_documents([findings_document(thing) if isinstance(thing, Findings) else lab_document(thing)])
 
 

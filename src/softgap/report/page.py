@@ -47,6 +47,8 @@ class Look:
     allowed: str = ""
 
 
+# Every page begins with it; a template holds the body.
+_HEAD = "head.html"
 _STYLE = "explorer.css"
 REPORT = Look(
     "page.html",
@@ -112,7 +114,7 @@ def render_documents(documents: Sequence[Document]) -> str:
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
     # Split first, so that nothing that is put in is looked through for places again.
-    pieces = re.split(r"\{\{(\w+)\}\}", _own(template))
+    pieces = re.split(r"\{\{(\w+)\}\}", _own(_HEAD) + _own(template))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
