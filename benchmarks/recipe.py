@@ -29,6 +29,7 @@ from softgap.calibration.own_text import own_texts
 from softgap.calibration.rows import LayerText, RowPlan
 from softgap.calibration.texts import corpus_of, tokens_needed
 from softgap.probe import load_model
+from softgap.probe.models import Model, Tokenizer
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}
@@ -130,6 +131,17 @@ def write_minutes(layers: Layers, own: Layers, whole: int, options: argparse.Nam
     )
 
 
+def layers_of(model: Model, tokenizer: Tokenizer, text: str, numbers: Sequence[int]) -> Layers:
+    """Some layers with the texts of the first half of a file to fit on, and those of the second to judge by."""
+    fit, held = halves(text)
+    held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
+    fitted = held_layers(model, corpus_of(model, tokenizer, [fit], positions=8192).fitted, numbers)
+    return [
+        ([LayerText(x.query, x.key) for x in one.texts], other)
+        for one, other in zip(fitted, held_layers(model, held_out, numbers), strict=True)
+    ]
+
+
 def main() -> None:
     """Fit every variant, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -138,15 +150,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["recipe", "minutes"], default="recipe")
     options = parser.parse_args()
     model, tokenizer = load_model()
-    fit, held = halves(Path(options.text).read_text())
-    fitted = corpus_of(model, tokenizer, [fit], positions=8192).fitted
-    held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
-    fit_layers = held_layers(model, fitted, options.layers)
-    judged_layers = held_layers(model, held_out, options.layers)
-    layers = [
-        ([LayerText(x.query, x.key) for x in one.texts], other)
-        for one, other in zip(fit_layers, judged_layers, strict=True)
-    ]
+    layers = layers_of(model, tokenizer, Path(options.text).read_text(), options.layers)
     if options.only == "minutes":
         torch.set_num_threads(1)
         texts = own_texts(model, tokenizer, 3 * tokens_needed(2048))
