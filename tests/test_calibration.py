@@ -66,7 +66,7 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
 
 
 def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
-    found = made(tmp_path / "tiny.safetensors", curve=True)
+    found = made(tmp_path / "tiny.safetensors")
     assert Calibration.load(tmp_path / "tiny.safetensors").report() == found.report()
     passages = ["text of the fit", "held-out text", "after a BOS token", "at random offsets"]
     assert list(found.elsewhere) == [*passages, "prose", "dialogue", "code", "lists"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -20,6 +21,8 @@ __all__ = ["FEATURES", "LAYERS", "HeldLayer", "divergences", "feature_curve", "h
 
 FEATURES = (16, 32, 64, 128, 256)
 LAYERS = 3
+STEPS = 100
+TEXTS, TOKENS = 4, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,26 +68,38 @@ def feature_curve(
     recipe: Recipe,
     held_out: Sequence[Sequence[int]],
     *,
+    workers: int = 1,
     report: Callable[[float], None] = lambda share: None,
 ) -> Mapping[str, Closed]:
-    """The share of the gap closed on held-out text by number of features, in layers spread evenly over the model."""
+    """The share of the gap closed on held-out text by number of features, in layers spread evenly over the model.
+
+    It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps, and judged on
+    the beginnings of a few texts. ``workers`` fits run at a time.
+    """
     numbers = sorted({int(x) for x in np.linspace(0, len(gathered.sites) - 1, LAYERS + 2)[1:-1]})
-    layers = held_layers(model, held_out, numbers)
-    mine: dict[int, list[list[np.ndarray]]] = {features: [] for features in FEATURES}
-    asked = list(product(layers, FEATURES))
-    for done, (layer, features) in enumerate(asked):
+    layers = held_layers(model, [ids[:TOKENS] for ids in held_out[:TEXTS]], numbers)
+    short = replace(recipe, steps=min(recipe.steps, STEPS))
+
+    def divergences_of(layer: HeldLayer, features: int) -> tuple[np.ndarray, ...]:
         site = gathered.sites[layer.number]
         maps = fit_maps(
             gathered.layer(layer.number),
-            replace(recipe, features=features),
+            replace(short, features=features),
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
             layer=layer.number,
         )
-        fitted = resolve("fitted").with_parameters(**maps.parameters())
-        mine[features].append(list(divergences(fitted, layer.texts)))
-        report((done + 1) / len(asked))
+        return divergences(resolve("fitted").with_parameters(**maps.parameters()), layer.texts)
+
+    mine: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
+    asked = list(product(layers, FEATURES))
+    with ThreadPoolExecutor(workers) as pool:
+        for done, (one, found) in enumerate(
+            zip(asked, pool.map(divergences_of, *zip(*asked, strict=True)), strict=True)
+        ):
+            mine[one[1]].append(found)
+            report((done + 1) / len(asked))
     uniform = _by_text([layer.uniform for layer in layers])
     rng = np.random.default_rng(recipe.seed)
     closed = {str(features): gap_closed(_by_text(found), uniform, rng=rng) for features, found in mine.items()}

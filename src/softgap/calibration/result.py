@@ -37,7 +37,7 @@ class Calibration:
     ladders
         From the mean of values to softmax, by output and by weights, and the rank floor.
     curve
-        The share of the gap closed by number of features, in a few layers; empty unless it was asked for.
+        The share of the gap closed by number of features, by short fits in a few layers.
     """
 
     tensors: Mapping[str, Tensor]

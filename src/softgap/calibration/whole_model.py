@@ -54,7 +54,6 @@ def calibrate(
     recipe: Recipe | None = None,
     minutes: float | None = None,
     positions: int | None = None,
-    curve: bool = False,
     out: str | Path | None = None,
     progress: Report = lambda stage, fraction: None,
 ) -> Calibration:
@@ -70,8 +69,6 @@ def calibrate(
         Choose the number of steps so that the fit takes about this long on this machine, instead of the recipe's.
     positions
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
-    curve
-        Fit some layers with 16 to 256 features too, and report how the gap closes with their number.
     out
         Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
         same call goes on after an interruption.
@@ -101,9 +98,9 @@ def calibrate(
         if minutes is not None:
             recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
         tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
-        found = _curve(model, gathered, recipe, corpus, progress) if curve else {}
+        curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
-    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, found, progress)
+    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
     parts.remove()
     return calibration
@@ -295,7 +292,12 @@ def _judged(
 
 def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
     stage = "fitting with fewer and more features"
-    with _one_thread_each():
+    with _one_thread_each() as workers:
         return feature_curve(
-            model, gathered, recipe, corpus.held_out, report=lambda share: progress(stage, 0.7 + 0.16 * share)
+            model,
+            gathered,
+            recipe,
+            corpus.held_out,
+            workers=workers,
+            report=lambda share: progress(stage, 0.7 + 0.16 * share),
         )

@@ -45,9 +45,6 @@ def calibrate_command(
     positions: Annotated[
         int | None, typer.Option(help="The longest context to fit.", show_default="what the text allows, up to 8192")
     ] = None,
-    curve: Annotated[
-        bool, typer.Option("--curve", help="Fit three layers with 16 to 256 features too, for the report.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="File for the calibration.", show_default="the cache, by fingerprint")
     ] = None,
@@ -68,7 +65,7 @@ def calibrate_command(
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [given_text(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _calibrated(model, texts, settings, minutes, positions, curve, out, options)
+    calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
     if as_json:
         _output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
@@ -81,7 +78,6 @@ def _calibrated(
     settings: dict[str, Any],
     minutes: float | None,
     positions: int | None,
-    curve: bool,
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
@@ -100,7 +96,6 @@ def _calibrated(
                 recipe=recipe,
                 minutes=minutes,
                 positions=positions,
-                curve=curve,
                 out=out,
                 progress=report,
             )
@@ -146,7 +141,7 @@ def _table(calibration: Calibration) -> Table:
     for name, closed in calibration.elsewhere.items():
         table.add_row(f"fitted, {name}", *_cells(closed))
     for name, closed in calibration.curve.items():
-        table.add_row(f"{name} features, in a few layers", *_cells(closed))
+        table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
     table.add_row("energy explained by fitted, median head", f"{held_out.explained:.3f}", "")
     return table
 
