@@ -1,7 +1,9 @@
 """Which heads can live without softmax: swap them, measure what it costs, and find a plan."""
 
 from softgap.linearize.applying import Applied, apply
-from softgap.linearize.frontier import Frontier, frontier
+from softgap.linearize.budget import Budget
+from softgap.linearize.frontier import frontier
+from softgap.linearize.frontier_result import Frontier, Point
 from softgap.linearize.heads import heads_of_group, heads_of_layer
 from softgap.linearize.impact import impact
 from softgap.linearize.impact_result import Impact
@@ -17,10 +19,12 @@ from softgap.linearize.swapping import swap
 __all__ = [
     "SCORES",
     "Applied",
+    "Budget",
     "Frontier",
     "Impact",
     "Passages",
     "Plan",
+    "Point",
     "Ranking",
     "Readout",
     "Scores",

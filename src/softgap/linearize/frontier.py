@@ -6,8 +6,7 @@ already, whenever another share of them has gone. Every point is measured on tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.linearize.frontier_result import Frontier, Point
+from softgap.linearize.heads import Head
 from softgap.linearize.kept import Kept
 from softgap.linearize.mean_output import mean_outputs
 from softgap.linearize.orders import Unit, ordered, random_order, taken, units_of
 from softgap.linearize.passages import Passages, digest_of_passages
 from softgap.linearize.repair import repaired
-from softgap.linearize.resampling import Interval
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.substitute import Substitute, substitute
 from softgap.linearize.together import Reading, read_swapped
@@ -29,56 +29,11 @@ from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
 
-__all__ = ["Frontier", "Point", "frontier"]
+__all__ = ["BEST", "frontier"]
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BEST = "gradient+fisher"
-
-
-@dataclass(frozen=True)
-class Point:
-    """One set of swapped heads.
-
-    Attributes
-    ----------
-    order
-        How they were chosen.
-    mechanism
-        What they became.
-    units, heads
-        How many went.
-    share
-        Of all heads or groups.
-    change
-        Rise in ``loss``, change in ``accuracy`` and in ``recall``.
-    """
-
-    order: str
-    mechanism: str
-    units: int
-    heads: int
-    share: float
-    change: Mapping[str, Interval]
-
-
-@dataclass(frozen=True, eq=False)
-class Frontier:
-    """All points, by units of heads or of groups; ``original`` is the unswapped model."""
-
-    by: str
-    original: Mapping[str, float]
-    points: tuple[Point, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        points = [asdict(point) for point in self.points]
-        return {"by": self.by, "original": dict(self.original), "points": points, "settings": dict(self.settings)}
-
-    def curve(self, order: str, mechanism: str | None = None) -> list[Point]:
-        """The points of one order, fewest swapped first."""
-        chosen = [p for p in self.points if p.order == order and mechanism in (None, p.mechanism)]
-        return sorted(chosen, key=lambda point: point.share)
+PLAIN, REPAIRED, ABLATED = "plain", "repaired", "ablated"
 
 
 def frontier(
@@ -121,32 +76,33 @@ def frontier(
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     """
-    units = units_of(model, by)
-    counts = sorted({min(len(units), max(1, round(share * len(units)))) for share in shares})
-    if not shares or min(shares) <= 0 or max(shares) > 1:
-        raise ValueInputError(f"shares must be above 0 and at most 1, got {list(shares)}")
     if not orders:
         raise ValueInputError("orders must name at least one score or 'random', got none")
+    units = units_of(model, by)
+    counts = _counts(len(units), shares)
     one = substitute(mechanism, model)
     settings = _settings(model, fit, held_out, asked, one, by, seed)
     walk = _Walk(model, fit, held_out, asked, one, units, Kept(folder, settings), seed, progress)
     walk.expect(len(counts) * (len(orders) + greedy * (1 + repair) + repair + ablation))
-    names = [name for name in orders if name != "random"]
-    scores = walk.scores(names) if names else None
+    also = (REPAIRED,) * repair
+    scored = [name for name in orders if name != "random"]
+    scores = walk.scores(scored) if scored else None
     for place, name in enumerate(orders):
         order = walk.order(name, scores)
+        kinds = (PLAIN, *also, *(ABLATED,) * ablation) if place == 0 else (PLAIN,)
         for n in counts:
-            walk.point(name, taken(order, n), n)
-            if place == 0 and repair:
-                walk.point(name, taken(order, n), n, mended=True)
-            if place == 0 and ablation:
-                walk.point(name, taken(order, n), n, ablated=True)
-    if greedy and names:
-        for n, heads in walk.greedy(names[0], counts):
-            walk.point("greedy", heads, n)
-            if repair:
-                walk.point("greedy", heads, n, mended=True)
+            walk.measure(name, taken(order, n), n, kinds)
+    if greedy and scored:
+        for n, heads in walk.greedy(scored[0], counts):
+            walk.measure("greedy", heads, n, (PLAIN, *also))
     return Frontier(by, walk.original.means(), tuple(walk.points), {**settings, "orders": list(orders)})
+
+
+def _counts(units: int, shares: Sequence[float]) -> list[int]:
+    """How many units go at each share."""
+    if not shares or min(shares) <= 0 or max(shares) > 1:
+        raise ValueInputError(f"shares must be above 0 and at most 1, got {list(shares)}")
+    return sorted({min(units, max(1, round(share * units))) for share in shares})
 
 
 class _Walk:
@@ -177,7 +133,7 @@ class _Walk:
         """How many points there will be, for the progress."""
         self._expected = points
 
-    def scores(self, names: Sequence[str], swapped: Sequence[tuple[int, int]] = ()) -> Scores:
+    def scores(self, names: Sequence[str], swapped: Sequence[Head] = ()) -> Scores:
         """Scores of all heads that are not swapped."""
         for name in names:
             if name not in SCORES:
@@ -200,7 +156,7 @@ class _Walk:
             return random_order(self._units, rng=np.random.default_rng(self._seed))
         return ordered(self._units, scores.heads, scores.mean(name))
 
-    def greedy(self, name: str, counts: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+    def greedy(self, name: str, counts: Sequence[int]) -> list[tuple[int, list[Head]]]:
         """Sets that grow, each by the cheapest of what remains under the ones before."""
         gone: list[Unit] = []
         found = []
@@ -211,24 +167,25 @@ class _Walk:
             found.append((n, taken(gone, len(gone))))
         return found
 
-    def point(
-        self, order: str, heads: list[tuple[int, int]], n: int, *, mended: bool = False, ablated: bool = False
-    ) -> None:
-        """Measure one set and note it."""
-        chosen = self._one
-        if ablated:
-            self._ablation = self._ablation or substitute(mean_outputs(self._model, self._fit), self._model)
-            chosen = self._ablation
+    def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
+        """Measure one set, plain, repaired or ablated, and note it."""
+        for kind in kinds:
+            chosen = self._mean_outputs() if kind == ABLATED else self._one
 
-        def make() -> dict[str, Any]:
-            used = repaired(self._model, self._fit, heads, chosen) if mended else chosen
-            return read_swapped(self._model, self._held_out, self._asked, heads, used).to_json()
+            def make(kind: str = kind, chosen: Substitute = chosen) -> dict[str, Any]:
+                used = repaired(self._model, self._fit, heads, chosen) if kind == REPAIRED else chosen
+                return read_swapped(self._model, self._held_out, self._asked, heads, used).to_json()
 
-        reading = Reading.from_json(self._kept.made(["point", heads, mended, ablated], make))
-        name = f"{chosen.name}, repaired" if mended else chosen.name
-        change = reading.change_from(self.original, seed=self._seed)
-        self.points.append(Point(order, name, n, len(heads), n / len(self._units), change))
-        self._progress(f"{order}, {n} of {len(self._units)}", min(1.0, len(self.points) / self._expected))
+            name = ["point", heads, kind == REPAIRED, kind == ABLATED]
+            reading = Reading.from_json(self._kept.made(name, make))
+            change = reading.change_from(self.original, seed=self._seed)
+            called = f"{chosen.name}, repaired" if kind == REPAIRED else chosen.name
+            self.points.append(Point(order, called, n, len(heads), n / len(self._units), change))
+            self._progress(f"{order}, {n} of {len(self._units)}", min(1.0, len(self.points) / self._expected))
+
+    def _mean_outputs(self) -> Substitute:
+        self._ablation = self._ablation or substitute(mean_outputs(self._model, self._fit), self._model)
+        return self._ablation
 
 
 def _settings(
