@@ -15,6 +15,7 @@ from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.search import find_plan
 from softgap.linearize.substitute import Readout, Substitute, substitute
 from softgap.linearize.swapping import swap
+from softgap.linearize.tuning import tuned
 
 __all__ = [
     "SCORES",
@@ -43,4 +44,5 @@ __all__ = [
     "repaired",
     "substitute",
     "swap",
+    "tuned",
 ]

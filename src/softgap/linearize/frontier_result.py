@@ -58,7 +58,12 @@ class Frontier:
         return self._points(order, mechanism)
 
     def largest(
-        self, budget: float, recall_budget: float | None = None, *, order: str | None = None, mechanism: str | None = None
+        self,
+        budget: float,
+        recall_budget: float | None = None,
+        *,
+        order: str | None = None,
+        mechanism: str | None = None,
     ) -> Point:
         """The point with most units whose rise in loss, and drop in recall where that is limited, are allowed.
 

@@ -209,9 +209,7 @@ def _largest(
     return sets[low]
 
 
-def _checked(
-    model: Model, text: _Text, heads: Sequence[Head], used: Substitute, provenance: dict[str, Any]
-) -> Plan:
+def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute, provenance: dict[str, Any]) -> Plan:
     """The plan of these heads, with what they cost on text that the search never saw."""
     original, swapped = (read_swapped(model, text.check, text.check_asked, some, used) for some in ([], heads))
     chosen = heads_by_layer(attention_layers(model), heads)
