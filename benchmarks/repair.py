@@ -51,6 +51,8 @@ class Bench:
             for part, n in ((first, options.fit_tokens), (first, options.tune_tokens), (second, options.tokens))
         )
         self.asked: Passages = lookups(self.model, tokenizer, LOOKUPS)
+        self.trained = lookups(self.model, tokenizer, options.lookups, seed=1) if options.lookups else None
+        self.tag = [] if self.trained is None else [f"{options.lookups} lookups"]
         self.one = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
         digest = digest_of_passages(self.fit, self.long, self.held, self.asked)
         about = {"text": digest, "cal": self.one.mechanism.origin}
@@ -58,15 +60,19 @@ class Bench:
         self.original = self.reading("original", [], lambda: None)
 
     def order(self) -> list[Unit]:
-        """All heads, cheapest first."""
+        """All heads, cheapest first: by the text, or by the text and the lookups."""
+        heads, score = self._scores("scores", self.fit)
+        if self.trained is not None:
+            score = score + self._scores(["scores", *self.tag], self.trained)[1]
+        return ordered(units_of(self.model, "heads"), heads, score)
 
+    def _scores(self, name: Any, read: Passages) -> tuple[list[Head], np.ndarray]:
         def scored() -> dict[str, Any]:
-            found = head_scores(self.model, self.fit, self.one, names=[SCORE], progress=say)
+            found = head_scores(self.model, read, self.one, names=[SCORE], progress=say)
             return {"heads": found.heads, "score": found.mean(SCORE).tolist()}
 
-        scores = self.kept.made("scores", scored)
-        heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
-        return ordered(units_of(self.model, "heads"), heads, np.asarray(scores["score"]))
+        found = self.kept.made(name, scored)
+        return [(int(layer), int(head)) for layer, head in found["heads"]], np.asarray(found["score"])
 
     def reading(self, name: Any, heads: list[Head], make: Callable[[], Substitute | None]) -> Reading:
         """What the model gets right with these heads swapped."""
@@ -92,8 +98,9 @@ class Bench:
             def tune(what: str = what, steps: int = steps, rate: float = rate) -> Substitute:
                 maps = what == "maps"
                 return tuned(
-                    self.model, self.long, heads, ridge(), steps=steps, learning_rate=rate, maps=maps, progress=say
-                )
+                    self.model, self.long, heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
+                    maps=maps, progress=say,
+                )  # fmt: skip
 
             yield f"ridge, then {what} tuned by {steps} steps of {rate:g}", tune
 
@@ -108,6 +115,7 @@ def main() -> None:
     parser.add_argument("--tune-tokens", type=int, default=65536)
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--lookups", type=int, default=0, help="also score and tune on so many lookups")
     parser.add_argument("--window", type=int, default=None)
     parser.add_argument("--steps", type=int, nargs="+", default=[96])
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3])
@@ -121,15 +129,22 @@ def main() -> None:
     for share in options.shares:
         heads = taken(order, round(share * len(order)))
         for name, make in bench.ways(heads, options):
-            change = bench.reading([share, name], heads, make).change_from(bench.original)
+            change = bench.reading([share, name, *bench.tag], heads, make).change_from(bench.original)
             rows.append(f"| {share:.0%} | {name} | {change['loss']} | {change['recall']} |")
             print(rows[-1], flush=True)
     if options.dry:
         return
-    extra = f", softmax kept on the nearest {options.window} keys" if options.window else ""
+    write(bench, rows, options)
+
+
+def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
+    """The section of the findings."""
+    kept = f", softmax kept on the nearest {options.window} keys" if options.window else ""
+    beside = f", both with {bench.tag[0]} beside the text" if bench.tag else ""
+    name = f"repair-{options.length}" + "-lookups" * bool(bench.tag) + f"-window-{options.window}" * bool(kept)
     write_section(
-        f"repair-{options.length}" + (f"-window-{options.window}" if options.window else ""),
-        f"What brings back the loss of swapped heads, {options.length:,} tokens{extra}",
+        name,
+        f"What brings back the loss of swapped heads, {options.length:,} tokens{kept}{beside}",
         f"`python benchmarks/repair.py --text FILE --calibration CAL`, {machine()}. The embedded model, heads in the "
         f"order of {SCORE}; the ridge from {bench.fit.tokens:,} tokens, tuning from {bench.long.tokens:,}, one passage "
         f"a step; every number from {bench.held.tokens:,} held-out tokens and {LOOKUPS} lookups, with 95 % over texts."

@@ -1,8 +1,7 @@
 """The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
 
 The text is cut in three: half of the passages to score heads and to fit repairs on, a quarter to choose how many heads
-go, a quarter to say what the chosen plan costs. Where recall is limited, the choice and the check have lookups of their
-own as well.
+go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lookups of its own.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def find_plan(
     repair
         Whether swapped heads get a readout.
     recalls
-        Lookups that the plan is checked on, and as many others to choose on where recall is limited.
+        Lookups that the plan is checked on, and as many others to score and to choose on where recall is limited.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
@@ -87,11 +86,11 @@ def find_plan(
         raise ValueInputError(f"the score must be one of {', '.join(SCORES)}, got '{score}'")
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
-    text = _parts(read, *_lookups(model, tokenizer, recalls, limits, seed))
+    text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
     settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, seed=seed)
     kept = Kept(folder, settings)
     search = _Search(model, text, one, repair, kept)
-    order = _order(model, text.fit, one, settings, kept, progress)
+    order = _order(model, text, one, settings, kept, progress)
     heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
     progress("checking the plan on unseen text", 0.95)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
@@ -112,53 +111,59 @@ def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> d
 
 @dataclass(frozen=True, eq=False)
 class _Text:
-    """Passages to fit on, passages and lookups to choose on, and passages and lookups to check on."""
+    """Passages and lookups to fit on, to choose on and to check on."""
 
     fit: Passages
     choose: Passages
-    choose_asked: Passages | None
     check: Passages
-    check_asked: Passages | None
+    fit_asked: Passages | None = None
+    choose_asked: Passages | None = None
+    check_asked: Passages | None = None
 
 
-def _parts(read: Passages, check_asked: Passages | None, choose_asked: Passages | None) -> _Text:
-    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
+def _parts(read: Passages, asked: tuple[Passages | None, ...]) -> _Text:
+    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on; and lookups for each."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
-    return _Text(fit, choose, choose_asked, check, check_asked)
+    return _Text(fit, choose, check, *asked)
 
 
 def _lookups(
     model: Model, tokenizer: Tokenizer, recalls: int, limits: Budget, seed: int
-) -> tuple[Passages | None, Passages | None]:
-    """Lookups to check on, and others to choose on where recall is limited."""
+) -> tuple[Passages | None, Passages | None, Passages | None]:
+    """Lookups to check on and, where recall is limited, others to fit and to choose on."""
     if limits.recall is None:
-        return (lookups(model, tokenizer, recalls, seed=seed) if recalls else None), None
+        return None, None, lookups(model, tokenizer, recalls, seed=seed) if recalls else None
     if not recalls:
         raise ValueInputError("a recall budget needs lookups, got recalls=0; ask for 8, or leave the recall budget out")
-    both = lookups(model, tokenizer, 2 * recalls, seed=seed)
-    return both.part(slice(0, recalls)), both.part(slice(recalls, None))
+    drawn = lookups(model, tokenizer, 3 * recalls, seed=seed)
+    check, choose, fit = (drawn.part(slice(i * recalls, (i + 1) * recalls)) for i in range(3))
+    return fit, choose, check
 
 
 def _order(
-    model: Model, fit: Passages, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
 ) -> list[Unit]:
-    """All heads or groups, cheapest first by the score; scores that were taken before are used again."""
+    """All heads or groups, cheapest first by the score; scores that were taken before are used again.
+
+    Where recall is limited, lookups count beside the passages: heads that text hardly misses may be all of recall.
+    """
     name = settings["score"]
 
     def scored() -> dict[str, Any]:
         found = head_scores(
             model,
-            fit,
+            text.fit,
             one,
+            asked=text.fit_asked,
             names=[name],
             seed=settings["seed"],
             progress=lambda stage, share: progress(stage, 0.3 * share),
         )
         return {"heads": found.heads, "score": found.mean(name).tolist()}
 
-    scores = kept.made("scores", scored)
+    scores = kept.made(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
     return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 

@@ -21,7 +21,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention import Mechanism
@@ -49,6 +49,7 @@ def tuned(
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
+    asked: Passages | None = None,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     maps: bool = True,
@@ -61,6 +62,8 @@ def tuned(
     ----------
     read
         Passages to train on, one at a step, in an order drawn anew for every round.
+    asked
+        Lookups to train on beside them, one at a step: what text does not ask for is lost otherwise.
     mechanism
         Where to begin. Without a readout it is repaired first, on the same passages.
     learning_rate
@@ -78,15 +81,20 @@ def tuned(
     free = _Free(one, cast(Readout, one.readout), maps)
     optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
-    for step, row in enumerate(_rows(len(read), steps, np.random.default_rng(seed))):
+    both = [part for part in (read, asked) if part is not None]
+    rows = zip(*(_rows(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
+    for step, drawn in enumerate(rows):
         eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * eased
         optimiser.zero_grad()
         with _frozen(model):
-            apart = _divergence(model, read.ids[row : row + 1], heads, free.substitute())
+            apart = [
+                _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
+                for part, row in zip(both, drawn, strict=True)
+            ]
         optimiser.step()
-        progress(f"tuning, KL {apart:.3f}", 0.2 + 0.8 * (step + 1) / steps)
+        progress(f"tuning, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
     return free.substitute(detached=True)
 
 
@@ -124,19 +132,22 @@ def _rows(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
         yield order.pop()
 
 
-def _divergence(model: Model, ids: Int[Tensor, "1 time"], heads: Sequence[Head], chosen: Substitute) -> float:
+def _divergence(model: Model, text: Passages, heads: Sequence[Head], chosen: Substitute) -> float:
     """KL from the original model on one passage, its gradient added to the free numbers."""
     with torch.no_grad():
-        wanted = _logs(model, ids)
+        wanted = _logs(model, text)
     with torch.enable_grad(), swap(model, heads, chosen):
-        found = _logs(model, ids)
+        found = _logs(model, text)
         apart = (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
-        apart.backward()  # type: ignore[no-untyped-call]
+        apart.backward()
     return apart.item()
 
 
-def _logs(model: Model, ids: Int[Tensor, "1 time"]) -> Float[Tensor, "time vocabulary"]:
-    logits: Tensor = model(ids, use_cache=False).logits[0]
+def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
+    """Log-probabilities where the next token counts."""
+    logits: Tensor = model(text.ids[:, :-1], use_cache=False).logits[0]
+    if not bool(text.scored.all()):
+        logits = logits[text.scored[0]]
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
 
 
