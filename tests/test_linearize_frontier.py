@@ -19,6 +19,7 @@ from softgap.linearize import (
     Point,
     find_plan,
     frontier,
+    head_scores,
     heads_of_group,
     load_plan,
     lookups,
@@ -172,20 +173,32 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
         seen.append((len(heads), None if asked is None else asked.ids))
         return read_swapped(model, read, asked, heads, chosen)
 
+    scored_on: list[Any] = []
+
+    def scored(*given: Any, asked: Any = None, **settings: Any) -> Any:
+        scored_on.append(None if asked is None else asked.ids)
+        return head_scores(*given, asked=asked, **settings)
+
+    def read_lookups(n: int) -> Any:
+        return lookups(small, byte_tokenizer(), n).ids
+
     monkeypatch.setattr("softgap.linearize.search.read_swapped", watched)
+    monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
     settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
     plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=0.5, **settings)
     assert (plan.provenance["budget"], plan.provenance["recall_budget"]) == (10.0, 0.5)
+    assert torch.equal(scored_on[0], read_lookups(6)[4:])
     *choosing, (_, before), (_, after) = seen
     assert torch.equal(before, after)
-    assert len(before) == 2
-    assert all(not torch.equal(ids, row) for _, asked in choosing for ids in asked for row in before)
+    assert torch.equal(before, read_lookups(6)[:2])
+    assert all(torch.equal(asked, read_lookups(6)[2:4]) for _, asked in choosing)
     # Every set that was tried was asked, and the plan is the one that both limits allow.
     assert [n for n, _ in choosing] == [0, 1, 5, 7, 8]
     assert len(plan.heads) == 8
     seen.clear()
     free = find_plan(small, byte_tokenizer(), [TEXT], "elu1", **settings)
     assert free.provenance["recall_budget"] is None
+    assert scored_on[1] is None
     assert all(asked is None for _, asked in seen[:-2])
     assert free.expected == plan.expected
 
