@@ -25,6 +25,7 @@ from softgap.linearize import (
     lookups,
     passages_of,
     swap,
+    tuned,
 )
 from softgap.linearize.orders import ordered, random_order, taken, units_of
 from softgap.linearize.resampling import Interval
@@ -131,6 +132,33 @@ def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_pat
     assert plan.expected["loss"].value == pytest.approx(float(rise.mean()), abs=1e-6)
     again = load_plan(plan.save(tmp_path / "plan.json"))
     assert again.expected == plan.expected
+
+
+def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
+    fit, held_out, _ = texts
+    settings: dict[str, Any] = {"greedy": False, "repair": False, "ablation": False, "tune": 2}
+    found = frontier(small, fit, held_out, None, "elu1", orders=["divergence"], shares=[1.0], **settings)
+    plain, trained = found.points
+    assert (plain.mechanism, trained.mechanism) == ("elu1", "elu1, tuned")
+    everything = [(layer, head) for layer in range(2) for head in range(4)]
+    by_hand = tuned(small, fit, everything, "elu1", steps=2)
+    rise = (
+        read_swapped(small, held_out, None, everything, by_hand).loss
+        - read_swapped(small, held_out, None, [], None).loss
+    )
+    assert trained.change["loss"].value == pytest.approx(float(rise.mean()), abs=1e-6)
+    assert trained.change["loss"].value != plain.change["loss"].value
+
+
+def test_a_plan_of_tuned_heads_is_tuned_on_the_half_that_fits(small: Any) -> None:
+    tokenizer = byte_tokenizer()
+    plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, length=64, recalls=0, score="divergence", tune=2)
+    read = passages_of(small, tokenizer, [TEXT], length=64)
+    by_hand = tuned(small, read.part(slice(0, len(read) // 2)), plan.heads, "elu1", steps=2)
+    assert plan.provenance["tune"] == 2
+    assert plan.substitute.readout is not None
+    assert by_hand.readout is not None
+    assert torch.equal(plan.substitute.readout.weight, by_hand.readout.weight)
 
 
 class Known:
@@ -261,6 +289,8 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=0.1, recalls=0, length=64)
     with pytest.raises(SoftgapError, match="at least 2048 tokens"):
         find_plan(small, byte_tokenizer(), ["short"], "elu1", budget=1)
+    with pytest.raises(SoftgapError, match="begins with a repair, got 3 and repair=False"):
+        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, tune=3, repair=False)
     with pytest.raises(SoftgapError, match="the score must be one of"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, score="luck")
     with pytest.raises(SoftgapError, match="by must be 'heads' or 'groups', got 'layers'"):

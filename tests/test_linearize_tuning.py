@@ -14,6 +14,7 @@ from softgap.errors import SoftgapError
 from softgap.linearize import Readout, Substitute, repaired, swap, tuned
 from softgap.linearize.passages import Passages
 from softgap.linearize.tuning import _rows
+from softgap.probe.calibrations import digest_of
 
 HEADS = [(0, 0), (0, 1), (1, 2)]
 
@@ -90,6 +91,8 @@ def test_only_the_numbers_of_swapped_heads_move(small: Any) -> None:
     # Keys of the first KV head of layer 0 and of the second of layer 1 serve swapped heads.
     assert (key != before["key_weight"]).flatten(2).any(-1).tolist() == [[True, False], [False, True]]
     assert torch.equal(found.mechanism.parameters["rate"], before["rate"])
+    assert alone.mechanism.origin == mechanism.origin
+    assert found.mechanism.origin == digest_of(found.mechanism.parameters)
     for name, x in before.items():
         assert torch.equal(mechanism.parameters[name], x)
         assert torch.equal(alone.mechanism.parameters[name], x)

@@ -49,6 +49,9 @@ def linearize_command(
     ] = "groups",
     score: Annotated[str, typer.Option(help="What ranks the heads.")] = "gradient+fisher",
     repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Refit the output of swapped heads.")] = True,
+    tune: Annotated[
+        int, typer.Option(min=0, help="Steps of training of the swapped heads after the repair; 0 for none.")
+    ] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens to use of the text, about.")] = 16384,
     picture: Annotated[
@@ -70,8 +73,8 @@ def linearize_command(
     _check_files(out, picture, overwrite=overwrite)
     texts = [plain_text(*given_text(name)) for name in text]
     settings: dict[str, Any] = {
-        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "repair": repair, "length": length,
-        "tokens": tokens, "seed": seed,
+        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "repair": repair, "tune": tune,
+        "length": length, "tokens": tokens, "seed": seed,
     }  # fmt: skip
     options = {"dtype": dtype, "device": device, "attn": attn}
     plan, layers = _found(model, texts, mechanism, window, settings, out, options)

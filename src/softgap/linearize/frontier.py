@@ -24,6 +24,7 @@ from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.substitute import Substitute, substitute
 from softgap.linearize.together import Reading, read_swapped
+from softgap.linearize.tuning import tuned
 from softgap.probe.calibrations import digest_of
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.models import Model
@@ -33,7 +34,7 @@ __all__ = ["BEST", "frontier"]
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BEST = "gradient+fisher"
-PLAIN, REPAIRED, ABLATED = "plain", "repaired", "ablated"
+PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 
 def frontier(
@@ -48,6 +49,7 @@ def frontier(
     shares: Sequence[float] = SHARES,
     greedy: bool = True,
     repair: bool = True,
+    tune: int = 0,
     ablation: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -71,6 +73,8 @@ def frontier(
         Also score anew after each share, by the first of the orders that is a score.
     repair
         Also repair every set of the first order and of the greedy one.
+    tune
+        Also tune every set of the first order after its repair, by so many steps (:func:`tuned`); 0 for none.
     ablation
         Also swap the sets of the first order by mean ablation.
     folder
@@ -82,14 +86,14 @@ def frontier(
     counts = _counts(len(units), shares)
     one = substitute(mechanism, model)
     settings = _settings(model, fit, held_out, asked, one, by, seed)
-    walk = _Walk(model, fit, held_out, asked, one, units, Kept(folder, settings), seed, progress)
-    walk.expect(len(counts) * (len(orders) + greedy * (1 + repair) + repair + ablation))
+    walk = _Walk(model, fit, held_out, asked, one, units, Kept(folder, settings), seed, tune, progress)
+    walk.expect(len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation))
     also = (REPAIRED,) * repair
     scored = [name for name in orders if name != "random"]
     scores = walk.scores(scored) if scored else None
     for place, name in enumerate(orders):
         order = walk.order(name, scores)
-        kinds = (PLAIN, *also, *(ABLATED,) * ablation) if place == 0 else (PLAIN,)
+        kinds = (PLAIN, *also, *(TUNED,) * bool(tune), *(ABLATED,) * ablation) if place == 0 else (PLAIN,)
         for n in counts:
             walk.measure(name, taken(order, n), n, kinds)
     if greedy and scored:
@@ -118,10 +122,12 @@ class _Walk:
         units: Sequence[Unit],
         kept: Kept,
         seed: int,
+        tune: int,
         progress: Report,
     ) -> None:
         self._model, self._fit, self._held_out, self._asked = model, fit, held_out, asked
         self._one, self._units, self._kept, self._seed, self._progress = one, units, kept, seed, progress
+        self._tune = tune
         self._ablation: Substitute | None = None
         self.original = Reading.from_json(
             kept.made("original", lambda: read_swapped(model, held_out, asked, [], None).to_json())
@@ -168,24 +174,33 @@ class _Walk:
         return found
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
-        """Measure one set, plain, repaired or ablated, and note it."""
+        """Measure one set, plain, repaired, tuned or ablated, and note it."""
         for kind in kinds:
-            chosen = self._mean_outputs() if kind == ABLATED else self._one
 
-            def make(kind: str = kind, chosen: Substitute = chosen) -> dict[str, Any]:
-                used = repaired(self._model, self._fit, heads, chosen) if kind == REPAIRED else chosen
+            def make(kind: str = kind) -> dict[str, Any]:
+                used = self._used(kind, heads)
                 return read_swapped(self._model, self._held_out, self._asked, heads, used).to_json()
 
-            name = ["point", heads, kind == REPAIRED, kind == ABLATED]
+            name = ["point", heads, kind == REPAIRED, kind == ABLATED, *([self._tune] if kind == TUNED else [])]
             reading = Reading.from_json(self._kept.made(name, make))
             change = reading.change_from(self.original, seed=self._seed)
-            called = f"{chosen.name}, repaired" if kind == REPAIRED else chosen.name
+            called = "mean_ablation" if kind == ABLATED else self._one.name + f", {kind}" * (kind != PLAIN)
             self.points.append(Point(order, called, n, len(heads), n / len(self._units), change))
             self._progress(f"{order}, {n} of {len(self._units)}", min(1.0, len(self.points) / self._expected))
 
-    def _mean_outputs(self) -> Substitute:
-        self._ablation = self._ablation or substitute(mean_outputs(self._model, self._fit), self._model)
-        return self._ablation
+    def _used(self, kind: str, heads: list[Head]) -> Substitute:
+        if kind == ABLATED:
+            self._ablation = self._ablation or substitute(mean_outputs(self._model, self._fit), self._model)
+            return self._ablation
+        if kind == PLAIN:
+            return self._one
+        mended = repaired(self._model, self._fit, heads, self._one)
+        if kind == REPAIRED:
+            return mended
+        return tuned(
+            self._model, self._fit, heads, mended, steps=self._tune, seed=self._seed,
+            progress=lambda stage, share: self._progress(stage, len(self.points) / self._expected),
+        )  # fmt: skip
 
 
 def _settings(

@@ -28,6 +28,7 @@ from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.substitute import Substitute, substitute
 from softgap.linearize.together import Reading, read_swapped
+from softgap.linearize.tuning import tuned
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
 from softgap.probe.models import Model, Tokenizer
@@ -51,6 +52,7 @@ def find_plan(
     by: str = "heads",
     score: str = BEST,
     repair: bool = True,
+    tune: int = 0,
     length: int = LENGTH,
     tokens: int | None = TOKENS,
     recalls: int = 8,
@@ -76,6 +78,9 @@ def find_plan(
         What ranks the heads; see :data:`SCORES`.
     repair
         Whether swapped heads get a readout.
+    tune
+        Steps by which every set that is tried is tuned after its repair (:func:`tuned`); 0 for none. A step takes the
+        time of about four forwards over a passage.
     recalls
         Lookups that the plan is checked on, and as many others to score and to choose on where recall is limited.
     folder
@@ -84,12 +89,14 @@ def find_plan(
     limits = Budget(budget, recall_budget)
     if score not in SCORES:
         raise ValueInputError(f"the score must be one of {', '.join(SCORES)}, got '{score}'")
+    if tune < 0 or (tune and not repair):
+        raise ValueInputError(f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}")
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
-    settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, seed=seed)
+    settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
     kept = Kept(folder, settings)
-    search = _Search(model, text, one, repair, kept)
+    search = _Search(model, text, one, settings, kept, progress)
     order = _order(model, text, one, settings, kept, progress)
     heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
     progress("checking the plan on unseen text", 0.95)
@@ -171,15 +178,30 @@ def _order(
 class _Search:
     """What sets of heads cost, on the quarter of the text and the lookups that choose."""
 
-    def __init__(self, model: Model, text: _Text, one: Substitute, repair: bool, kept: Kept) -> None:
-        self._model, self._text = model, text
-        self._one, self._repair, self._kept = one, repair, kept
+    def __init__(
+        self, model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    ) -> None:
+        self._model, self._text, self._one = model, text, one
+        self._settings, self._kept, self._progress = settings, kept, progress
+        self._made: dict[tuple[Head, ...], Substitute] = {}
+        self.share = 0.3
         self._asked = [] if text.choose_asked is None else [digest_of_passages(text.choose_asked)]
         self._original = self._reading([])
 
     def substitute(self, heads: Sequence[Head]) -> Substitute:
-        """What these heads become, repaired where that is wanted."""
-        return repaired(self._model, self._text.fit, heads, self._one) if self._repair else self._one
+        """What these heads become, repaired and tuned where that is wanted; made once for a set."""
+        if not self._settings["repair"]:
+            return self._one
+        key = tuple(heads)
+        if key not in self._made:
+            self._made[key] = repaired(self._model, self._text.fit, heads, self._one)
+            if self._settings["tune"]:
+                self._made[key] = tuned(
+                    self._model, self._text.fit, heads, self._made[key], asked=self._text.fit_asked,
+                    steps=self._settings["tune"], seed=self._settings["seed"],
+                    progress=lambda stage, share: self._progress(stage, self.share),
+                )  # fmt: skip
+        return self._made[key]
 
     def change(self, heads: Sequence[Head]) -> dict[str, float]:
         """Rise in loss, and changes in accuracy and recall."""
@@ -210,7 +232,8 @@ def _largest(
         else:
             high = middle
         done += 1
-        progress(f"{low} of {len(sets) - 1} {by} fit the budget", min(0.9, 0.3 + 0.6 * done / total))
+        search.share = min(0.9, 0.3 + 0.6 * done / total)
+        progress(f"{low} of {len(sets) - 1} {by} fit the budget", search.share)
     return sets[low]
 
 

@@ -31,6 +31,7 @@ from softgap.linearize.passages import Passages
 from softgap.linearize.repair import repaired
 from softgap.linearize.substitute import Readout, Substitute, substitute
 from softgap.linearize.swapping import swap
+from softgap.probe.calibrations import digest_of
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
 
@@ -121,6 +122,8 @@ class _Free:
             for tensors in (self._readout, self._maps)
         )
         mechanism = replace(self._one.mechanism, parameters=MappingProxyType(parameters))
+        if detached and any(x.requires_grad for x in self._maps.values()):
+            mechanism = replace(mechanism, origin=digest_of(parameters))  # no longer those of the calibration
         return replace(self._one, mechanism=mechanism, readout=Readout(**readout))
 
 
