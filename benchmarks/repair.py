@@ -27,6 +27,7 @@ from softgap.linearize.heads import Head
 from softgap.linearize.kept import Kept
 from softgap.linearize.orders import Unit, ordered, taken, units_of
 from softgap.linearize.passages import Passages, digest_of_passages
+from softgap.linearize.scores import beside
 from softgap.linearize.substitute import Substitute
 from softgap.linearize.together import Reading, read_swapped
 from softgap.probe import load_model
@@ -63,7 +64,7 @@ class Bench:
         """All heads, cheapest first: by the text, or by the text and the lookups."""
         heads, score = self._scores("scores", self.fit)
         if self.trained is not None:
-            score = score + self._scores(["scores", *self.tag], self.trained)[1]
+            score = beside(score[:, None], self._scores(["scores", *self.tag], self.trained)[1])[:, 0]
         return ordered(units_of(self.model, "heads"), heads, score)
 
     def _scores(self, name: Any, read: Passages) -> tuple[list[Head], np.ndarray]:

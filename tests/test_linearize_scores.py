@@ -16,7 +16,7 @@ from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.impact import impact_on
 from softgap.linearize.passages import Passages
 from softgap.linearize.ranking import rank_agreement, split_half
-from softgap.linearize.scores import SCORES, Scores, head_scores
+from softgap.linearize.scores import SCORES, Scores, beside, head_scores
 from softgap.linearize.swapping import swap
 from softgap.probe.tap import AttentionCall, replaced, tapped
 
@@ -86,7 +86,12 @@ def test_lookups_are_scored_beside_the_text(small: Any, read: Passages) -> None:
     apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
     both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
     for name in names:
-        np.testing.assert_allclose(both.mean(name), apart[0].mean(name) + apart[1].mean(name), atol=1e-12)
+        text, lookup = (found.mean(name) for found in apart)
+        weight = np.abs(text).sum() / np.abs(lookup).sum()
+        np.testing.assert_allclose(both.mean(name), text + weight * lookup, atol=1e-12)
+        assert not np.array_equal(np.argsort(both.mean(name)), np.argsort(text))
+    nothing = beside(np.ones((3, 2)), np.zeros(3))
+    assert np.array_equal(nothing, np.ones((3, 2)))
 
 
 def test_the_integrated_gradient_is_the_mean_slope_on_the_way(small: Any, read: Passages) -> None:

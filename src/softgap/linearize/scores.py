@@ -35,7 +35,7 @@ from softgap.probe.progress import Report
 from softgap.probe.tap import AttentionCall, replaced, tapped
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["SCORES", "Scores", "head_scores"]
+__all__ = ["SCORES", "Scores", "beside", "head_scores"]
 
 SAMPLES = 4
 STEPS = 4
@@ -98,7 +98,8 @@ def head_scores(
     read
         Passages; slopes and curvatures are those of the loss of the next tokens that count.
     asked
-        Lookups whose scores are added, so that a head is as dear for an answer from the context as for a token of text.
+        Lookups whose scores are added, scaled so that over all heads they weigh as much as those of the text: heads
+        that text hardly misses may be all of recall.
     names
         Which scores; see :data:`SCORES`.
     heads
@@ -136,12 +137,20 @@ def head_scores(
         more = head_scores(
             model, asked, one, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
         )
-        values = {name: values[name] + more.mean(name)[:, None] for name in names}
+        values = {name: beside(values[name], more.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, own in chosen for head in own),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+def beside(text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]) -> Float[np.ndarray, "head text"]:
+    """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
+    total = float(np.abs(lookups).sum())
+    scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
+    found: np.ndarray = text + scale * lookups[:, None]
+    return found
 
 
 def _passes(name: str, samples: int, steps: int) -> float:
