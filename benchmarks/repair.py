@@ -81,7 +81,7 @@ class Bench:
         def read() -> dict[str, Any]:
             return read_swapped(self.model, self.held, self.asked, heads, make()).to_json()
 
-        return Reading.from_json(self.kept.made(name, read))
+        return Reading.from_json(self.kept.made([name, heads] if heads else name, read))
 
     def ways(self, heads: list[Head], options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Substitute]]]:
         """Every repair by its name; each begins with the ridge, which is computed once and only if it is needed."""
