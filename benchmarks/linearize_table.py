@@ -25,7 +25,7 @@ from harness import FINDINGS, machine, write_section
 from held_out import halves
 from softgap.linearize import SCORES, frontier, head_scores, lookups, passages_of, rank_agreement, substitute
 from softgap.linearize.finite_step import with_finite_steps
-from softgap.linearize.frontier import Frontier
+from softgap.linearize.frontier_result import Frontier
 from softgap.linearize.heads import Head
 from softgap.linearize.impact import impact_on
 from softgap.linearize.impact_result import Impact

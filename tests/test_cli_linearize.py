@@ -69,12 +69,13 @@ def test_json_is_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         "uniform",
         "--no-repair",
     ]
-    assert main([*arguments, *QUICK, "--score", "divergence", "--out", "p.json", "--json"]) == 0
+    options = ["--score", "divergence", "--recall-budget", "0.9", "--out", "p.json", "--json"]
+    assert main([*arguments, *QUICK, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(Path("p.json").read_text(encoding="utf-8"))
     assert found["mechanism"]["name"] == "uniform"
     assert found["parameters"] is None
-    assert found["provenance"]["budget"] == 9
+    assert (found["provenance"]["budget"], found["provenance"]["recall_budget"]) == (9, 0.9)
 
 
 def test_bad_input_is_one_sentence(
@@ -86,9 +87,15 @@ def test_bad_input_is_one_sentence(
     assert "at least 2048 tokens" in failure([*start, "--text", "short.txt"], capsys)
     assert "must end in .json, got 'plan.txt'" in failure([*start, "--text", "boats.txt", "--out", "plan.txt"], capsys)
     assert "unknown mechanism 'elu2'" in failure([*start, "--text", "boats.txt", "--mechanism", "elu2", *QUICK], capsys)
-    monkeypatch.setattr("softgap.linearize.search._Search.rise", lambda self, heads: 0.5)
+    monkeypatch.setattr("softgap.linearize.search._Search.change", lambda self, heads: {"loss": 0.5, "recall": -0.4})
     assert "nothing meets the budget of 0.1 nats per token: the cheapest of the groups costs 0.5" in failure(
         [*start, "--text", "boats.txt", *QUICK[:4]], capsys
+    )
+    assert "nothing meets the recall budget of 0.2: the cheapest of the groups loses 0.4 of recall already" in failure(
+        [*start, "--text", "boats.txt", *QUICK, "--recall-budget", "0.2"], capsys
+    )
+    assert "recall budget must be between 0 and 1" in failure(
+        [*start, "--text", "boats.txt", *QUICK, "--recall-budget", "7"], capsys
     )
     Path("there.json").write_text("{}", encoding="utf-8")
     assert "is there already" in failure([*start, "--text", "boats.txt", "--out", "there.json"], capsys)

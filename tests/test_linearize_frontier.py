@@ -13,8 +13,22 @@ import torch
 from linearize_cases import sharp_llama
 from model_examples import byte_tokenizer
 from softgap.errors import SoftgapError
-from softgap.linearize import find_plan, frontier, heads_of_group, load_plan, lookups, passages_of, swap
+from softgap.linearize import (
+    Budget,
+    Frontier,
+    Point,
+    find_plan,
+    frontier,
+    head_scores,
+    heads_of_group,
+    load_plan,
+    lookups,
+    passages_of,
+    swap,
+    tuned,
+)
 from softgap.linearize.orders import ordered, random_order, taken, units_of
+from softgap.linearize.resampling import Interval
 from softgap.linearize.search import _largest
 from softgap.linearize.together import read_swapped
 from softgap.report.linearize_figure import draw_frontier, draw_plan
@@ -120,24 +134,127 @@ def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_pat
     assert again.expected == plan.expected
 
 
-def test_a_tighter_budget_gives_a_smaller_plan() -> None:
-    class Known:
-        """Costs that grow with the square of the set."""
+def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
+    fit, held_out, _ = texts
+    settings: dict[str, Any] = {"greedy": False, "repair": False, "ablation": False, "tune": 2}
+    found = frontier(small, fit, held_out, None, "elu1", orders=["divergence"], shares=[1.0], **settings)
+    plain, trained = found.points
+    assert (plain.mechanism, trained.mechanism) == ("elu1", "elu1, tuned")
+    everything = [(layer, head) for layer in range(2) for head in range(4)]
+    by_hand = tuned(small, fit, everything, "elu1", steps=2)
+    rise = (
+        read_swapped(small, held_out, None, everything, by_hand).loss
+        - read_swapped(small, held_out, None, [], None).loss
+    )
+    assert trained.change["loss"].value == pytest.approx(float(rise.mean()), abs=1e-6)
+    assert trained.change["loss"].value != plain.change["loss"].value
 
-        def rise(self, heads: Any) -> float:
-            return 0.01 * len(heads) ** 2
 
-    def silent(stage: str, share: float) -> None:
-        pass
+def test_a_plan_of_tuned_heads_is_tuned_on_the_half_that_fits(small: Any) -> None:
+    tokenizer = byte_tokenizer()
+    plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, length=64, recalls=0, score="divergence", tune=2)
+    read = passages_of(small, tokenizer, [TEXT], length=64)
+    by_hand = tuned(small, read.part(slice(0, len(read) // 2)), plan.heads, "elu1", steps=2)
+    assert plan.provenance["tune"] == 2
+    assert plan.substitute.readout is not None
+    assert by_hand.readout is not None
+    assert torch.equal(plan.substitute.readout.weight, by_hand.readout.weight)
 
-    sets = [[(0, head) for head in range(n)] for n in range(21)]
+
+class Known:
+    """Costs that grow with the square of the set; recall is lost from the seventh head on."""
+
+    def change(self, heads: Any) -> dict[str, float]:
+        return {"loss": 0.01 * len(heads) ** 2, "recall": -0.02 * max(0, len(heads) - 6)}
+
+
+def largest(budget: float, recall_budget: float | None = None) -> int:
     search: Any = Known()
-    sizes = [_largest(search, sets, budget, "heads", silent) for budget in (0.01, 0.1, 1.0, 3.99, 9.0)]
-    assert sizes == [1, 3, 10, 19, 20]
-    with pytest.raises(
-        SoftgapError, match=r"budget of 0.005 nats per token: the cheapest of the heads costs 0.01 already"
-    ):
-        _largest(search, sets, 0.005, "heads", silent)
+    sets = [[(0, head) for head in range(n)] for n in range(21)]
+    return len(_largest(search, sets, Budget(budget, recall_budget), "heads", lambda stage, share: None))
+
+
+def test_a_tighter_budget_gives_a_smaller_plan() -> None:
+    assert [largest(budget) for budget in (0.01, 0.1, 1.0, 3.99, 9.0)] == [1, 3, 10, 19, 20]
+    assert [largest(3.99, recall) for recall in (None, 1.0, 0.1, 0.05, 0.0)] == [19, 19, 11, 8, 6]
+    assert largest(0.1, 0.05) == 3
+
+
+def test_the_budget_that_nothing_meets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = "budget of 0.005 nats per token"
+    with pytest.raises(SoftgapError, match=f"nothing meets the {loss}: the cheapest of the heads costs 0.01 already"):
+        largest(0.005)
+    monkeypatch.setattr(Known, "change", lambda self, heads: {"loss": 0.01, "recall": -0.25})
+    recall = "recall budget of 0.1"
+    with pytest.raises(SoftgapError, match=f"meets the {recall}: the cheapest of the heads loses 0.25 of recall"):
+        largest(1.0, 0.1)
+    with pytest.raises(SoftgapError, match=f"the {loss} nor the {recall}: .* costs 0.01 and loses 0.25 of recall"):
+        largest(0.005, 0.1)
+
+
+def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookups(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def watched(model: Any, read: Any, asked: Any, heads: Any, chosen: Any) -> Any:
+        seen.append((len(heads), None if asked is None else asked.ids))
+        return read_swapped(model, read, asked, heads, chosen)
+
+    scored_on: list[Any] = []
+
+    def scored(*given: Any, asked: Any = None, **settings: Any) -> Any:
+        scored_on.append(None if asked is None else asked.ids)
+        return head_scores(*given, asked=asked, **settings)
+
+    def read_lookups(n: int) -> Any:
+        return lookups(small, byte_tokenizer(), n).ids
+
+    monkeypatch.setattr("softgap.linearize.search.read_swapped", watched)
+    monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
+    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
+    plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=0.5, **settings)
+    assert (plan.provenance["budget"], plan.provenance["recall_budget"]) == (10.0, 0.5)
+    assert torch.equal(scored_on[0], read_lookups(6)[4:])
+    *choosing, (_, before), (_, after) = seen
+    assert torch.equal(before, after)
+    assert torch.equal(before, read_lookups(6)[:2])
+    assert all(torch.equal(asked, read_lookups(6)[2:4]) for _, asked in choosing)
+    # Every set that was tried was asked, and the plan is the one that both limits allow.
+    assert [n for n, _ in choosing] == [0, 1, 5, 7, 8]
+    assert len(plan.heads) == 8
+    seen.clear()
+    free = find_plan(small, byte_tokenizer(), [TEXT], "elu1", **settings)
+    assert free.provenance["recall_budget"] is None
+    assert scored_on[1] is None
+    assert all(asked is None for _, asked in seen[:-2])
+    assert free.expected == plan.expected
+
+
+def point(order: str, units: int, loss: float, recall: float) -> Point:
+    change = {"loss": Interval(loss, loss, loss), "recall": Interval(recall, recall, recall)}
+    return Point(order, "elu1", units, units, units / 8, change)
+
+
+def test_the_largest_point_within_both_budgets() -> None:
+    points = [
+        point("gradient", 2, 0.02, -0.01), point("gradient", 4, 0.08, -0.3), point("gradient", 8, 0.9, -0.5),
+        point("random", 2, 0.05, 0.0), point("random", 4, 0.09, -0.1),
+    ]  # fmt: skip
+    found = Frontier("heads", {"loss": 3.0, "recall": 0.9}, tuple(points))
+    assert found.largest(0.1) is points[1]  # as large as the last, and cheaper
+    assert found.largest(0.1, 0.2) is points[4]
+    assert found.largest(0.1, 0.2, order="gradient") is points[0]
+    assert found.largest(1.0) is points[2]
+    with pytest.raises(SoftgapError, match=r"the recall budget of 0: the smallest set \(2 heads\) loses 0.01 of"):
+        found.largest(0.1, 0.0, order="gradient")
+    with pytest.raises(SoftgapError, match=r"budget of 0.01 nats per token: the smallest set \(2 heads\) costs 0.02"):
+        found.largest(0.01)
+    with pytest.raises(SoftgapError, match="this frontier has gradient: elu1, random: elu1, got greedy: any"):
+        found.largest(0.1, order="greedy")
+    blind = Frontier("heads", {}, (Point("random", "elu1", 1, 1, 0.1, {"loss": Interval(0.1, 0.1, 0.1)}),))
+    with pytest.raises(SoftgapError, match="a recall budget needs lookups, and none were asked"):
+        blind.largest(1.0, 0.1)
 
 
 def test_pictures_are_drawn(small: Any, texts: Any, tmp_path: Path) -> None:
@@ -166,8 +283,14 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
     fit, held_out, _ = texts
     with pytest.raises(SoftgapError, match="budget must be above 0 nats per token, got -1"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=-1)
+    with pytest.raises(SoftgapError, match="recall budget must be between 0 and 1, the largest drop, got 5"):
+        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=5)
+    with pytest.raises(SoftgapError, match="a recall budget needs lookups, got recalls=0"):
+        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=0.1, recalls=0, length=64)
     with pytest.raises(SoftgapError, match="at least 2048 tokens"):
         find_plan(small, byte_tokenizer(), ["short"], "elu1", budget=1)
+    with pytest.raises(SoftgapError, match="begins with a repair, got 3 and repair=False"):
+        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, tune=3, repair=False)
     with pytest.raises(SoftgapError, match="the score must be one of"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, score="luck")
     with pytest.raises(SoftgapError, match="by must be 'heads' or 'groups', got 'layers'"):

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import softgap
 from linearize_cases import apart, with_random_parameters
 from model_examples import tiny_llama
 from probe_cases import tiny_with, written
@@ -140,6 +142,57 @@ def test_bad_plans_are_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "other.safetensors").replace(tmp_path / "plan.safetensors")
     with pytest.raises(SoftgapError, match="are not those of the plan"):
         load_plan(path)
+
+
+def test_a_recording_under_a_plan_measures_what_the_model_passes_on() -> None:
+    model = tiny_llama()
+    chosen = Substitute(with_random_parameters("fitted", 2, 4, 2, 8, 8))
+    runs = []
+    for under in (apply(model, plan_for(model, chosen)), swap(model, HEADS, chosen)):
+        with under, softgap.record(model, [chosen.mechanism, "elu1"]) as recording:
+            written(model, IDS[:1], 5)
+        runs.append(recording.trajectories()[0])
+    by_plan, by_swap = runs
+    assert by_plan.divergence.shape == (2, 4, 5)
+    assert np.array_equal(by_plan.select("elu1").divergence, by_swap.select("elu1").divergence)
+    # A swapped head is at no distance from its own mechanism, and the one that keeps softmax is.
+    swapped = np.zeros((2, 4), dtype=bool)
+    swapped[tuple(np.array(HEADS).T)] = True
+    assert float(by_plan.divergence[swapped].max()) < 1e-6
+    assert float(by_plan.divergence[~swapped].min()) > 0.01
+
+
+@pytest.mark.parametrize("heads", [HEADS, [(1, 0), (1, 1)]], ids=["all layers", "one layer"])
+def test_a_recording_is_refused_where_a_state_answers(heads: Any) -> None:
+    model = tiny_llama()
+    plan = plan_for(model, Substitute(resolve("elu1")), heads=heads)
+    refused = pytest.raises(SoftgapError, match="a recording cannot see layers that a plan's cache computes")
+    with apply(model, plan) as applied:
+        with softgap.record(model), refused:
+            written(model, IDS[:1], 3, past_key_values=applied.cache())
+        with (
+            swap(model, [(0, 1)], "zero"),
+            pytest.raises(SoftgapError, match="heads cannot be swapped a second time in layers that a plan's cache"),
+        ):
+            written(model, IDS[:1], 3, past_key_values=applied.cache())
+        # Afterwards everything is as before: the plan generates, and a recording without its cache is whole.
+        assert torch.equal(
+            written(model, IDS[:1], 3, past_key_values=applied.cache(), do_sample=False),
+            written(model, IDS[:1], 3, do_sample=False),
+        )
+        with softgap.record(model) as recording:
+            written(model, IDS[:1], 3)
+    assert recording.trajectories()[0].divergence.shape == (2, 4, 3)
+
+
+def test_a_plan_that_frees_no_group_is_recorded_with_its_cache() -> None:
+    model = tiny_llama()
+    plan = plan_for(model, Substitute(resolve("elu1")), heads=[(0, 0), (1, 3)])
+    with apply(model, plan) as applied, softgap.record(model, ["elu1"]) as recording:
+        written(model, IDS[:1], 4, past_key_values=applied.cache())
+    divergence = recording.trajectories()[0].divergence
+    assert float(max(divergence[0, 0].max(), divergence[1, 3].max())) < 1e-6
+    assert float(divergence[1, 0].min()) > 1e-4
 
 
 def test_what_cannot_stream_says_so() -> None:

@@ -16,7 +16,7 @@ from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.impact import impact_on
 from softgap.linearize.passages import Passages
 from softgap.linearize.ranking import rank_agreement, split_half
-from softgap.linearize.scores import SCORES, Scores, head_scores
+from softgap.linearize.scores import SCORES, Scores, beside, head_scores
 from softgap.linearize.swapping import swap
 from softgap.probe.tap import AttentionCall, replaced, tapped
 
@@ -66,6 +66,32 @@ def test_the_gradient_is_the_slope_of_the_loss(small: Any, read: Passages, name:
         slope = (8 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12 * h)
         np.testing.assert_allclose(found.values["gradient"][place], slope.numpy(), atol=1e-5)
     assert np.abs(found.values["gradient"]).max() > 1e-3
+
+
+def test_only_the_tokens_that_count_are_scored(small: Any, read: Passages) -> None:
+    """A slope is linear in the loss: that of some tokens and that of the others add up to that of all."""
+    some = torch.arange(23) % 3 == 0
+    parts = [Passages(read.ids, mask.expand(2, 23)) for mask in (some, ~some)]
+    whole, first, second = (
+        head_scores(small, part, "elu1", names=["gradient", "integrated"]).values for part in (read, *parts)
+    )
+    for name in ("gradient", "integrated"):
+        np.testing.assert_allclose(first[name] * 8 + second[name] * 15, whole[name] * 23, atol=1e-5)
+        assert np.abs(first[name] - second[name]).max() > 1e-3
+
+
+def test_lookups_are_scored_beside_the_text(small: Any, read: Passages) -> None:
+    asked = Passages(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
+    names = ["gradient+fisher", "divergence"]
+    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
+    both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
+    for name in names:
+        text, lookup = (found.mean(name) for found in apart)
+        weight = np.abs(text).sum() / np.abs(lookup).sum()
+        np.testing.assert_allclose(both.mean(name), text + weight * lookup, atol=1e-12)
+        assert not np.array_equal(np.argsort(both.mean(name)), np.argsort(text))
+    nothing = beside(np.ones((3, 2)), np.zeros(3))
+    assert np.array_equal(nothing, np.ones((3, 2)))
 
 
 def test_the_integrated_gradient_is_the_mean_slope_on_the_way(small: Any, read: Passages) -> None:

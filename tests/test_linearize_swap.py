@@ -219,7 +219,9 @@ def test_the_arithmetic_is_float32_under_autocast() -> None:
     assert float(same.float().mean()) > 0.98
 
 
-@pytest.mark.parametrize("name", ["softmax", "uniform", "top_k:k=3", "taylor2", "relu", "hedgehog", "favor", "decay"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "elu1", "uniform", "top_k:k=3", "taylor2", "relu", "hedgehog", "favor", "decay"]
+)
 def test_gradients_pass_through(name: str) -> None:
     model = tiny_with("gpt2", dtype=torch.float64)  # its norms, unlike Llama's, do not compute in float32
     embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()

@@ -8,11 +8,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from softgap.errors import SoftgapError
 from softgap.tasks import TASKS, Prompt, generate_prompts, read_labels, read_prompts, resolve_scorer
 from softgap.tasks.facts import RELATIONS
+from softgap.tasks.words import WORDS, draw_pairs
 
 HEADER = "Type,Category,Question,Best Answer,Best Incorrect Answer,Correct Answers,Incorrect Answers,Source\n"
 
@@ -116,6 +118,26 @@ def test_labels_that_cannot_be_read_are_said(tmp_path: Path, text: str, sentence
     (tmp_path / "l.csv").write_text(text)
     with pytest.raises(SoftgapError, match=re.escape(sentence)):
         read_labels(str(tmp_path / "l.csv"))
+
+
+def test_a_seed_keeps_its_prompts() -> None:
+    """Studies are made again from their seed: what a seed draws is part of the format."""
+    lookup, copying = (generate_prompts(name, 1, seed=5)[0] for name in ("lookup", "copying"))
+    assert lookup.prompt == (
+        "Here is a list of words with their codes.\nocean: 4424\njungle: 8618\nlantern: 8179\n"
+        "What is the code of ocean? Answer with the code only."
+    )
+    assert lookup.reference == ("4424",)
+    assert copying.reference == ("prairie stone apple stone",)
+
+
+def test_pairs_are_different_words_with_values_of_their_own() -> None:
+    for values in ("codes", "words"):
+        drawn = draw_pairs(40, values, rng=np.random.default_rng(2))
+        assert all(len(set(side)) == 40 for side in zip(*drawn, strict=True))
+        assert {key for key, _ in drawn} < set(WORDS)
+    with pytest.raises(SoftgapError, match=f"pairs must be between 1 and the {len(WORDS)} words, got 0"):
+        draw_pairs(0, "codes", rng=np.random.default_rng(2))
 
 
 def test_answers_of_generated_tasks_are_right() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from softgap.cli import _output
 from softgap.cli._options import Attn, Device, Dtype, Json
+from softgap.cli._plan import show_plan
 from softgap.cli._texts import given_text, plain_text
 from softgap.errors import StoreError, ValueInputError
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from softgap.probe.layout import AttentionLayer
 
 __all__ = ["linearize_command"]
-
-_WORDS = {"loss": "loss, nats per token", "accuracy": "accuracy of the top token", "recall": "recall (lookups)"}
 
 
 def linearize_command(
@@ -32,6 +29,10 @@ def linearize_command(
         list[str] | None, typer.Option("--text", help="A text file to search on; may be repeated.", show_default=False)
     ] = None,
     budget: Annotated[float, typer.Option(help="Rise in loss that is allowed, in nats per token.")] = 0.1,
+    recall_budget: Annotated[
+        float | None,
+        typer.Option(help="Drop in recall (of lookups in their own text) that is allowed, 0 to 1.", show_default="any"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="File for the plan, as JSON.")] = Path("plan.json"),
     mechanism: Annotated[
         str | None,
@@ -48,6 +49,9 @@ def linearize_command(
     ] = "groups",
     score: Annotated[str, typer.Option(help="What ranks the heads.")] = "gradient+fisher",
     repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Refit the output of swapped heads.")] = True,
+    tune: Annotated[
+        int, typer.Option(min=0, help="Steps of training of the swapped heads after the repair; 0 for none.")
+    ] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens to use of the text, about.")] = 16384,
     picture: Annotated[
@@ -60,12 +64,30 @@ def linearize_command(
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Find the heads of a model that can go without softmax within a budget of loss, and write them down as a plan.
+    """Find the heads of a model that can go without softmax within a budget, and write them down as a plan.
 
     softgap.linearize.load_plan reads the plan, softgap.linearize.apply runs the model under it.
     """
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
+    _check_files(out, picture, overwrite=overwrite)
+    texts = [plain_text(*given_text(name)) for name in text]
+    settings: dict[str, Any] = {
+        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "repair": repair, "tune": tune,
+        "length": length, "tokens": tokens, "seed": seed,
+    }  # fmt: skip
+    options = {"dtype": dtype, "device": device, "attn": attn}
+    plan, layers = _found(model, texts, mechanism, window, settings, out, options)
+    if picture is not None:
+        _draw(plan, layers, picture)
+    if as_json:
+        _output.write_json(json.loads(out.read_text(encoding="utf-8")))
+    else:
+        show_plan(_output.console(), plan, layers, out)
+
+
+def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
+    """Refuse what could not be written in the end, before the search."""
     if out.exists() and not overwrite:
         raise StoreError(f"'{out}' is there already; choose another file, or replace it with --overwrite")
     if out.suffix != ".json":
@@ -74,21 +96,6 @@ def linearize_command(
         from softgap.report.pictures import require_matplotlib
 
         require_matplotlib()
-    texts = [plain_text(*given_text(name)) for name in text]
-    settings: dict[str, Any] = {
-        "budget": budget, "by": by, "score": score, "repair": repair, "length": length, "tokens": tokens, "seed": seed,
-    }  # fmt: skip
-    plan, layers = _found(
-        model, texts, mechanism, window, settings, out, {"dtype": dtype, "device": device, "attn": attn}
-    )
-    if picture is not None:
-        _draw(plan, layers, picture)
-    if as_json:
-        import json
-
-        _output.write_json(json.loads(out.read_text(encoding="utf-8")))
-    else:
-        _show(plan, layers, out)
 
 
 def _found(
@@ -145,40 +152,3 @@ def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None
 
 def _shape(layers: tuple[AttentionLayer, ...]) -> tuple[list[int], list[int], list[int]]:
     return [x.heads for x in layers], [x.kv_heads for x in layers], [x.number for x in layers]
-
-
-def _show(plan: Plan, layers: tuple[AttentionLayer, ...], path: Path) -> None:
-    console = _output.console()
-    heads, groups = sum(x.heads for x in layers), sum(x.kv_heads for x in layers)
-    console.print(
-        f"{len(plan.heads)} of {heads} heads go without softmax ({plan.substitute.name}); {len(plan.groups)} of "
-        f"{groups} KV groups are freed, {len(plan.layers)} layers whole."
-    )
-    table = Table(show_header=True)
-    for name in ("on unseen text", "original", "change", "95 % over texts"):
-        table.add_column(name, justify="left" if name == "on unseen text" else "right")
-    for name, interval in plan.expected.items():
-        spread = f"{interval.low:+.3f} to {interval.high:+.3f}"
-        table.add_row(_WORDS[name], f"{plan.original[name]:.3f}", f"{interval.value:+.3f}", spread)
-    console.print(table)
-    saved = plan.memory["saved_per_token"] / plan.memory["per_token_original"]
-    console.print(
-        f"The KV cache takes {plan.memory['per_token']:,.0f} bytes per token instead of "
-        f"{plan.memory['per_token_original']:,.0f} ({saved:.0%} less), and "
-        f"{plan.memory['states'] / 1e6:.1f} MB of states."
-    )
-    console.print(
-        Text("Heads (down) by layer (across): . softmax, o swapped, # swapped and its KV group freed", "bold")
-    )
-    for line in _grid(plan, layers):
-        console.print(line)
-    console.print(f"Saved to {path}", soft_wrap=True)
-
-
-def _grid(plan: Plan, layers: tuple[AttentionLayer, ...]) -> list[str]:
-    cells = np.full((max(x.heads for x in layers), len(layers)), " ")
-    for column, layer in enumerate(layers):
-        for head in range(layer.heads):
-            freed = (layer.number, head // (layer.heads // layer.kv_heads)) in plan.groups
-            cells[head, column] = "#" if freed else "o" if (layer.number, head) in plan.heads else "."
-    return ["".join(row) for row in cells]

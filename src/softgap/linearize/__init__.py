@@ -1,7 +1,9 @@
 """Which heads can live without softmax: swap them, measure what it costs, and find a plan."""
 
 from softgap.linearize.applying import Applied, apply
-from softgap.linearize.frontier import Frontier, frontier
+from softgap.linearize.budget import Budget
+from softgap.linearize.frontier import frontier
+from softgap.linearize.frontier_result import Frontier, Point
 from softgap.linearize.heads import heads_of_group, heads_of_layer
 from softgap.linearize.impact import impact
 from softgap.linearize.impact_result import Impact
@@ -13,14 +15,17 @@ from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.search import find_plan
 from softgap.linearize.substitute import Readout, Substitute, substitute
 from softgap.linearize.swapping import swap
+from softgap.linearize.tuning import tuned
 
 __all__ = [
     "SCORES",
     "Applied",
+    "Budget",
     "Frontier",
     "Impact",
     "Passages",
     "Plan",
+    "Point",
     "Ranking",
     "Readout",
     "Scores",
@@ -39,4 +44,5 @@ __all__ = [
     "repaired",
     "substitute",
     "swap",
+    "tuned",
 ]

@@ -13,21 +13,13 @@ from torch import Tensor
 
 from softgap.errors import ValueInputError
 from softgap.probe.models import Model, Tokenizer
+from softgap.tasks.words import draw_pairs
 
 __all__ = ["Passages", "digest_of_passages", "lookups", "passages_of"]
 
 LENGTH = 512
 FEWEST = 16
 PAIRS = 12
-# Short words that most tokenizers know; pairs of them are drawn anew in every lookup.
-_LIST = """
-acorn barn bell boat bone brick broom cake camp card cave chalk cliff clock coat coin cork crane crown desk dish
-door drum dust farm fence flag flute fork frost gate glass glove goat grass hat hill horn ink jar kite knife lake
-lamp leaf lock moon moss moth mud nail nest oak oar owl pearl pine plum pond rain ring road rock roof rope rose
-salt sand seed shell shoe silk sled snow soap spoon star stem tent tile tooth tower tree vase wall wave well wheel
-wing wolf yard
-"""
-_WORDS = tuple(_LIST.split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +86,8 @@ def lookups(model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, s
     They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
     counts does not see it.
     """
-    if n < 1 or not 1 <= pairs <= len(_WORDS):
-        raise ValueInputError(f"lookups need at least 1 list and 1 to {len(_WORDS)} pairs, got {n} and {pairs}")
+    if n < 1:
+        raise ValueInputError(f"lookups need at least 1 list, got {n}")
     made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(n)]
     longest = max(len(ids) for ids, _ in made)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -122,13 +114,14 @@ def digest_of_passages(*passages: Passages) -> str:
 
 def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
     """Tokens, and the places of those that count."""
-    keys, values = ([str(word) for word in rng.permutation(_WORDS)[:pairs]] for _ in range(2))
+    drawn = draw_pairs(pairs, "words", rng=rng)
     ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
     answers: list[int] = []
     for turn in range(2):
         for i in rng.permutation(pairs):
-            ids += _bare(tokenizer, f"{keys[i]}:")
-            answer = _bare(tokenizer, f" {values[i]}")
+            key, value = drawn[i]
+            ids += _bare(tokenizer, f"{key}:")
+            answer = _bare(tokenizer, f" {value}")
             if turn:
                 answers += range(len(ids), len(ids) + len(answer))
             ids += [*answer, *_bare(tokenizer, "\n")]

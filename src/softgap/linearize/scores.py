@@ -35,7 +35,7 @@ from softgap.probe.progress import Report
 from softgap.probe.tap import AttentionCall, replaced, tapped
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["SCORES", "Scores", "head_scores"]
+__all__ = ["SCORES", "Scores", "beside", "head_scores"]
 
 SAMPLES = 4
 STEPS = 4
@@ -82,6 +82,7 @@ def head_scores(
     read: Passages,
     mechanism: str | Mechanism | Substitute,
     *,
+    asked: Passages | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -94,6 +95,11 @@ def head_scores(
 
     Parameters
     ----------
+    read
+        Passages; slopes and curvatures are those of the loss of the next tokens that count.
+    asked
+        Lookups whose scores are added, scaled so that over all heads they weigh as much as those of the text: heads
+        that text hardly misses may be all of recall.
     names
         Which scores; see :data:`SCORES`.
     heads
@@ -122,15 +128,29 @@ def head_scores(
     under = [part_of(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for number, row in enumerate(read.ids):
-        columns.append(_of_text(model, row[None], parts, under, set(names), samples, steps, generator))
+    for number in range(len(read)):
+        one_text = read.part(slice(number, number + 1))
+        columns.append(_of_text(model, one_text, parts, under, set(names), samples, steps, generator))
         progress("scoring heads", (number + 1) / len(read))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
+    if asked is not None:
+        more = head_scores(
+            model, asked, one, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+        )
+        values = {name: beside(values[name], more.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, own in chosen for head in own),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+def beside(text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]) -> Float[np.ndarray, "head text"]:
+    """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
+    total = float(np.abs(lookups).sum())
+    scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
+    found: np.ndarray = text + scale * lookups[:, None]
+    return found
 
 
 def _passes(name: str, samples: int, steps: int) -> float:
@@ -143,7 +163,7 @@ def _passes(name: str, samples: int, steps: int) -> float:
 
 def _of_text(
     model: Model,
-    ids: Int[Tensor, "1 time"],
+    text: Passages,
     parts: Sequence[Part],
     under: Sequence[Part],
     names: set[str],
@@ -152,10 +172,11 @@ def _of_text(
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
     found: dict[str, Tensor] = {}
+    ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
         with _Gates(model, parts, under) as gates:
-            logits = gates.logits(ids)
-            slopes = gates.slopes(_loss(logits, ids[0, 1:]))
+            logits = gates.logits(text)
+            slopes = gates.slopes(_loss(logits, wanted))
             curvature = torch.zeros_like(slopes)
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
@@ -163,14 +184,13 @@ def _of_text(
                     drawn = torch.multinomial(probability, 1, generator=generator)[:, 0]
                     curvature += gates.slopes(_loss(logits, drawn)).square() / samples
         # Means over tokens; the curvature of a sum of T independent terms is T times that of one.
-        n = ids.shape[1] - 1
         found |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         found["gradient+fisher"] = found["gradient"] + found["fisher"]
     if names & {"integrated", "integrated+fisher"}:
         way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
             with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
-                way = way + gates.slopes(_loss(gates.logits(ids), ids[0, 1:])) / (steps * (ids.shape[1] - 1))
+                way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
         found["integrated"] = way
         if "fisher" in found:
             found["integrated+fisher"] = way + found["fisher"]
@@ -212,11 +232,12 @@ class _Gates:
         self._outputs.clear()
         self._steps.clear()
 
-    def logits(self, ids: Int[Tensor, "1 time"]) -> Float[Tensor, "next vocabulary"]:
-        """Logits of all next tokens but the unknown last."""
+    def logits(self, text: Passages) -> Float[Tensor, "next vocabulary"]:
+        """Logits of the next tokens that count."""
+        counted = text.scored[0]
         with torch.enable_grad():
-            found: Tensor = self._model(ids[:, :-1], use_cache=False).logits[0]
-        return found
+            found: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
+            return found if bool(counted.all()) else found[counted]
 
     def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, " head"]:
         """dL/dg of every head, in the order of the parts."""

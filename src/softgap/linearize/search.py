@@ -1,12 +1,13 @@
-"""The search for a plan: as many heads or KV groups as a budget of loss allows, checked on text it never saw.
+"""The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
 
 The text is cut in three: half of the passages to score heads and to fit repairs on, a quarter to choose how many heads
-go, a quarter to say what the chosen plan costs.
+go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lookups of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import numpy as np
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.linearize.applying import freed_groups
+from softgap.linearize.budget import Budget
 from softgap.linearize.frontier import BEST
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.kept import Kept
+from softgap.linearize.memory import memory_of
 from softgap.linearize.orders import Unit, ordered, taken, units_of
 from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
 from softgap.linearize.plan import Plan
@@ -25,13 +28,14 @@ from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.substitute import Substitute, substitute
 from softgap.linearize.together import Reading, read_swapped
+from softgap.linearize.tuning import tuned
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
 from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 
-__all__ = ["find_plan", "memory_of"]
+__all__ = ["find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
@@ -44,9 +48,11 @@ def find_plan(
     mechanism: str | Mechanism | Substitute,
     *,
     budget: float,
+    recall_budget: float | None = None,
     by: str = "heads",
     score: str = BEST,
     repair: bool = True,
+    tune: int = 0,
     length: int = LENGTH,
     tokens: int | None = TOKENS,
     recalls: int = 8,
@@ -54,7 +60,7 @@ def find_plan(
     folder: str | Path | None = None,
     progress: Report = lambda stage, fraction: None,
 ) -> Plan:
-    """The largest plan whose rise in loss stays within the budget.
+    """The largest plan whose rise in loss, and drop in recall where that is limited, stay within the budget.
 
     Parameters
     ----------
@@ -64,134 +70,177 @@ def find_plan(
         What heads become, by name, or as a :class:`Substitute`.
     budget
         Rise in loss that is allowed, in nats per token.
+    recall_budget
+        Drop in recall that is allowed, between 0 and 1; None does not limit it.
     by
         ``heads`` or ``groups``.
     score
         What ranks the heads; see :data:`SCORES`.
     repair
         Whether swapped heads get a readout.
+    tune
+        Steps by which every set that is tried is tuned after its repair (:func:`tuned`); 0 for none. A step takes the
+        time of about four forwards over a passage.
+    recalls
+        Lookups that the plan is checked on, and as many others to score and to choose on where recall is limited.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
-    if not budget > 0:
-        raise ValueInputError(f"the budget must be above 0 nats per token, got {budget:g}; 0.1 is usual")
+    limits = Budget(budget, recall_budget)
     if score not in SCORES:
         raise ValueInputError(f"the score must be one of {', '.join(SCORES)}, got '{score}'")
+    if tune < 0 or (tune and not repair):
+        raise ValueInputError(f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}")
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
-    asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
-    fit, chosen_on, check = _parts(read)
-    settings = {
+    text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
+    settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
+    kept = Kept(folder, settings)
+    search = _Search(model, text, one, settings, kept, progress)
+    order = _order(model, text, one, settings, kept, progress)
+    heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
+    progress("checking the plan on unseen text", 0.95)
+    about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
+    return _checked(model, text, heads, search.substitute(heads), about)
+
+
+def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> dict[str, Any]:
+    """Everything that scores and costs of sets depend on; a budget does not change them."""
+    return {
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
         "calibration": one.mechanism.origin,
         "text": digest_of_passages(read),
-        "length": length,
         "tokens": read.tokens,
-        "by": by,
-        "score": score,
-        "repair": repair,
-        "seed": seed,
+        **chosen,
     }
-    kept = Kept(folder, settings)
-    search = _Search(model, fit, chosen_on, one, repair, kept)
-    order = _order(model, fit, one, settings, kept, progress)
-    n = _largest(search, [taken(order, k) for k in range(len(order) + 1)], budget, by, progress)
-    heads = taken(order, n)
-    used = search.substitute(heads)
-    progress("checking the plan on unseen text", 0.95)
-    original, swapped = (read_swapped(model, check, asked, some, used) for some in ([], heads))
-    return _plan(model, heads, used, original, swapped, {**settings, "budget": budget, "versions": library_versions()})
 
 
-def _parts(read: Passages) -> tuple[Passages, Passages, Passages]:
-    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """Passages and lookups to fit on, to choose on and to check on."""
+
+    fit: Passages
+    choose: Passages
+    check: Passages
+    fit_asked: Passages | None = None
+    choose_asked: Passages | None = None
+    check_asked: Passages | None = None
+
+
+def _parts(read: Passages, asked: tuple[Passages | None, ...]) -> _Text:
+    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on; and lookups for each."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
-    fit, chosen_on, check = (read.part(slice(*bound)) for bound in bounds)
-    return fit, chosen_on, check
+    fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
+    return _Text(fit, choose, check, *asked)
+
+
+def _lookups(
+    model: Model, tokenizer: Tokenizer, recalls: int, limits: Budget, seed: int
+) -> tuple[Passages | None, Passages | None, Passages | None]:
+    """Lookups to check on and, where recall is limited, others to fit and to choose on."""
+    if limits.recall is None:
+        return None, None, lookups(model, tokenizer, recalls, seed=seed) if recalls else None
+    if not recalls:
+        raise ValueInputError("a recall budget needs lookups, got recalls=0; ask for 8, or leave the recall budget out")
+    drawn = lookups(model, tokenizer, 3 * recalls, seed=seed)
+    check, choose, fit = (drawn.part(slice(i * recalls, (i + 1) * recalls)) for i in range(3))
+    return fit, choose, check
 
 
 def _order(
-    model: Model, fit: Passages, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
 ) -> list[Unit]:
-    """All heads or groups, cheapest first by the score; scores that were taken before are used again."""
+    """All heads or groups, cheapest first by the score; scores that were taken before are used again.
+
+    Where recall is limited, lookups count beside the passages: heads that text hardly misses may be all of recall.
+    """
     name = settings["score"]
 
     def scored() -> dict[str, Any]:
         found = head_scores(
             model,
-            fit,
+            text.fit,
             one,
+            asked=text.fit_asked,
             names=[name],
             seed=settings["seed"],
             progress=lambda stage, share: progress(stage, 0.3 * share),
         )
         return {"heads": found.heads, "score": found.mean(name).tolist()}
 
-    scores = kept.made("scores", scored)
+    scores = kept.made(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
     return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
 
 class _Search:
-    """The rise in loss of sets of heads, on the quarter of the text that chooses."""
+    """What sets of heads cost, on the quarter of the text and the lookups that choose."""
 
     def __init__(
-        self, model: Model, fit: Passages, chosen_on: Passages, one: Substitute, repair: bool, kept: Kept
+        self, model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
     ) -> None:
-        self._model, self._fit, self._text = model, fit, chosen_on
-        self._one, self._repair, self._kept = one, repair, kept
+        self._model, self._text, self._one = model, text, one
+        self._settings, self._kept, self._progress = settings, kept, progress
+        self._made: dict[tuple[Head, ...], Substitute] = {}
+        self.share = 0.3
+        self._asked = [] if text.choose_asked is None else [digest_of_passages(text.choose_asked)]
         self._original = self._reading([])
 
     def substitute(self, heads: Sequence[Head]) -> Substitute:
-        """What these heads become, repaired where that is wanted."""
-        return repaired(self._model, self._fit, heads, self._one) if self._repair else self._one
+        """What these heads become, repaired and tuned where that is wanted; made once for a set."""
+        if not self._settings["repair"]:
+            return self._one
+        key = tuple(heads)
+        if key not in self._made:
+            self._made[key] = repaired(self._model, self._text.fit, heads, self._one)
+            if self._settings["tune"]:
+                self._made[key] = tuned(
+                    self._model, self._text.fit, heads, self._made[key], asked=self._text.fit_asked,
+                    steps=self._settings["tune"], seed=self._settings["seed"],
+                    progress=lambda stage, share: self._progress(stage, self.share),
+                )  # fmt: skip
+        return self._made[key]
 
-    def rise(self, heads: Sequence[Head]) -> float:
-        """Mean rise in loss."""
-        reading = self._reading(list(heads))
-        return float((reading.loss - self._original.loss).mean())
+    def change(self, heads: Sequence[Head]) -> dict[str, float]:
+        """Rise in loss, and changes in accuracy and recall."""
+        before, after = self._original.means(), self._reading(list(heads)).means()
+        return {name: after[name] - before[name] for name in before}
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
             chosen = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text, None, heads, chosen).to_json()
+            return read_swapped(self._model, self._text.choose, self._text.choose_asked, heads, chosen).to_json()
 
-        return Reading.from_json(self._kept.made(["set", heads], make))
+        return Reading.from_json(self._kept.made(["set", heads, *self._asked], make))
 
 
-def _largest(search: _Search, sets: Sequence[Sequence[Head]], budget: float, by: str, progress: Report) -> int:
+def _largest(
+    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Report
+) -> Sequence[Head]:
     """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
-    first = search.rise(sets[1])
-    if first > budget:
-        raise ValueInputError(
-            f"nothing meets the budget of {budget:g} nats per token: the cheapest of the {by} costs {first:.3g} "
-            "already; allow more, or give more text"
-        )
+    first = search.change(sets[1])
+    if not limits.allows(first):
+        raise limits.refusal(first, f"the cheapest of the {by}")
     low, high, done = 1, len(sets), 0
     total = max(1, (len(sets) - 1).bit_length())
     while high - low > 1:
         middle = (low + high) // 2
-        if search.rise(sets[middle]) <= budget:
+        if limits.allows(search.change(sets[middle])):
             low = middle
         else:
             high = middle
         done += 1
-        progress(f"{low} of {len(sets) - 1} {by} fit the budget", min(0.9, 0.3 + 0.6 * done / total))
-    return low
+        search.share = min(0.9, 0.3 + 0.6 * done / total)
+        progress(f"{low} of {len(sets) - 1} {by} fit the budget", search.share)
+    return sets[low]
 
 
-def _plan(
-    model: Model,
-    heads: Sequence[Head],
-    used: Substitute,
-    original: Reading,
-    swapped: Reading,
-    provenance: dict[str, Any],
-) -> Plan:
-    layers = attention_layers(model)
-    chosen = heads_by_layer(layers, heads)
+def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute, provenance: dict[str, Any]) -> Plan:
+    """The plan of these heads, with what they cost on text that the search never saw."""
+    original, swapped = (read_swapped(model, text.check, text.check_asked, some, used) for some in ([], heads))
+    chosen = heads_by_layer(attention_layers(model), heads)
     groups = tuple((layer.number, group) for layer, own in chosen for group in freed_groups(layer, own))
     return Plan(
         model=model.name_or_path or model.config.model_type,
@@ -205,20 +254,3 @@ def _plan(
         memory=memory_of(model, groups, used),
         provenance=provenance,
     )
-
-
-def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute) -> dict[str, float]:
-    """Bytes of the KV cache per token of context, of the model and under a plan, and of all states at any length."""
-    layers = attention_layers(model)
-    config: Any = model.config.get_text_config()
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    each = 2 * dim * model.dtype.itemsize
-    total = sum(layer.kv_heads for layer in layers)
-    features = used.mechanism.feature_dim(dim) or 0
-    near = 0 if used.window is None else (used.window - 1) * (2 * dim + features + dim) * 4
-    return {
-        "per_token_original": float(each * total),
-        "per_token": float(each * (total - len(groups))),
-        "saved_per_token": float(each * len(groups)),
-        "states": float(len(groups) * (features * (dim + 1) * 4 + near)),
-    }

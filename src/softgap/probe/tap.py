@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from softgap.errors import ModelError
+from softgap.errors import ModelError, UnsupportedError
 from softgap.probe.support import attention_modules, check_tappable
 
 __all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
@@ -114,7 +114,9 @@ def replaced(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
 def stood_in(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
     """Ask ``stand(original, module, query, key, value, *args, **kwargs)`` before the model's own attention runs.
 
-    Where it gives a result, the model's attention is not computed and other taps see nothing of the call.
+    Where it gives a result, the model's attention is not computed. There are no keys then to show to a listener, and no
+    softmax output for a second replacement to start from: both are refused. The one replacement that may be there is
+    what the stand computes in its own way.
     """
     with _attached(model, _Tap(stand=stand)):
         yield
@@ -195,6 +197,7 @@ def _dispatcher(registry: AttentionInterface, name: str, previous: Attention | N
             if tap.stand is not None:
                 instead = tap.stand(original, module, query, key, value, *args, **kwargs)
                 if instead is not None:
+                    _refuse_company(taps)
                     return instead
         result = original(module, query, key, value, *args, **kwargs)
         if not taps:
@@ -210,6 +213,20 @@ def _dispatcher(registry: AttentionInterface, name: str, previous: Attention | N
         return result if call.output is result[0] else (call.output, result[1])
 
     return attention
+
+
+def _refuse_company(taps: tuple[_Tap, ...]) -> None:
+    """Refuse readers of a call that a state of constant size answered."""
+    if any(tap.listen is not None for tap in taps):
+        raise UnsupportedError(
+            "a recording cannot see layers that a plan's cache computes from a state of constant size, which keeps no "
+            "keys; generate without the plan's cache while recording, or read the text afterwards with softgap.read"
+        )
+    if sum(tap.replace is not None for tap in taps) > 1:
+        raise UnsupportedError(
+            "heads cannot be swapped a second time in layers that a plan's cache computes from a state of constant "
+            "size; generate without the plan's cache, or put all heads into one plan"
+        )
 
 
 def _eager_of(module: nn.Module) -> Attention:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from softgap.linearize.frontier import Frontier, Point
+    from softgap.linearize.frontier_result import Frontier, Point
     from softgap.linearize.plan import Plan
 
 __all__ = ["draw_frontier", "draw_plan"]

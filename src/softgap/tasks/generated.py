@@ -16,19 +16,9 @@ import numpy as np
 from softgap.errors import ValueInputError, unknown_name
 from softgap.tasks.facts import RELATIONS
 from softgap.tasks.prompts import Prompt
+from softgap.tasks.words import WORDS, draw_pairs
 
 __all__ = ["TASKS", "Task", "generate_prompts"]
-
-_LIST = """
-amber anchor apple arrow basin basket beacon blanket bottle branch bridge bucket butter button cabin candle
-carpet castle cedar chain cherry circle cloud copper coral cotton crystal desert dragon eagle ember engine
-falcon feather fiddle forest garden ginger glacier hammer harbor hazel honey island ivory jacket jungle
-kettle ladder lantern lemon magnet marble meadow mirror needle nickel ocean olive orchid paper pebble pepper
-pillow planet pocket prairie quartz rabbit ribbon river rocket saddle salmon satin shadow silver spider
-spring stone sugar summer table temple thunder ticket timber tunnel turtle valley velvet violet walnut
-willow window winter wool yellow zephyr
-"""
-_WORDS = tuple(_LIST.split())
 
 
 @dataclass(frozen=True)
@@ -89,14 +79,14 @@ def generate_prompts(name: str, n: int, *, seed: int = 0, difficulties: Sequence
 
 
 def _lookup(rng: np.random.Generator, pairs: int, number: int) -> dict[str, Any]:
-    keys = [str(word) for word in rng.permutation(_WORDS)[:pairs]]
-    codes = [str(code) for code in rng.choice(9000, size=pairs, replace=False) + 1000]
+    drawn = draw_pairs(pairs, "codes", rng=rng)
     asked = int(rng.integers(pairs))
-    listed = "\n".join(f"{key}: {code}" for key, code in zip(keys, codes, strict=True))
+    key, code = drawn[asked]
+    listed = "\n".join(f"{word}: {its}" for word, its in drawn)
     return {
-        "prompt": f"Here is a list of words with their codes.\n{listed}\nWhat is the code of {keys[asked]}? "
+        "prompt": f"Here is a list of words with their codes.\n{listed}\nWhat is the code of {key}? "
         "Answer with the code only.",
-        "reference": codes[asked],
+        "reference": code,
         "fields": {"place": asked},
     }
 
@@ -115,7 +105,7 @@ def _arithmetic(rng: np.random.Generator, digits: int, number: int) -> dict[str,
 
 
 def _copying(rng: np.random.Generator, words: int, number: int) -> dict[str, Any]:
-    text = " ".join(str(word) for word in rng.choice(_WORDS, size=words))
+    text = " ".join(str(word) for word in rng.choice(WORDS, size=words))
     return {"prompt": f"Repeat these words exactly, in the same order:\n{text}", "reference": text}
 
 
@@ -137,7 +127,7 @@ def _statements(rng: np.random.Generator, level: int, number: int) -> dict[str, 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        "lookup": Task(_lookup, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(_WORDS)),
+        "lookup": Task(_lookup, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(WORDS)),
         "arithmetic": Task(_arithmetic, (1, 2, 3), "the number of digits", "numeric", 16, 9),
         "copying": Task(_copying, (4, 8, 16, 32), "the number of words", "contains", 96, 512),
         "statements": Task(_statements, (1,), "always 1", "choice", 8, 1),
