@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from cli_examples import failure, tiny_folder
-from softgap.study import StudySettings, run_study
+from softgap.errors import UnsupportedError
+from softgap.study import StudySettings, ray_engine, run_study
 from softgap.tasks import Prompt
 from softgap.trajectories import open_study
 
@@ -114,3 +116,45 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "the engine 'ray' needs Ray; install it with: pip install 'softgap[ray]'"
     )
     assert not Path("x").exists()
+
+
+class SlowRay:
+    """Ray on a machine where no cluster runs and so many starts time out."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.calls = failing, list[str]()
+
+    def init(self, address: str | None = None, **_: object) -> None:
+        self.calls.append(address or "start")
+        if address is not None:
+            raise ConnectionError("nothing there")
+        if self.calls.count("start") <= self.failing:
+            raise Exception("The current node timed out during startup.\nMore of it")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_cluster_that_is_slow_to_start_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for failing, calls in ((0, ["auto", "start"]), (1, ["auto", "start", "shutdown", "start"])):
+        ray = SlowRay(failing)
+        ray_engine._join(ray, None)
+        assert ray.calls == calls
+    ray = SlowRay(2)
+    with pytest.raises(UnsupportedError) as raised:
+        ray_engine._join(ray, None)
+    assert str(raised.value) == (
+        "a Ray cluster did not start on this machine in 2 attempts (The current node timed out during startup.); try "
+        "again when less runs here, name a running one with --ray-address, or use --engine local"
+    )
+    assert ray.calls[-1] == "shutdown"
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = "cannot reach a Ray cluster at '{}' (nothing there); check --ray-address or use --engine local"
+    with pytest.raises(UnsupportedError, match=re.escape(sentence.format("10.0.0.9:6379"))):
+        ray_engine._join(SlowRay(0), "10.0.0.9:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.8:6379")
+    with pytest.raises(UnsupportedError, match=re.escape(sentence.format("10.0.0.8:6379"))):
+        ray_engine._join(SlowRay(0), None)
