@@ -7,7 +7,6 @@ Objects are whole or absent, there are no folders, and nothing can be renamed: w
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import IO
+from io import BufferedIOBase, BytesIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.etree import ElementTree as xml
 
@@ -166,7 +165,7 @@ class _Requests(BaseHTTPRequestHandler):
         else:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         signed = "aws-chunked" in self.headers.get("Content-Encoding", "")
-        return _joined(io.BytesIO(body)) if signed else body
+        return _joined(BytesIO(body)) if signed else body
 
     def _answer_object(self, *, body: bool) -> None:
         bucket = self._bucket
@@ -213,7 +212,7 @@ class _Requests(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _joined(stream: IO[bytes]) -> bytes:
+def _joined(stream: BufferedIOBase) -> bytes:
     """Chunks without the lines before and the trailer behind them."""
     pieces = []
     while size := int(stream.readline().partition(b";")[0], 16):

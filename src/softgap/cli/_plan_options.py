@@ -84,7 +84,8 @@ class PlanOptions:
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
         if path is None:
-            return ComparisonPlan(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            return ComparisonPlan(**values)
         if given:
             raise ValueInputError(
                 f"a plan decides everything, got {', '.join(given)} on the command line too; write it into '{path}'"
