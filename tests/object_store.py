@@ -18,7 +18,11 @@ from io import BufferedIOBase, BytesIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.etree import ElementTree as xml
 
-__all__ = ["Bucket", "bucket_uri", "object_store"]
+from pyarrow import fs
+
+from softgap.trajectories.folder import Folder
+
+__all__ = ["Bucket", "bucket_uri", "object_store", "stored"]
 
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _PAGE = 1000
@@ -35,12 +39,18 @@ class Bucket:
 
 def bucket_uri(server: str, bucket: str) -> str:
     """The URI of a new bucket on a server, with everything that pyarrow has to know of it."""
-    from pyarrow import fs
-
     host = server.removeprefix("http://")
     options = {"endpoint_override": host, "scheme": "http", "region": "us-east-1"}
     fs.S3FileSystem(access_key="a", secret_key="b", allow_bucket_creation=True, **options).create_dir(bucket)
     return f"s3://{bucket}/{{}}?" + "&".join(f"{name}={value}" for name, value in options.items())
+
+
+def stored(uri: str) -> dict[str, bytes]:
+    """Every object below a URI by its name there; without the markers that stand for folders."""
+    folder = Folder.at(uri)
+    found = folder.filesystem.get_file_info(fs.FileSelector(folder.root, recursive=True))
+    names = [info.path.removeprefix(folder.root + "/") for info in found if info.type == fs.FileType.File]
+    return {name: folder.read(name) for name in sorted(names)}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import fs
 
 from cli_examples import failure, loads_once, tiny_folder
-from object_store import bucket_uri, object_store
+from object_store import bucket_uri, object_store, stored
 from softgap.cli import main
 from softgap.errors import StoreError
 from softgap.study import StudySettings, run_study
@@ -52,14 +52,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def settings(model: Path, **other: Any) -> StudySettings:
     given = {"chat": False, "max_new_tokens": 4, "batch_size": 3, "threads": 1, "seed": 3, **other}
     return StudySettings(model=str(model), **given)
-
-
-def stored(uri: str) -> dict[str, bytes]:
-    """Every object of a study by its name in it; without the markers that stand for folders."""
-    folder = Folder.at(uri)
-    found = folder.filesystem.get_file_info(fs.FileSelector(folder.root, recursive=True))
-    names = [info.path.removeprefix(folder.root + "/") for info in found if info.type == fs.FileType.File]
-    return {name: folder.read(name) for name in sorted(names)}
 
 
 def on_disk(folder: str) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cli_examples import failure, tiny_folder
+from object_store import bucket_uri, object_store, stored
 from softgap.errors import UnsupportedError
 from softgap.study import StudySettings, ray_engine, run_study
 from softgap.tasks import Prompt
@@ -51,6 +52,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     marker.mkdir()
     monkeypatch.setenv("SOFTGAP_TEST_MARKER", str(tmp_path / "nowhere"))
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
+    # For workers that write to an object store; they have the head node's environment.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.chdir(tmp_path)
     ports = {
         name: free_port()
@@ -108,6 +112,27 @@ def test_a_worker_that_dies_is_replaced_and_the_study_is_that_of_this_machine(cl
         assert names == sorted(path.name for path in Path("spread", part).iterdir())
         assert all(Path("local", part, name).read_bytes() == Path("spread", part, name).read_bytes() for name in names)
     assert Path("local/prompts.jsonl").read_bytes() == Path("spread/prompts.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_workers_write_straight_to_an_object_store(cluster: str, tmp_path: Path) -> None:
+    """With a worker that dies, too; and a study that is there already is found finished."""
+    model = tiny_folder(tmp_path / "tiny")
+    prompts = [Prompt(str(i), "x" * (1 + (5 * i) % 23)) for i in range(9)]
+    settings = StudySettings(
+        model=str(model), chat=False, max_new_tokens=5, batch_size=3, threads=1, seed=3, scoring="deadly:judge"
+    )
+    run_study(prompts, "local", settings)
+    with object_store() as server:
+        place = bucket_uri(server, "softgap-ray").format("spread")
+        spread = run_study(prompts, place, settings, engine="ray", address=cluster)
+        assert (tmp_path / "marker" / "died").exists()
+        assert (spread.measured, spread.failures, open_study(place).state) == (9, (), "finished")
+        there = stored(place)
+        assert run_study(prompts, place, settings, engine="ray", address=cluster).resumed == 9
+    here = {str(path.relative_to("local")): path.read_bytes() for path in Path("local").rglob("*") if path.is_file()}
+    assert {**there, "manifest.json": b""} == {**here, "manifest.json": b""}
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
