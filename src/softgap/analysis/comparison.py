@@ -78,7 +78,6 @@ def compare_study(
         log.refuse_second_opening()
     frame = samples_frame(study, plan)
     split = None if share is None else _locked(log, frame, share)
-    tell("measuring features", 0.0)
     locked = np.zeros(len(frame), bool) if split is None else split.confirmation
     data, left_out = compared_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
     confirmation = None
