@@ -150,6 +150,20 @@ def test_completions_are_read_and_groups_and_fields_are_kept(folder: Path) -> No
     assert [(line.get("group"), line.get("source")) for line in lines] == [("g1", "book"), ("g1", "talk"), ("g2", None)]
 
 
+def test_fields_limits_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.csv").write_text("question,completion\nabc,def\nabc,xyz\nab,c\nabcd,e\n")
+    base = ["study", "run", "p.csv", "--field", "prompt=question", "--model", str(folder), *OPTIONS, "--json"]
+    for more, texts in (
+        (["--limit", "3", "--out", "read"], [("0", "abc", 3), ("1", "abc", 3), ("2", "ab", 1)]),
+        (["--limit", "3", "--answer", "--out", "answered"], [("0", "abc", 5), ("2", "ab", 5)]),
+    ):
+        assert main([*base, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == len(texts)
+        samples = open_study(more[-1]).samples().sort_values("sample_id")
+        found = zip(samples["sample_id"], samples["prompt"], map(len, samples["token_ids"]), strict=True)
+        assert list(found) == texts
+
+
 def test_labels_are_replaced_without_running_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts_file(5)
     assert main(["study", "run", "p.jsonl", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
