@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from softgap import stats
 from softgap.analysis import ComparisonPlan, compare_study
 from softgap.analysis.baselines import BASELINES, baseline_table
 from softgap.errors import SoftgapError
@@ -184,12 +187,20 @@ def test_flipped_labels_are_judged_after_the_same_controls_as_the_headline(tmp_p
 def test_flipped_labels_reach_the_opened_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = planted(2, 400, 30, {7: 1.5})
     study = str(simulated_study(tmp_path / "a", x, named(labels)))
-    plan = replace(QUICK, confirm=0.4, match=(), margin=0.6)
-    opened = compare_study(study, plan, open_confirmation=True)
-    assert opened.verdict.outcome == "separated"
-    assert opened.reliability.noise is not None
-    assert opened.reliability.noise.kept[0] == 1
-    assert opened.reliability.noise.kept[0] > opened.reliability.noise.kept[-1] - 1e-9
+    judged: list[str] = []
+
+    def noise(judge: Callable[[np.ndarray], stats.Verdict], labels: np.ndarray, **options: Any) -> stats.LabelNoise:
+        wrong = labels == "wrong"
+        locked = np.arange(len(labels)) >= 400 - opened_samples
+        judged.extend(judge(given).outcome for given in (wrong, wrong ^ locked, ~wrong))
+        return stats.label_noise(judge, labels, **options)
+
+    opened_samples = int(stats.confirmation_split([f"s{i}" for i in range(400)], fraction=0.4).confirmation.sum())
+    monkeypatch.setattr("softgap.analysis.comparison.label_noise", noise)
+    plan = replace(QUICK, confirm=0.4, match=(), margin=0.9, first="wrong")
+    assert compare_study(study, plan, open_confirmation=True).verdict.outcome == "separated"
+    # All labels turned over are as good as none; those of the locked samples alone contradict the others.
+    assert judged == ["separated", "not separated", "separated"]
 
 
 def test_a_comparison_that_is_refused_opens_nothing(tmp_path: Path) -> None:
