@@ -295,7 +295,7 @@ def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_memory_is_flat_over_thousands_of_samples(folder: Path) -> None:
-    """As much in use after 2,400 samples as after 400: the runs alone would be 80 MB more."""
+    """As much in use after 2,400 samples as after 400: the runs alone would be 40 MB more."""
     import gc
 
     import psutil
