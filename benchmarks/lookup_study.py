@@ -1,57 +1,48 @@
 """A real study: whether divergence tells right from wrong answers of the embedded model to lookup prompts.
 
-Run: python benchmarks/lookup_study.py [--n 320] [--out runs/lookup-study]
+Run: python benchmarks/lookup_study.py [--n 480] [--out runs/lookup-study]
 
-The plan below is written into the study, and its hash into the study's log, before a label is read. Interrupted, the
-same command goes on. The section of docs/findings.md is written from what was found, whatever that is.
+lookup_plan.toml, beside this file, decides everything; its hash goes into the study's log before a label is read. The
+samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run again,
+it writes the section of docs/findings.md anew from what is kept in the study, whatever that is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from harness import FINDINGS, machine, write_section
-from softgap.analysis import ComparisonFindings, ComparisonPlan, compare_study
+from softgap.analysis import compare_study, read_plan
 from softgap.cli._compared import save_comparison
 from softgap.study import StudySettings, run_study
-from softgap.tasks import TASKS, generate_prompts
+from softgap.tasks import TASKS, Prompt, generate_prompts
 from softgap.trajectories import open_study
 
+PLAN = Path(__file__).with_name("lookup_plan.toml")
 DIFFICULTIES = (4, 5, 6, 8)
-# Prompts of one difficulty differ in length by a few tokens, and position moves divergence: both are controlled for.
-PLAN = ComparisonPlan(
-    first="wrong",
-    features=("mean", "slope"),
-    match=("length", "prompt_length"),
-    strata=("difficulty",),
-    margin=0.8,
-)
-
-# How this plan came about, which no log of this study knows.
-_PILOT = (
-    "Difficulties and plan were settled after a pilot of 32 prompts with 4 to 32 pairs had been looked at, 8 of which "
-    "are among these; no samples were kept back for confirmation."
-)
+# Prompts of seed 0 were looked at when difficulties and plan were settled (a pilot, and a study of 320), and 40 of
+# seed 1 when this script was tried.
+SEED, SEEN, SEEN_PROMPTS = 2, 0, 320
 
 
 def main() -> None:
-    """Run the study, compare, and write the section."""
+    """Measure, explore, confirm, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=int, default=320)
+    parser.add_argument("--n", type=int, default=480)
     parser.add_argument("--out", default="runs/lookup-study")
     options = parser.parse_args()
     task = TASKS["lookup"]
     settings = StudySettings(max_new_tokens=task.max_new_tokens, scoring=task.scoring, threads=1)
-    prompts = generate_prompts("lookup", options.n, difficulties=DIFFICULTIES)
-    result = run_study(prompts, options.out, settings, progress=_told)
-    findings = compare_study(options.out, PLAN, planned="benchmarks/lookup_study.py", progress=_step)
-    save_comparison(findings, options.out, None)
-    print("\n".join([findings.verdict.sentence, findings.status]))
-    text = _section(findings, _right_by_difficulty(options.out), f"--n {options.n}", len(result.failures))
+    prompts = generate_prompts("lookup", options.n, seed=SEED, difficulties=DIFFICULTIES)
+    failed = len(run_study(prompts, options.out, settings, progress=_told).failures)
+    explored, confirmed = (_compared(options.out, opened=opened) for opened in (False, True))
+    text = _section(explored, confirmed, prompts, options.out, f"--n {options.n}", failed)
     write_section("lookup_study", "Right and wrong answers to lookups", text, page=FINDINGS)
 
 
@@ -64,52 +55,101 @@ def _step(what: str, share: float) -> None:
         print(what, flush=True)
 
 
-def _right_by_difficulty(out: str) -> dict[int, tuple[int, int]]:
-    samples = open_study(out).samples().set_index("sample_id")["label"]
+def _compared(out: str, *, opened: bool) -> dict[str, Any]:
+    """The comparison without or with the locked samples: the one that is kept in the study, or a new one."""
+    for file in sorted(Path(out, "comparisons").glob("*/result.json")):
+        document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if document["plan_hash"] == read_plan(str(PLAN)).hash and document["confirmation"]["opened"] == opened:
+            return document
+    plan = read_plan(str(PLAN))
+    findings = compare_study(out, plan, planned=PLAN.name, open_confirmation=opened, progress=_step)
+    save_comparison(findings, out, None)
+    print("\n".join([findings.verdict.sentence, findings.status]))
+    return _compared(out, opened=opened)
+
+
+def _right_by_difficulty(out: str, prompts: list[Prompt]) -> str:
+    labels = open_study(out).samples().set_index("sample_id")["label"]
     found: dict[int, tuple[int, int]] = {}
-    for prompt in generate_prompts("lookup", len(samples), difficulties=DIFFICULTIES):
+    for prompt in prompts:
         level = int(prompt.fields["difficulty"])
         right, total = found.get(level, (0, 0))
-        found[level] = (right + int(samples.get(prompt.sample_id) == "right"), total + 1)
-    return found
+        found[level] = (right + int(labels.get(prompt.sample_id) == "right"), total + 1)
+    return ", ".join(f"{right} of {total} with {level} pairs" for level, (right, total) in sorted(found.items()))
 
 
-def _section(findings: ComparisonFindings, right: dict[int, tuple[int, int]], arguments: str, failed: int) -> str:
-    document: dict[str, Any] = findings.to_json()
-    sizes, groups = document["sizes"], document["groups"]
-    levels = ", ".join(f"{share[0]} of {share[1]} with {level} pairs" for level, share in sorted(right.items()))
-    beyond = document["beyond_baselines"]
-    steps = "\n".join(
-        f"| {step['name']} | {'yes' if step['convincing'] else 'no'} | {step['p']:.2g} | {len(step['units'])} | "
-        f"{step['smallest']:.2f} | {step['bound']:.2f} |"
-        for step in document["verdict"]["steps"]
+def _section(
+    explored: dict[str, Any], found: dict[str, Any], prompts: list[Prompt], out: str, arguments: str, failed: int
+) -> str:
+    """The section from two documents: before and after the locked samples were opened."""
+    (first, second), sizes = found["groups"], found["sizes"]
+    locked = found["controls"].get("confirmation", {}).get("sizes")
+    held = f"{locked[0]} {first} and {locked[1]} {second}" if locked else "what could not be compared"
+    seen = {p.prompt for p in generate_prompts("lookup", SEEN_PROMPTS, seed=SEEN, difficulties=DIFFICULTIES)}
+    impossible = "".join(f" {name} could not be computed ({why})." for name, why in found["impossible"].items())
+    return (
+        f"`python benchmarks/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
+        f"with four-digit codes and asks for one of them; the answer counts as right if it holds the code. Right are "
+        f"{_right_by_difficulty(out, prompts)} ({failed} samples failed).\n\n"
+        f"**{found['verdict']['sentence']}** The analysis was {found['status']} (`benchmarks/{PLAN.name}`, "
+        f"{found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers were explored, then {held} "
+        f"that had been locked were opened, once. Before that the verdict read: {explored['verdict']['sentence']} "
+        f"Difficulties and plan were settled on prompts of another seed, of which "
+        f"{sum(p.prompt in seen for p in prompts)} are among these. The family is mean and slope of the divergence of "
+        f"{_mechanisms(found)} over the answer in {found['family']['heads']} heads: {found['family']['units']:,} "
+        f"units. Effects are {first} minus {second}.{impossible}\n\n"
+        "| comparison | convincing | p for any difference | units found | finds effects from | none larger than |\n"
+        f"|---|---|---|---|---|---|\n{_steps(found)}\n\n"
+        "| head | feature | Hedges' g | AUROC | p, max-T | q |\n|---|---|---|---|---|---|\n"
+        f"{_units(found)}\n\n{_beyond(found)} {_flipped(found)}"
     )
-    units = "\n".join(
+
+
+def _mechanisms(found: dict[str, Any]) -> str:
+    return " and ".join(dict.fromkeys(mode["mechanism"] for mode in found["family"]["modes"]))
+
+
+def _steps(found: dict[str, Any]) -> str:
+    return "\n".join(
+        f"| {step['name']} | {'yes' if step['convincing'] else 'no'} | {step['p']:.2g} | {len(step['units'])} | "
+        f"{_deviations(step['smallest'])} | {_deviations(step['bound'])} |"
+        for step in found["verdict"]["steps"]
+    )
+
+
+def _deviations(value: float | None) -> str:
+    return "no size" if value is None else f"{value:.2f}"
+
+
+def _units(found: dict[str, Any]) -> str:
+    return "\n".join(
         f"| {row['layer']}.{row['head']} | {row['mode']} | {_between(row['g'], '+.2f')} | "
         f"{_between(row['auroc'], '.3f')} | {row['p_max']:.2g} | {row['q']:.2g} |"
-        for row in document["top"][:5]
+        for row in found["top"][:5]
     )
-    added = (
-        "Beyond the baselines nothing could be computed."
-        if beyond is None
-        else f"Free baselines (length, token entropies, perplexity, minimum probability) reach an AUROC of "
+
+
+def _beyond(found: dict[str, Any]) -> str:
+    beyond = found["beyond_baselines"]
+    if beyond is None:
+        return "Beyond the baselines nothing could be computed."
+    return (
+        f"Free baselines (length, token entropies, perplexity, minimum probability) reach an AUROC of "
         f"{_between(beyond['baseline'], '.3f')} on held-out samples, with heads selected in nested folds "
         f"{_between(beyond['combined'], '.3f')}: a difference of {_between(beyond['difference'], '+.3f')}, "
         f"p = {beyond['p']:.2g} with the selection refitted in every permutation."
     )
-    impossible = "".join(f" {name} could not be computed ({why})." for name, why in findings.impossible.items())
-    return (
-        f"`python benchmarks/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
-        f"with four-digit codes and asks for one of them; the answer counts as right if it holds the code. "
-        f"{sizes[1]} answers are {groups[1]} and {sizes[0]} {groups[0]} ({levels}; {failed} samples failed).\n\n"
-        f"**{findings.verdict.sentence}** The analysis was {findings.status}. {_PILOT} The family is mean and slope "
-        f"of the divergence of elu1 and uniform over the answer in {document['family']['heads']} heads: "
-        f"{document['family']['units']:,} units. Effects are {groups[0]} minus {groups[1]}.{impossible}\n\n"
-        "| comparison | convincing | p for any difference | units found | finds effects from | none larger than |\n"
-        f"|---|---|---|---|---|---|\n{steps}\n\n"
-        "| head | feature | Hedges' g | AUROC | p, max-T | q |\n|---|---|---|---|---|---|\n"
-        f"{units}\n\n{added}"
-    )
+
+
+def _flipped(found: dict[str, Any]) -> str:
+    noise = found["reliability"]["noise"]
+    if noise is None:
+        return ""
+    words = [
+        f"{max(noise['outcomes'], key=lambda name: noise['outcomes'][name][i])} at {rate:.0%}"
+        for i, rate in enumerate(noise["rates"])
+    ]
+    return f"With labels flipped at random the commonest verdict is {', '.join(words)}."
 
 
 def _between(found: dict[str, Any], form: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from cli_examples import contents, failure, script
 from softgap.analysis import ComparisonPlan, compare_study
 from softgap.cli import main
+from softgap.cli._plan_options import PlanOptions
 from stats_cases import planted
 from study_examples import named, simulated_study
 
@@ -101,3 +103,10 @@ def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
     shown = found._repr_html_()
     assert shown is not None
     assert found.verdict.sentence.split(":")[0] in html.unescape(html.unescape(shown))
+
+
+def test_options_are_fields_of_the_plan() -> None:
+    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, ComparisonPlan))
+    assert options <= plan
+    given = PlanOptions(features=["mean"], orders=[4], margin=0.3, collapse=True, match=[])
+    assert given.plan(None) == ComparisonPlan(features=("mean",), orders=(4,), margin=0.3, collapse=True)

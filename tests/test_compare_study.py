@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from softgap import stats
 from softgap.analysis import ComparisonPlan, compare_study
 from softgap.analysis.baselines import BASELINES, baseline_table
 from softgap.errors import SoftgapError
@@ -167,6 +170,48 @@ def test_a_second_scorer_and_flipped_labels(tmp_path: Path) -> None:
     assert noise is not None
     assert kappa.agreement == pytest.approx(0.9)
     assert noise.p[0].max() <= noise.p[-1].max()
+
+
+def test_flipped_labels_are_judged_after_the_same_controls_as_the_headline(tmp_path: Path) -> None:
+    x, labels, length = length_confound(4, 400, 30, slope=0.8)
+    study = str(simulated_study(tmp_path / "a", x, named(labels), lengths=[int(n) // 4 + 2 for n in length]))
+    for match, outcome in (((), "separated"), (("length",), "not separated")):
+        found = compare_study(study, replace(QUICK, match=match, margin=0.6, draws=3))
+        assert found.reliability.noise is not None
+        assert found.verdict.outcome == outcome
+        assert found.reliability.noise.share(outcome)[0] == 1
+        shares = found.to_json()["reliability"]["noise"]["outcomes"]
+        assert shares[outcome][0] == 1
+
+
+def test_flipped_labels_reach_the_opened_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = planted(2, 400, 30, {7: 1.5})
+    study = str(simulated_study(tmp_path / "a", x, named(labels)))
+    judged: list[str] = []
+
+    def noise(judge: Callable[[np.ndarray], stats.Verdict], labels: np.ndarray, **options: Any) -> stats.LabelNoise:
+        wrong = labels == "wrong"
+        locked = np.arange(len(labels)) >= 400 - opened_samples
+        judged.extend(judge(given).outcome for given in (wrong, wrong ^ locked, ~wrong))
+        return stats.label_noise(judge, labels, **options)
+
+    opened_samples = int(stats.confirmation_split([f"s{i}" for i in range(400)], fraction=0.4).confirmation.sum())
+    monkeypatch.setattr("softgap.analysis.comparison.label_noise", noise)
+    plan = replace(QUICK, confirm=0.4, match=(), margin=0.9, first="wrong")
+    assert compare_study(study, plan, open_confirmation=True).verdict.outcome == "separated"
+    # All labels turned over are as good as none; those of the locked samples alone contradict the others.
+    assert judged == ["separated", "not separated", "separated"]
+
+
+def test_a_comparison_that_is_refused_opens_nothing(tmp_path: Path) -> None:
+    x, labels = planted(2, 400, 30, {7: 1.5})
+    study = str(simulated_study(tmp_path / "a", x, named(labels)))
+    plan = replace(QUICK, confirm=0.4, match=(), margin=0.6)
+    for change, second in (({"by": "lable"}, None), ({}, {"s0": "right"})):
+        with pytest.raises(SoftgapError, match=r"no sample has a field 'lable'|must label at least 2 of the samples"):
+            compare_study(study, replace(plan, **change), open_confirmation=True, second=second)  # type: ignore[arg-type]
+    opened = compare_study(study, plan, open_confirmation=True)
+    assert [entry["event"] for entry in opened.tried] == ["locked", "opened", "looked"]
 
 
 @pytest.mark.parametrize(

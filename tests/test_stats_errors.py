@@ -259,7 +259,7 @@ CASES: Values = {
         "both scorers must label the same samples, got [2] and [1] labels; leave out samples that one of them skipped",
     ),
     "a rate of noise": (
-        lambda: stats.label_noise(x, labels, margin=0.5, rates=(2,), rng=rng),
+        lambda: stats.label_noise(lambda _: stats.verdict(found, margin=1), labels, rates=(2,), rng=rng),
         ValueInputError,
         "each of rates must be between 0 and 1, got 2; 0.1 is usual",
     ),

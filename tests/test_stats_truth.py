@@ -192,13 +192,15 @@ def test_a_large_effect_is_believed_in_a_small_study() -> None:
 @pytest.mark.parametrize("studies", [80, pytest.param(600, marks=pytest.mark.slow)])
 def test_the_smallest_detectable_effect_is_detected_as_often_as_said(studies: int) -> None:
     rng = RNG(13)
-    hits = []
-    x, labels = planted(14, 60, 20, {}, common=0.0)
-    smallest = stats.compare_table(x, labels, permutations=999, rng=rng).power.smallest
-    for _ in range(studies):
+
+    def study(effect: float, permutations: int) -> Comparison:
         x, labels = rng.standard_normal((60, 20)), labels_of(rng, 60, 30)
-        x[labels, 4] += smallest
-        hits.append(stats.compare_table(x, labels, permutations=199, rng=rng).p_max[4] <= 0.05)
+        x[labels, 4] += effect
+        return stats.compare_table(x, labels, permutations=permutations, rng=rng)
+
+    # One study's answer hangs on its own 999 relabellings, by about 1 % of power.
+    said = np.mean([study(0, 999).power.smallest for _ in range(10)])
+    hits = [study(float(said), 199).p_max[4] <= 0.05 for _ in range(studies)]
     assert np.mean(hits) == pytest.approx(0.8, abs=3.5 * np.sqrt(0.16 / studies))
 
 

@@ -201,13 +201,49 @@ def test_the_split_keeps_questions_together() -> None:
 
 def test_wrong_labels_dilute_a_finding() -> None:
     x, labels = planted(19, 160, 20, {2: 1.0})
-    found = stats.label_noise(x, labels, margin=0.8, rates=(0.01, 0.4), draws=8, permutations=199, rng=RNG(20))
+
+    def judge(flipped: np.ndarray) -> stats.Verdict:
+        return stats.verdict(stats.compare_table(x, flipped, permutations=199, rng=RNG(1)), margin=0.8)
+
+    found = stats.label_noise(judge, labels, rates=(0.01, 0.4), draws=8, rng=RNG(20))
     assert found.share("separated")[0] == 1
     assert found.kept[0] == 1
     assert found.share("separated")[1] < 0.7
     np.testing.assert_allclose(sum(found.share(outcome) for outcome in stats.OUTCOMES), 1)
     assert np.median(found.p[1]) > np.median(found.p[0])
     assert found.p.shape == (2, 8)
+
+
+def test_labels_are_flipped_at_their_rate_and_with_their_question() -> None:
+    x, labels = planted(19, 400, 2, {1: 2.0})
+    question = np.arange(400) // 4
+    constant = labels[question * 4]
+    verdict = stats.verdict(stats.compare_table(x, labels, permutations=19, rng=RNG(0)), margin=1)
+    for clusters, given in ((None, labels), (question, constant), (question, labels)):
+        seen: list[np.ndarray] = []
+
+        def judge(flipped: np.ndarray, seen: list[np.ndarray] = seen) -> stats.Verdict:
+            seen.append(flipped)
+            return verdict
+
+        stats.label_noise(judge, given, rates=(0.1,), draws=40, rng=RNG(3), clusters=clusters)
+        np.testing.assert_array_equal(seen[0], given)
+        wrong = np.stack(seen[1:]) ^ given
+        assert wrong.mean() == pytest.approx(0.1, abs=0.02)
+        whole = (wrong.reshape(40, 100, 4).sum(axis=2) % 4 == 0).all()
+        assert whole == (given is constant)
+
+
+def test_a_control_that_cannot_be_made_is_not_convincing() -> None:
+    x, labels = planted(21, 60, 10, {1: 1.6})
+    found = stats.compare_table(x, labels, permutations=499, rng=RNG(22))
+    judged = stats.verdict(found, margin=1.5, impossible={"length matched": "no pairs"})
+    assert (judged.outcome, judged.sentence) == (
+        "not enough data",
+        "Not enough data: the control 'length matched' could not be made (no pairs).",
+    )
+    # What is not there without the control is not there because of it.
+    assert stats.verdict(null_of(x, labels), margin=2, impossible={"a": "b"}).outcome == "not separated"
 
 
 def test_full_agreement_is_not_certain() -> None:

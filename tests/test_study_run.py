@@ -150,6 +150,20 @@ def test_completions_are_read_and_groups_and_fields_are_kept(folder: Path) -> No
     assert [(line.get("group"), line.get("source")) for line in lines] == [("g1", "book"), ("g1", "talk"), ("g2", None)]
 
 
+def test_fields_limits_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.csv").write_text("question,completion\nabc,def\nabc,xyz\nab,c\nabcd,e\n")
+    base = ["study", "run", "p.csv", "--field", "prompt=question", "--model", str(folder), *OPTIONS, "--json"]
+    for more, texts in (
+        (["--limit", "3", "--out", "read"], [("0", "abc", 3), ("1", "abc", 3), ("2", "ab", 1)]),
+        (["--limit", "3", "--answer", "--out", "answered"], [("0", "abc", 5), ("2", "ab", 5)]),
+    ):
+        assert main([*base, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == len(texts)
+        samples = open_study(more[-1]).samples().sort_values("sample_id")
+        found = zip(samples["sample_id"], samples["prompt"], map(len, samples["token_ids"]), strict=True)
+        assert list(found) == texts
+
+
 def test_labels_are_replaced_without_running_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts_file(5)
     assert main(["study", "run", "p.jsonl", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
@@ -277,6 +291,25 @@ def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch
     run_study([Prompt(str(i), "abc") for i in range(12)], "a", settings)
     assert len(alive) == 12
     assert most <= 4
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_thousands_of_samples(folder: Path) -> None:
+    """As much in use after 2,400 samples as after 400: the runs alone would be 40 MB more."""
+    import gc
+
+    import psutil
+
+    used: dict[int, int] = {}
+
+    def follow(done: int, total: int, seconds: float) -> None:
+        if done in (400, 2400):
+            gc.collect()
+            used[done] = psutil.Process().memory_info().rss
+
+    settings = StudySettings(model=str(folder), chat=False, max_new_tokens=2, batch_size=40, threads=1)
+    assert run_study([Prompt(str(i), "x" * 60) for i in range(2400)], "a", settings, progress=follow).measured == 2400
+    assert used[2400] - used[400] < 20e6
 
 
 def test_more_prompts_of_a_task_begin_with_the_same(folder: Path) -> None:

@@ -14,14 +14,14 @@ from softgap.analysis.samples import Samples, transformed
 from softgap.analysis.settings import Settings
 from softgap.signal import ordinal_patterns, pattern_counts
 
-__all__ = ["Counted", "Moments", "Progress", "count_patterns", "moments_of"]
+__all__ = ["HELD", "Counted", "Moments", "Progress", "count_patterns", "moments_of"]
 
 # From so many samples on, an interval draws samples; with fewer it draws blocks of windows within them.
 _ENOUGH_SAMPLES = 10
 _LEVEL, _REPLICATES = 0.95, 499
 # Numbers of a study that are held at once where a trend is fitted over all its samples (float64: 256 MiB), and
 # pattern counts of all its samples (int32: 256 MiB). Where the heads need more, the study is read again for the next.
-_HELD = 2**25
+HELD = 2**25
 _COUNTS = 2**26
 
 Progress = Callable[[str, float], None]
@@ -103,7 +103,7 @@ def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generato
 def _heads_at_once(samples: Samples, settings: Settings) -> int:
     room = samples.n_heads
     if settings.cut.fits_a_trend:
-        room = min(room, _HELD // sum(map(len, samples.used_positions())))
+        room = min(room, HELD // sum(map(len, samples.used_positions())))
     if sum(samples.used) >= _ENOUGH_SAMPLES:
         room = min(room, _COUNTS // (sum(samples.used) * settings.patterns))
     return max(1, room)

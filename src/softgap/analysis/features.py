@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from softgap.analysis.counting import HELD
 from softgap.analysis.cuts import CONTROL, Cut
 from softgap.analysis.plan import ComparisonPlan
 from softgap.errors import ValueInputError, unknown_name
@@ -91,8 +93,9 @@ def feature_table(
             )
         ties = max(ties, _fill(values[row], part, real, modes, plan))
         row += 1
-    for mode in {(m.mechanism, m.transform, m.segment) for m in modes if m.transform == "residual"}:
-        ties = max(ties, _fill_residual(values, study, used, real, modes, mode, plan))
+    held = sum(n for n, use in zip(steps, used, strict=True) if use)
+    again = partial(_used_parts, study, used, plan.part)
+    ties = max(ties, _fill_residuals(values, again, held, real, modes, plan))
     layers = np.array(first.layers)[layer]
     if plan.collapse:
         values, layers, head = _collapsed(values, layers, first.kv_group[real])
@@ -107,6 +110,10 @@ def _part(run: Trajectories, part: str) -> Trajectories:
             f"part 'prompt' needs the steps of the prompts, got sample '{run.sample_id}' without; use part 'completion'"
         )
     return run.prompt
+
+
+def _used_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
+    return (_part(run, part) for run, use in zip(study, used, strict=True) if use)
 
 
 def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tuple[tuple[Mode, ...], dict[str, str]]:
@@ -204,25 +211,27 @@ def _fill_patterns(row: Float64[np.ndarray, "mode head"], left: np.ndarray, mine
     return ties
 
 
-def _fill_residual(
-    values: np.ndarray,
-    study: Study,
-    used: np.ndarray,
+def _fill_residuals(
+    values: Float64[np.ndarray, "sample mode head"],
+    runs: Callable[[], Iterator[Trajectories]],
+    steps: int,
     real: np.ndarray,
     modes: Sequence[Mode],
-    which: tuple[str, str, str],
     plan: ComparisonPlan,
 ) -> float:
-    """The trend is fitted over all used samples, which takes all of them at once."""
-    mechanism, transform, segment = which
-    runs: Iterator[Trajectories] = (_part(run, plan.part) for run, use in zip(study, used, strict=True) if use)
-    series, positions = zip(
-        *((_series(run, mechanism, real, plan, control=False), run.positions) for run in runs), strict=True
-    )
-    mine = [(k, m) for k, m in enumerate(modes) if (m.mechanism, m.transform, m.segment) == which]
-    ties = 0.0
-    for row, left in zip(values, Cut(transform, segment)(series, positions), strict=True):
-        ties = max(ties, _fill_patterns(row, left, mine))
+    """Fill in residuals, whose trend is fitted over all samples: some heads at a time where all would not fit."""
+    ties, at_once = 0.0, max(1, HELD // steps)
+    wanted = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
+    for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in wanted):
+        mine = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
+        for start in range(0, values.shape[-1], at_once):
+            heads = slice(start, start + at_once)
+            # A copy, or the other heads of every sample would stay in memory behind these.
+            pairs = [
+                (_series(run, mechanism, real, plan, control=False)[heads].copy(), run.positions) for run in runs()
+            ]
+            for row, left in zip(values, Cut("residual", segment)(*zip(*pairs, strict=True)), strict=True):
+                ties = max(ties, _fill_patterns(row[:, heads], left, mine))
     return ties
 
 

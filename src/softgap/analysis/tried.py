@@ -76,18 +76,22 @@ class Tried:
 
     @property
     def locked_share(self) -> float | None:
-        """The share of samples that is locked and not opened yet."""
+        """The share of samples that is locked; None where none are."""
         known = self._of("locked")
         return None if not known else float(known[0]["fraction"])
 
-    def open(self, split: Split) -> None:
-        """Note that the confirmation samples are looked at; a second time is refused."""
+    def refuse_second_opening(self) -> None:
+        """Refuse to look at confirmation samples that were looked at before."""
         known = self._of("opened")
         if known:
             raise ValueInputError(
                 f"confirmation samples are opened once, and those of this study were on {known[0]['time']}; "
                 "measure new samples"
             )
+
+    def open(self, split: Split) -> None:
+        """Note that the confirmation samples are looked at; a second time is refused."""
+        self.refuse_second_opening()
         self.add("opened", hash=split.hash)
 
     def _of(self, event: str) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     if out is None:
         home = Folder.at(study)
         taken = [int(name) for name in home.names("comparisons") if name.isdecimal()]
-        folder = Folder.at(f"{study.rstrip('/')}/comparisons/{max(taken, default=0) + 1:04d}")
+        folder = home.below(f"comparisons/{max(taken, default=0) + 1:04d}")
     else:
         folder = Folder.at(out)
     folder.create()
@@ -146,10 +146,9 @@ def _show_beyond(console: Console, document: dict[str, Any]) -> None:
 
 def _show_labels(console: Console, document: dict[str, Any]) -> None:
     noise, kappa = document["reliability"]["noise"], document["reliability"]["kappa"]
-    outcome = document["verdict"]["steps"][0]
     if noise is not None:
         words = ", ".join(f"{_commonest(noise['outcomes'], i)} at {rate:.0%}" for i, rate in enumerate(noise["rates"]))
-        console.print(f"with labels flipped at random, before controls ({outcome['name']}): {words}", soft_wrap=True)
+        console.print(f"the verdict with labels flipped at random: {words}", soft_wrap=True)
     if kappa is not None:
         console.print(f"second scorer: agreement {kappa['agreement']:.1%}, kappa {_between(kappa, '.2f')}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import typer
 
 from softgap.cli.study_label import label_command
-from softgap.cli.study_run import run_command, task_command
+from softgap.cli.study_run import run_command
+from softgap.cli.study_task import task_command
 
 __all__ = ["study"]
 

@@ -1,11 +1,11 @@
-"""How far labels can be trusted: agreement of two scorers, and what wrong labels do to a comparison."""
+"""How far labels can be trusted: agreement of two scorers, and what wrong labels do to a verdict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -18,11 +18,9 @@ from softgap.stats.checked import (
     checked_labels,
     checked_rng,
     checked_share,
-    checked_values,
 )
-from softgap.stats.comparison import ComparisonOptions, compare_table
 from softgap.stats.design import mixed_clusters
-from softgap.stats.verdict import OUTCOMES, verdict
+from softgap.stats.verdict import OUTCOMES, Verdict
 
 __all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]
 
@@ -49,16 +47,17 @@ class Kappa:
 
 @dataclass(frozen=True, eq=False)
 class LabelNoise:
-    """A comparison and its verdict repeated with labels flipped at random.
+    """A verdict, with all that belongs to it, repeated with labels flipped at random.
 
     Attributes
     ----------
     rates
         How often a label was flipped.
     outcomes, p
-        Of every draw at every rate: the verdict, and p for any difference.
+        Of every draw at every rate: the verdict, and p for any difference in its first comparison.
     kept
-        Per rate, the share of the units found with the given labels that are found again; NaN if none was.
+        Per rate, the share of the verdict's units with the given labels that are among its units again; NaN if it had
+        none.
     """
 
     rates: Float64[np.ndarray, " rate"]
@@ -109,40 +108,38 @@ def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
 
 
 def label_noise(
-    values: Any,
+    judge: Callable[[Bool[np.ndarray, " sample"]], Verdict],
     labels: Any,
     *,
-    margin: float,
     rng: np.random.Generator,
     rates: Sequence[float] = (0.02, 0.05, 0.1, 0.2),
     draws: int = 20,
     first: Any = None,
-    **options: Unpack[ComparisonOptions],
+    clusters: Any = None,
 ) -> LabelNoise:
-    """Compare again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
+    """Judge again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
 
-    ``margin`` is that of :func:`softgap.stats.verdict`; ``permutations`` are 499 unless given.
-    Labels that are constant within clusters are flipped a cluster at a time. The labels at hand are taken as the truth
-    that is spoilt; if they already hold errors, the finding is weaker than without them and this shows how fast.
+    ``judge`` makes the whole verdict from labels (True for the group ``first``), whatever controls belong to it: what
+    depends on labels, such as the pairs of a matching, must be made anew from those it is given. Labels that are
+    constant within clusters are flipped a cluster at a time. The labels at hand are taken as the truth that is spoilt;
+    if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
-    table, _ = checked_values(values)
-    chosen, _ = checked_labels(labels, len(table), first)
+    values = np.asarray(labels)
+    chosen, _ = checked_labels(values, len(values) if values.ndim else 0, first)
     checked_rng(rng)
     checked_count("draws", draws)
-    options = {"permutations": 499, **options}
     for rate in rates:
         checked_share("each of rates", rate, 0.1)
-    clusters = options.get("clusters")
     codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
     things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
-    found = set(compare_table(values, chosen, rng=rng, **options).found())
+    found = set(judge(chosen).units)
     p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
     outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
-            again = compare_table(values, _flipped(chosen, things, rate, rng), rng=rng, **options)
-            p[i, j], outcomes[i][j] = again.omnibus.any.p, verdict(again, margin=margin).outcome
-            kept[i, j] = len(found & set(again.found())) / len(found) if found else math.nan
+            again = judge(_flipped(chosen, things, rate, rng))
+            p[i, j], outcomes[i][j] = again.steps[0].p, again.outcome
+            kept[i, j] = len(found & set(again.units)) / len(found) if found else math.nan
     return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
 
 

@@ -8,7 +8,8 @@ that would matter, in standard deviations within groups.
 2. It is *convincing* if it is able and p for any difference is at most alpha; or if it is not able, but the near end
    of a unit's simultaneous interval, |effect| - critical x error, lies beyond the margin. For a control, the units that
    the first comparison found must be found again, with the same sign; if that found none by itself, p decides here too.
-3. **Separated**: the first comparison and every control are convincing.
+3. **Separated**: the first comparison and every control are convincing. A control that was wanted and could not be made
+   is not.
 4. **Not separated**: one of them is able, and not convincing.
 5. **Not enough data**: otherwise.
 
@@ -78,11 +79,16 @@ class Verdict:
 
 
 def verdict(
-    comparison: Comparison, *, margin: float, controls: Mapping[str, Comparison] = MappingProxyType({})
+    comparison: Comparison,
+    *,
+    margin: float,
+    controls: Mapping[str, Comparison] = MappingProxyType({}),
+    impossible: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
     """Apply the rule of this page to a comparison and its controls by name: "length matched", "confirmation", ...
 
-    All comparisons must be of the same units, alpha and power.
+    All comparisons must be of the same units, alpha and power. ``impossible`` are controls that were wanted and could
+    not be made, with the reason.
     """
     if not (np.isfinite(margin) and margin > 0):
         raise ValueInputError(f"margin must be a positive number, got {margin!r}; 0.5 standard deviations are usual")
@@ -104,6 +110,9 @@ def verdict(
     outcome = undecided if failed else "separated"
     units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
     sentence = _sentence(outcome, steps, units, margin)
+    if outcome == "separated" and impossible:
+        name, reason = next(iter(impossible.items()))
+        outcome, sentence = OUTCOMES[2], f"Not enough data: the control '{name}' could not be made ({reason})."
     return Verdict(outcome, sentence, steps, units, float(margin), comparison.alpha)
 
 

@@ -30,6 +30,8 @@ __all__ = ["ray_batches", "require_ray"]
 
 # How often a batch is given to another worker after one has died with it.
 _RETRIES = 4
+# How often a cluster is started on this machine before that is given up.
+_STARTS = 2
 
 
 def require_ray() -> Any:
@@ -85,20 +87,39 @@ def _join(ray: Any, address: str | None) -> None:
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
+    named = address or os.environ.get("RAY_ADDRESS")
     try:
-        if address is not None or "RAY_ADDRESS" in os.environ:
-            ray.init(address=address, **options)
+        if named is not None:
+            ray.init(address=named, **options)
             return
         with suppress(ConnectionError):
             ray.init(address="auto", **options)
             return
-        ray.init(include_dashboard=False, **options)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
-            f"cannot reach a Ray cluster at '{address or 'this machine'}' ({reason}); check --ray-address or use "
+            f"cannot reach a Ray cluster at '{named or 'this machine'}' ({_reason(error)}); check --ray-address or use "
             "--engine local"
         ) from error
+    _start(ray, options)
+
+
+def _start(ray: Any, options: dict[str, Any]) -> None:
+    """Start a cluster here: once more if that fails, since a busy machine may miss the half minute Ray waits for it."""
+    for attempt in range(_STARTS):
+        try:
+            ray.init(include_dashboard=False, **options)
+            return
+        except Exception as error:
+            ray.shutdown()  # of what did start
+            if attempt + 1 == _STARTS:
+                raise UnsupportedError(
+                    f"a Ray cluster did not start on this machine in {_STARTS} attempts ({_reason(error)}); try again "
+                    "when less runs here, name a running one with --ray-address, or use --engine local"
+                ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _worked(

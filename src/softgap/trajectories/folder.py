@@ -22,6 +22,7 @@ __all__ = ["Folder"]
 
 _PARTIAL = ".partial"
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SECRET = re.compile(_URI.pattern + "[^/@]*:[^/@]*@")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Folder:
             raise StoreError(f"the path of a study must be a folder or a URI, got {given!r}; give one such as runs/fox")
         if not _URI.match(given):
             return cls(fs.LocalFileSystem(), _absolute(given), given)
+        if _SECRET.match(given):
+            raise StoreError(
+                "the URI of a study must not hold a password, since a study keeps the command that made it, got one "
+                f"for '{given.rpartition('@')[2]}'; put it where tools of that store look, such as "
+                "AWS_SECRET_ACCESS_KEY"
+            )
         try:
             filesystem, root = fs.FileSystem.from_uri(given)
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -57,6 +64,11 @@ class Folder:
                 "such as file:///tmp/fox or s3://bucket/fox"
             ) from error
         return cls(filesystem, root.rstrip("/") or root, given)
+
+    def below(self, name: str) -> Folder:
+        """A subfolder, which need not exist; the options of a URI stay behind it."""
+        path, mark, options = self.given.partition("?") if _URI.match(self.given) else (self.given, "", "")
+        return Folder(self.filesystem, self.path(name), f"{path.rstrip('/')}/{name}{mark}{options}")
 
     def path(self, name: str) -> str:
         """Full path of a file of this folder."""

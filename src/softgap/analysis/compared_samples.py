@@ -1,0 +1,169 @@
+"""Which samples a comparison is about: their features, groups, clusters and fields, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float64
+
+from softgap.analysis.features import FeatureTable, feature_table
+from softgap.analysis.plan import ComparisonPlan
+from softgap.errors import ValueInputError
+from softgap.study.files import stored_prompts
+from softgap.trajectories import Study
+from softgap.trajectories.folder import Folder
+
+__all__ = ["ComparedSamples", "compared_samples", "samples_frame"]
+
+# Columns of a study's samples that are known without any field of its prompts.
+_LENGTHS = {"length": "steps", "prompt_length": "n_prompt"}
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedSamples:
+    """The samples that are compared, one row each.
+
+    Attributes
+    ----------
+    table, kept
+        All features, and which of them vary: the units.
+    values
+        Of the units.
+    frame
+        The study's samples table with the fields of the prompts beside it.
+    labels, clusters
+        The group of every sample, and what it belongs to; None where every sample stands alone.
+    """
+
+    table: FeatureTable
+    values: Float64[np.ndarray, "sample unit"]
+    kept: Bool[np.ndarray, "mode head"]
+    frame: pd.DataFrame
+    labels: np.ndarray
+    clusters: np.ndarray | None
+
+    def rows(self, chosen: np.ndarray) -> ComparedSamples:
+        """Some of the samples."""
+        clusters = None if self.clusters is None else self.clusters[chosen]
+        return replace(
+            self,
+            values=self.values[chosen],
+            frame=self.frame[chosen].reset_index(drop=True),
+            labels=self.labels[chosen],
+            clusters=clusters,
+        )
+
+    def relabelled(self, labels: np.ndarray) -> ComparedSamples:
+        """The same samples with other labels."""
+        return replace(self, labels=labels)
+
+    def numbers(self, name: str) -> Float64[np.ndarray, " sample"]:
+        """A number that every sample has."""
+        values = pd.to_numeric(_field(self.frame, name), errors="coerce")
+        if values.isna().any():
+            raise ValueInputError(f"samples are matched on a number that all have, got none in some for '{name}'")
+        return values.to_numpy(float)
+
+    def words(self, name: str) -> list[str]:
+        """A field of every sample as text."""
+        return [str(value) for value in _field(self.frame, name)]
+
+
+def samples_frame(study: Study, plan: ComparisonPlan) -> pd.DataFrame:
+    """The samples table with the fields of the prompts beside it, and the number of steps compared."""
+    frame = study.samples()
+    if frame.empty:
+        raise ValueInputError(f"a comparison needs samples, but '{study.path}' holds none; measure some first")
+    prompts = stored_prompts(Folder.at(study.path)) or {}
+    rows = [prompts[i][0].to_json() if i in prompts else {} for i in frame["sample_id"]]
+    for name in dict.fromkeys(key for row in rows for key in row):
+        if name not in frame.columns:
+            frame[name] = [row.get(name) for row in rows]
+    column = "positions" if plan.part == "completion" else "prompt_positions"
+    missing = frame["sample_id"][frame[column].isna()].tolist()
+    if missing:
+        raise ValueInputError(
+            f"part 'prompt' needs the steps of the prompts, got sample '{missing[0]}' without; use part 'completion'"
+        )
+    frame["steps"] = [len(steps) for steps in frame[column]]
+    return frame
+
+
+def _field(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
+    column = _LENGTHS.get(name, name)
+    if column not in frame.columns:
+        known = [c for c in frame.columns if frame[c].map(lambda v: isinstance(v, str | int | float)).any()]
+        raise ValueInputError(f"no sample has a field '{name}', they have {', '.join(known)}; choose one of them")
+    return frame[column]
+
+
+def compared_samples(
+    study: Study,
+    frame: pd.DataFrame,
+    locked: Bool[np.ndarray, " sample"],
+    plan: ComparisonPlan,
+    tell: Callable[[float], None],
+) -> tuple[ComparedSamples, dict[str, int]]:
+    """The samples of the two groups, and how many were left out for which reason.
+
+    Units are features that vary among the locked samples and among the others, so that both can be compared.
+    """
+    given = _field(frame, plan.by)
+    labels = np.array([None if value is None or value != value else str(value) for value in given], dtype=object)
+    known = np.array([label is not None for label in labels])
+    wanted = known & np.isin(labels, plan.between) if plan.between else known
+    long_enough = (frame["steps"] >= plan.min_steps).to_numpy()
+    used = np.asarray(wanted & long_enough & (frame["steps"] > 0).to_numpy())
+    left_out = {
+        "without a label": int((~known).sum()),
+        "of other groups": int((known & ~wanted).sum()),
+        "too short": int((wanted & ~used).sum()),
+    }
+    _check_groups(labels[used], plan, left_out)
+    table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
+    kept = _varying(table.values[locked[used]]) & _varying(table.values[~locked[used]])
+    if not kept.any():
+        raise ValueInputError(
+            "every feature is the same in all samples, so that there is nothing to compare; choose another part, "
+            "quantity or feature"
+        )
+    chosen = frame[used].reset_index(drop=True)
+    clusters = None
+    if plan.clusters in chosen.columns and chosen[plan.clusters].notna().any():
+        # A sample without a group belongs to nobody but itself.
+        clusters = np.array(
+            [f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(chosen[plan.clusters])]
+        )
+        if len(set(clusters)) == len(clusters):
+            clusters = None
+    values = table.values[:, kept]
+    return ComparedSamples(table, values, kept, chosen, labels[used].astype(str), clusters), left_out
+
+
+def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[str, int]) -> None:
+    names = sorted(set(labels))
+    without = "; ".join(f"{count} samples {why}" for why, count in left_out.items() if count)
+    rest = f" ({without})" if without else ""
+    if len(names) > 2:
+        shown = ", ".join(names[:6])
+        raise ValueInputError(
+            f"two groups are compared, got {len(names)} values of '{plan.by}' ({shown}); choose two with --between"
+        )
+    if len(names) < 2:
+        got = f"only '{names[0]}'" if names else "none"
+        raise ValueInputError(
+            f"two groups are compared, got {got} in '{plan.by}'{rest}; add samples of another group or label them"
+        )
+    if plan.first is not None and plan.first not in names:
+        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'")
+
+
+def _varying(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray, "mode head"]:
+    """Which features are not the same in all samples, rounding aside; all of them where no two samples are."""
+    if len(values) < 2:
+        return np.ones(values.shape[1:], bool)
+    return np.asarray(np.ptp(values, axis=0) > 1e-9 * np.maximum(np.abs(values).max(axis=0), 1e-300))

@@ -1,0 +1,93 @@
+"""The plan of a comparison as options of `softgap compare`: each field of ComparisonPlan that is often changed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softgap.errors import ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.analysis import ComparisonPlan
+
+__all__ = ["PlanOptions"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Fields of ComparisonPlan by the same names; None where the plan's own default stands."""
+
+    by: Annotated[
+        str | None, typer.Option(help="The field that names the groups; label by default.", show_default=False)
+    ] = None
+    between: Annotated[
+        list[str] | None, typer.Option(help="A group to compare, given twice; all by default.", show_default=False)
+    ] = None
+    first: Annotated[str | None, typer.Option(help="The group whose effect is positive.", show_default=False)] = None
+    mechanisms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mechanism", help="Of the study's mechanisms; may be repeated, all by default.", show_default=False
+        ),
+    ] = None
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--feature", help="mean, slope, entropy, complexity, sparsity; all by default.", show_default=False
+        ),
+    ] = None
+    transforms: Annotated[
+        list[str] | None,
+        typer.Option("--transform", help="Of entropies; may be repeated, diff by default.", show_default=False),
+    ] = None
+    orders: Annotated[
+        list[int] | None,
+        typer.Option("--order", help="Of entropies; may be repeated, 3 by default.", show_default=False),
+    ] = None
+    segments: Annotated[
+        list[str] | None, typer.Option("--segment", help="full, early, mid, late; may be repeated.", show_default=False)
+    ] = None
+    part: Annotated[str | None, typer.Option(help="completion (the default) or prompt.", show_default=False)] = None
+    collapse: Annotated[
+        bool | None, typer.Option("--collapse", help="Average heads that share a key-value head.", show_default=False)
+    ] = None
+    match: Annotated[
+        list[str] | None,
+        typer.Option(help="Match on this number; may be repeated, length by default.", show_default=False),
+    ] = None
+    strata: Annotated[
+        list[str] | None,
+        typer.Option("--stratum", help="Exchange labels within this field; may be repeated.", show_default=False),
+    ] = None
+    margin: Annotated[
+        float | None,
+        typer.Option(help="The smallest effect that would matter, in deviations; 0.5.", show_default=False),
+    ] = None
+    confirm: Annotated[
+        float | None, typer.Option(help="Lock this share of the samples for confirmation.", show_default=False)
+    ] = None
+    min_steps: Annotated[int | None, typer.Option(min=1, help="Leave out shorter samples.", show_default=False)] = None
+    permutations: Annotated[
+        int | None, typer.Option(min=19, help="Relabellings; 4999 by default.", show_default=False)
+    ] = None
+    refits: Annotated[
+        int | None,
+        typer.Option(min=19, help="Permutations with heads selected anew; 199 by default.", show_default=False),
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Of relabellings and intervals.", show_default=False)] = None
+
+    def plan(self, path: str | None) -> ComparisonPlan:
+        """The plan in a file, which decides everything; or the default one with what was given here."""
+        from softgap.analysis import ComparisonPlan, read_plan
+
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
+        if path is None:
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            return ComparisonPlan(**values)
+        if given:
+            raise ValueInputError(
+                f"a plan decides everything, got {', '.join(given)} on the command line too; write it into '{path}'"
+            )
+        return read_plan(path)
