@@ -15,7 +15,7 @@ BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverag
 # Two workers with one thread each: more threads only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
-.PHONY: help demo test test-all lint format bench screenshots docs clean
+.PHONY: help demo test test-all lint format bench screenshots figures docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +68,9 @@ bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchm
 screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
 	@$(BIN)/python benchmarks/screenshots.py
 	@$(BIN)/python benchmarks/live_screenshots.py
+
+figures: $(STAMP) ## figures of the labs for the docs
+	@$(BIN)/python benchmarks/lab_figures.py
 
 docs: $(STAMP) ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

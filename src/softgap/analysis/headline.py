@@ -54,7 +54,8 @@ class GapSums:
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
         """The share of its gap that the fitted map leaves to each head, NaN for a head without a gap."""
-        return _left(self.parts.sum(axis=0), self.steps)[0]
+        fitted, _ = _left(self.parts.sum(axis=0), self.steps)
+        return np.asarray(fitted)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class Headline:
         if not self.stubborn:
             return f"none of {self.heads} heads keeps more than half of its gap{beside}"
         named = ", ".join(f"layer {layer} head {head}" for layer, head in self.stubborn[:NAMED])
-        keep = "head keeps" if len(self.stubborn) == self.heads == 1 else "heads keep"
+        keep = "keeps" if len(self.stubborn) == 1 else "keep"
         count = f"{len(self.stubborn)}{_ends(self.fewest, self.most, 0)}"
-        return f"{count} of {self.heads} {keep} more than half of the gap{beside}, first of all {named}"
+        return f"{count} of {self.heads} heads {keep} more than half of the gap{beside}, first of all {named}"
 
 
 def _ends(low: float | None, high: float | None, digits: int = 2) -> str:

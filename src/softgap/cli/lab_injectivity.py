@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -64,7 +64,7 @@ def injectivity_command(
 def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, starts: int, seed: int) -> Injectivity:
     from softgap.theory.injectivity.synthetic import injectivity_lab
 
-    sizes = {"dim": dim, "keys": keys, "queries": queries, "starts": starts}
+    sizes: dict[str, Any] = {"dim": dim, "keys": keys, "queries": queries, "starts": starts}
     return run_lab(injectivity_lab, stage="looking for collisions", seed=seed, mechanisms=mechanisms, **sizes)
 
 
@@ -75,7 +75,7 @@ def _in_model(
 
     given = model_and_text(name, text, tokens, mechanisms)
     about = {"model": name, "text": text}
-    settings = {"mechanisms": mechanisms, "queries": queries, "near": near}
+    settings: dict[str, Any] = {"mechanisms": mechanisms, "queries": queries, "near": near}
     return run_lab(injectivity_in_model, *given, stage="reading", seed=seed, about=about, **settings)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -54,7 +54,7 @@ def position_command(
 def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, start: int, seed: int) -> Position:
     from softgap.theory.position.lab import position_lab
 
-    sizes = {"heads": heads, "length": tokens, "dim": dim, "start": start}
+    sizes: dict[str, Any] = {"heads": heads, "length": tokens, "dim": dim, "start": start}
     return run_lab(position_lab, stage="drawing heads", seed=seed, mechanisms=mechanisms, **sizes)
 
 
