@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from softgap.analysis import GapSums, gap_sums, headline
+from softgap.analysis.headline import Headline
 from softgap.trajectories import Trajectories
 from trajectory_examples import example_fields
 
@@ -94,3 +97,11 @@ def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:
     assert found.classical is None
     assert found.classical_stubborn is None
     assert "elu1" not in found.sentence
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_pages_show_the_sentence_as_it_is_written(page: str) -> None:
+    heads = ((9, 2), (18, 6), (5, 6), *((29, head) for head in range(14)))
+    shown = Headline(0.75, 0.72, 0.78, 0.03, heads, 270, 0.02, 0.03, 11, 36, 270).sentence
+    text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+    assert shown in " ".join(text.split())
