@@ -12,8 +12,9 @@ BROWSER := $(VENV)/.softgap-browser
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
 BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py benchmarks/impact.py
-# Two workers with one thread each: more threads only fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+# Two workers with one thread each: more threads only fight over the cores. Each begins with half of the files and takes
+# from the other's end when it is done, so that a file's servers, sites and labs are made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
 .PHONY: help demo test test-all lint format bench screenshots figures docs clean
 

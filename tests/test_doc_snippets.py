@@ -92,7 +92,6 @@ def desk(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
     monkeypatch.setattr(softgap, "load_model", lambda *_: loaded)
     monkeypatch.setattr("softgap.probe.load_model", lambda *_, **__: loaded)
-    monkeypatch.setattr("softgap.study.settings.load_model", lambda *_, **__: loaded, raising=False)
     monkeypatch.setattr(softgap, "calibrate", partial(calibrate, recipe=Recipe(features=4, steps=1), positions=128))
     Path("book.txt").write_text(BOOK, encoding="utf-8")
     Path("requests.jsonl").write_text(json.dumps(REQUEST) + "\n", encoding="utf-8")
@@ -145,3 +144,24 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](page.md#b) [c](none.md) [d](https://e.f/g)", encoding="utf-8")
     assert dead_links(page) == ["none.md"]
+
+
+# Lines of the README that a command printed, with what the code says there: numbers and names of the run stand for *.
+PRINTED = {
+    "src/softgap/cli/report.py": ["opens in any browser:"],
+    "src/softgap/cli/_findings.py": ["in the median of ", "; white noise of these lengths ", " below noise and "],
+    "src/softgap/probe/gates.py": [
+        "largest difference of logits, greedy and sampling",
+        "largest difference from the float64 reference",
+        "live with the dynamic cache against replay",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_the_readme_shows_is_still_what_is_printed(name: str) -> None:
+    source = (REPOSITORY / name).read_text(encoding="utf-8")
+    shown = "\n".join(blocks((REPOSITORY / "README.md").read_text(encoding="utf-8"), "text"))
+    for words in PRINTED[name]:
+        assert words in shown
+        assert words in source
