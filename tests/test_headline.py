@@ -37,6 +37,7 @@ def test_the_share_is_one_minus_a_ratio_of_means() -> None:
     assert found.low < found.share < found.high
     assert found.stubborn == ((run.layers[-1], run.divergence.shape[1] - 1),)
     assert found.heads == run.divergence[..., 0].size
+    assert found.classical is not None
     assert found.classical_low is not None
     assert found.classical_high is not None
     assert found.classical_low <= found.classical <= found.classical_high
