@@ -12,10 +12,11 @@ BROWSER := $(VENV)/.softgap-browser
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
 BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py benchmarks/impact.py
-# Two workers with one thread each: more threads only fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+# Two workers with one thread each: more threads only fight over the cores. Each begins with half of the files and takes
+# from the other's end when it is done, so that a file's servers, sites and labs are made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
-.PHONY: help demo test test-all lint format bench screenshots docs clean
+.PHONY: help demo test test-all lint format bench screenshots figures docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +69,9 @@ bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchm
 screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
 	@$(BIN)/python benchmarks/screenshots.py
 	@$(BIN)/python benchmarks/live_screenshots.py
+
+figures: $(STAMP) ## figures of the labs for the docs
+	@$(BIN)/python benchmarks/lab_figures.py
 
 docs: $(STAMP) ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

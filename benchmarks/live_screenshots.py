@@ -5,7 +5,6 @@ Run: python benchmarks/live_screenshots.py   (needs the embedded model and chrom
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Frame, Page, sync_playwright
+from playwright.sync_api import Browser, Frame, Page
 
-from screenshots import PROMPT, save
+from screenshots import PHONE, PROMPT, WIDE, launched, save
 
 SECOND = "Explain in one paragraph how a lighthouse works."
 SECONDS = 300
@@ -90,14 +89,8 @@ def shot(
 
 def main() -> None:
     """Make all pictures."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        sys.exit("pictures need a browser, and none was found; install chromium and try again")
-    wide: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
-    phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright, served(Path(folder)) as address:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        shot(browser, address, "live", tokens=40, until="#lines-readout", color_scheme="light", **wide)
+    with tempfile.TemporaryDirectory() as folder, launched() as browser, served(Path(folder)) as address:
+        shot(browser, address, "live", tokens=40, until="#lines-readout", color_scheme="light", **WIDE)
         shot(
             browser,
             address,
@@ -108,8 +101,7 @@ def main() -> None:
             color_scheme="dark",
             viewport={"width": 1500, "height": 900},
         )
-        shot(browser, address, "live-phone", tokens=16, until="#text-legend", color_scheme="light", **phone)
-        browser.close()
+        shot(browser, address, "live-phone", tokens=16, until="#text-legend", color_scheme="light", **PHONE)
 
 
 if __name__ == "__main__":

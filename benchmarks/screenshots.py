@@ -1,6 +1,6 @@
 """Pictures of the explorer for the docs: a story of the embedded model in light, dark and on a phone, and a study.
 
-Run: python benchmarks/screenshots.py   (needs the embedded model and chromium; writes docs/images/)
+Run: python benchmarks/screenshots.py   (needs the embedded model, its calibration and chromium; writes docs/images/)
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import io
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from softgap.probe import generate, load_model, read
+from softgap.probe.calibrations import default_mechanisms
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest
 
@@ -48,10 +51,29 @@ STUDY = {
 }
 
 
+WIDE: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+
+
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """A browser of this machine."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("pictures need a browser, and none was found; install chromium and try again")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 def write_story(folder: Path) -> Path:
     """The report on one long answer."""
     model, tokenizer = load_model()
-    generate(model, tokenizer, PROMPT, TOKENS, mechanisms=("elu1", "uniform"), focus=True).save(folder / "story")
+    mechanisms = default_mechanisms(model)
+    if "fitted" not in mechanisms:
+        sys.exit("the page opens with what a calibration says; make one first: softgap calibrate --text book.txt")
+    generate(model, tokenizer, PROMPT, TOKENS, mechanisms=mechanisms, focus=True).save(folder / "story")
     return write_explorer(folder / "story").path
 
 
@@ -106,19 +128,12 @@ def prepare(page: Page) -> None:
 
 def main() -> None:
     """Make all pictures."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        sys.exit("pictures need a browser, and none was found; install chromium and try again")
-    wide: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
-    phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, launched() as browser:
         story, study = write_story(Path(folder)), write_study(Path(folder))
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        shot(browser, story, "explorer-light", until="#lines-readout", color_scheme="light", **wide)
-        shot(browser, story, "explorer-dark", until="#lines-readout", color_scheme="dark", **wide)
-        shot(browser, story, "explorer-phone", until="#map-readout", color_scheme="light", **phone)
-        shot(browser, study, "explorer-study", until="#groups-table", color_scheme="light", **wide)
-        browser.close()
+        shot(browser, story, "explorer-light", until="#lines-readout", color_scheme="light", **WIDE)
+        shot(browser, story, "explorer-dark", until="#lines-readout", color_scheme="dark", **WIDE)
+        shot(browser, story, "explorer-phone", until="#map-readout", color_scheme="light", **PHONE)
+        shot(browser, study, "explorer-study", until="#groups-table", color_scheme="light", **WIDE)
 
 
 if __name__ == "__main__":

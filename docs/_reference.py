@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from types import ModuleType
@@ -65,13 +66,21 @@ def _row(parameter: Any) -> str:
 def api_page() -> str:
     """Every public name of softgap and of its rooms, with signature and docstring."""
     lines = ["# Python", "", "The names of `softgap`, then those of its rooms."]
-    rooms = [name for name in softgap.__all__ if isinstance(getattr(softgap, name), ModuleType)]
-    lines += _entries("softgap", softgap, [name for name in softgap.__all__ if name not in rooms and name[0] != "_"])
-    for room in rooms:
-        module = getattr(softgap, room)
-        lines += ["", f"## softgap.{room}", "", _plain((module.__doc__ or "").strip())]
-        lines += _entries(f"softgap.{room}", module, getattr(module, "__all__", ()))
+    lines += _entries("softgap", softgap, [name for name in softgap.__all__ if name[0] != "_"])
+    for where, module in _rooms("softgap", softgap):
+        lines += ["", f"## {where}", "", _plain((module.__doc__ or "").strip())]
+        lines += _entries(where, module, getattr(module, "__all__", ()))
     return "\n".join(lines) + "\n"
+
+
+def _rooms(where: str, module: ModuleType) -> list[tuple[str, ModuleType]]:
+    """The modules among the public names of a module, and those among theirs."""
+    found = []
+    for name in getattr(module, "__all__", ()):
+        inner = getattr(module, name)
+        if isinstance(inner, ModuleType):
+            found += [(f"{where}.{name}", inner), *_rooms(f"{where}.{name}", inner)]
+    return found
 
 
 def _entries(where: str, module: ModuleType, names: Any) -> list[str]:
@@ -84,9 +93,22 @@ def _entries(where: str, module: ModuleType, names: Any) -> list[str]:
         if callable(value):
             lines += ["```python", _signature(name, value), "```", ""]
             lines += ["```text", textwrap.dedent(inspect.getdoc(value) or "").strip(), "```"]
+            lines += _members(value) if inspect.isclass(value) else []
         else:
             lines += [f"`{type(value).__name__}`"]
     return lines
+
+
+def _members(kind: type) -> list[str]:
+    """The methods and properties of a class that have a docstring of their own, each with its first line."""
+    rows = []
+    for name, member in inspect.getmembers(kind):
+        described = inspect.isroutine(member) or isinstance(member, (property, functools.cached_property))
+        if name.startswith("_") or not described or not member.__doc__:
+            continue
+        shown = _signature(name, member).replace("(self, ", "(").replace("(self)", "()") if callable(member) else name
+        rows.append(f"| `{shown.replace('|', 'or')}` | {_plain(member.__doc__.strip().splitlines()[0])} |")
+    return ["", "| member | |", "|---|---|", *rows] if rows else []
 
 
 def _signature(name: str, value: Any) -> str:

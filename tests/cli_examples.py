@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +78,3 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """A disk on which no file can grow beyond a size, as on a full one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -55,8 +55,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     after = {name: content for name, content in contents(study).items() if not name.startswith("analysis")}
     assert after == before
     assert len(open_study(study)) == 1
-    again = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
-    assert again.returncode == 0
+    assert main(["analyze", str(study), "--transform", "raw", "--order", "4"]) == 0
     assert json.loads((study / "analysis" / "findings.json").read_text()) == findings
 
 
@@ -70,11 +69,12 @@ def test_json_is_one_document_and_writes_nothing(study: Path, capsys: pytest.Cap
     assert contents(study) == before
 
 
-def test_json_is_all_there_is_on_standard_output(study: Path) -> None:
-    done = script("analyze", str(study), "--json", "--out", "heads.csv", cwd=study.parent)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("{\n")
-    assert len(json.loads(done.stdout)["heads"]) == 6
+def test_json_is_all_there_is_on_standard_output(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(study), "--json", "--out", str(study.parent / "heads.csv")]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert done.out.startswith("{\n")
+    assert len(json.loads(done.out)["heads"]) == 6
     assert (study.parent / "heads.csv").exists()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_examples import contents, failure, script
+from cli_examples import contents, failure
 from model_examples import save_folder, tiny_llama
 from softgap.cli import main
 from softgap.trajectories import load
@@ -42,22 +42,26 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     assert "Fitted 4 features to every head in 3 steps, on the text given." in shown
     assert "gap left by profile closed by fitted" in shown
     assert main(["read", "short.txt", "--model", str(folder), "--out", "after"]) == 0
+    assert "share of its gap that the fitted map leaves to each head" in " ".join(capsys.readouterr().out.split())
     assert load("before").mechanisms == ("elu1", "uniform")
     assert load("after").mechanisms == ("elu1", "uniform", "fitted")
 
 
-def test_json_is_one_document_and_the_file_is_where_it_says(folder: Path, here: Path) -> None:
+def test_json_is_one_document_and_the_file_is_where_it_says(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["calibrate", str(folder), "--text", "boats.txt", *QUICK, "--out", "c.safetensors", "--json"]
-    shown = script(*arguments, cwd=here)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    found = json.loads(shown.stdout)
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    found = json.loads(shown.out)
     assert found["path"] == "c.safetensors"
     assert found["recipe"]["features"] == 4
     assert found["held_out"]["tokens"] > 0
     assert sorted(contents(here)) == ["boats.txt", "c.safetensors"]
     (here / "short.txt").write_text("Boat 1 left.", encoding="utf-8")
     by_path = ["--mechanism", "fitted@c.safetensors", "--out", "short"]
-    assert script("read", "short.txt", "--model", str(folder), *by_path, cwd=here).returncode == 0
+    assert main(["read", "short.txt", "--model", str(folder), *by_path]) == 0
     assert load(str(here / "short")).mechanisms == ("fitted", "uniform")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli_examples import Terminal, failure, loads_once, script, tiny_folder
+from cli_examples import Terminal, failure, loads_once, tiny_folder
 from softgap.cli import main
 from softgap.probe import Diagnosis, Gate
 from softgap.probe.gates import GATES
@@ -43,10 +43,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tiny_folder(tmp_path / "tiny"))
 
 
-def test_the_embedded_model_through_the_console_script(tmp_path: Path) -> None:
-    shown = script("doctor", "--gate", "parity", "--gate", "oracle", "--json", cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    document = json.loads(shown.stdout)
+def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gate", "parity", "--gate", "oracle", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    document = json.loads(shown.out)
     assert (document["model"], document["passed"]) == ("smollm2-135m", True)
     assert [gate["name"] for gate in document["gates"]] == ["parity", "oracle"]
     for gate in document["gates"]:

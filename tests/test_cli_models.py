@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from cli_examples import script, tiny_folder
+from cli_examples import tiny_folder
 from model_examples import hub_cache
 from softgap.cli import main
 from softgap.cli.models import _counted
 from softgap.probe import ModelInfo, available_models
 
 
-def test_through_the_console_script(tmp_path: Path) -> None:
-    shown = script("models", "--json", cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    document = json.loads(shown.stdout)
+def test_json_lists_the_embedded_model_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    document = json.loads(shown.out)
     here = available_models()
     assert document["default"] == "smollm2-135m"
     assert [model["name"] for model in document["models"]] == [info.name for info in here]

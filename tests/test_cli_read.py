@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import softgap
-from cli_examples import Terminal, contents, failure, loads_once, script, tiny_folder, type_in
+from cli_examples import Terminal, contents, failure, loads_once, tiny_folder, type_in
 from softgap.cli import main
 from softgap.trajectories import load, open_study
 
@@ -55,10 +55,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_the_embedded_model_through_the_console_script(here: Path) -> None:
-    shown = script("read", "many.jsonl", "--json", "--out", "a", cwd=here)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    document = json.loads(shown.stdout)
+def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["read", "many.jsonl", "--json", "--out", "a"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    document = json.loads(shown.out)
     assert (document["model"], document["out"]) == ("smollm2-135m", "a")
     assert [row["id"] for row in document["samples"]] == ["0", "7", "map"]
     study = open_study("a")

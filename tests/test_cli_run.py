@@ -18,12 +18,12 @@ from cli_examples import (
     Terminal,
     contents,
     failure,
-    largest_file,
     loads_once,
     script,
     tiny_folder,
     type_in,
 )
+from disk_examples import largest_file
 from model_examples import config_folder
 from softgap import probe
 from softgap.cli import main

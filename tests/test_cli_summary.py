@@ -78,6 +78,14 @@ def test_extreme_heads_are_named_by_layer_and_head() -> None:
         assert row.uniform == pytest.approx(control[run.layers.index(row.layer), row.head])
 
 
+def test_heads_are_ranked_by_the_fitted_map_where_there_is_one() -> None:
+    run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
+    hungry, _ = summarise(run).extremes()
+    means = run.select("fitted").head_means()
+    assert hungry[0].divergence == pytest.approx(np.nanmax(means))
+    assert summarise(run.select("elu1")).ranking == 0
+
+
 def test_a_model_with_one_head_has_one_extreme() -> None:
     run = example_run(layers=(0,), heads_per_layer=(1,))
     assert [len(rows) for rows in summarise(run).extremes()] == [1, 1]

@@ -97,7 +97,7 @@ def test_features_are_what_the_signal_room_says_at_equal_window_counts(tmp_path:
                 "complexity": expected.complexity,
             }[mode.feature]
             np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
-    groups = single.values[:, :, :2].mean(axis=2)  # heads 0 and 1 of layer 0 share a key-value head
+    groups = single.values[:, :, :2].mean(axis=2)  # heads 0 and 1 of layer 0 share a KV head
     np.testing.assert_allclose(table.values[:, :, 0], groups, rtol=1e-12)
     assert (table.layer[:4].tolist(), table.head[:4].tolist()) == ([0, 0, 0, 1], [0, 1, 2, 0])
 

@@ -319,3 +319,6 @@ def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> N
     for run, words in ((fitted, "A linear attention fitted to each head goes 0.80"), (plain, "'softgap calibrate'")):
         with opened(browser, report_of(tmp_path / words[:3], run)) as page:
             assert words in page.inner_text("#headline")
+            first = page.input_value("#mechanism"), page.inner_text("#map-caption").split(" (")[0]
+            expected = ("fitted", "Share of the gap left") if run is fitted else ("elu1", "Mean divergence")
+            assert first == expected

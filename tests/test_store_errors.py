@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from disk_examples import largest_file
 from softgap.errors import StoreError, ValueInputError
 from softgap.trajectories import StudyWriter, load, open_study
 from softgap.trajectories.folder import Folder
@@ -362,16 +361,6 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     writer.append([example_run(sample_id="b")])
     assert open_study(study).ids == ("a", "b")
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_fills_up_within_a_part_leaves_nothing(tmp_path: Path) -> None:

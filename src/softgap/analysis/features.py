@@ -51,7 +51,7 @@ class FeatureTable:
     modes, skipped
         What was looked at, and what could not be, with the reason.
     layer, head
-        Of every column: the head, or the key-value head where ``collapsed``.
+        Of every column: the head, or the KV head where ``collapsed``.
     used
         Which samples of the study were long enough.
     """
@@ -238,7 +238,7 @@ def _fill_residuals(
 def _collapsed(
     values: np.ndarray, layer: np.ndarray, group: np.ndarray
 ) -> tuple[np.ndarray, Int64[np.ndarray, " head"], Int64[np.ndarray, " head"]]:
-    """Means over the heads that share a key-value head."""
+    """Means over the heads that share a KV head."""
     places, codes = np.unique(np.stack([layer, group]), axis=1, return_inverse=True)
     codes = codes.reshape(-1)
     belongs = codes[:, None] == np.arange(places.shape[1])

@@ -1,8 +1,8 @@
 """The one sentence that a run or a study opens with: how much of softmax a fitted linear attention could do here.
 
 The share is that of the calibration (THEORY section 8): 1 - mean divergence(fitted) / mean divergence(uniform), over
-heads and over steps from position 64 on where there are enough of them. Its interval resamples blocks of steps within
-one run, and whole samples in a study.
+heads and over steps from position 64 on where there are enough of them. Intervals resample blocks of steps within one
+run, and whole samples in a study. Every number stands beside that of elu1, the control of the fit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
 NAMED = 3
+ENDS = (0.025, 0.975)
 UNKNOWN = (
     "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
     "'softgap calibrate'."
@@ -50,6 +51,12 @@ class GapSums:
         """Every sample as one part."""
         return cls(np.stack([one.parts.sum(axis=0) for one in samples]), sum(one.steps for one in samples))
 
+    @property
+    def left(self) -> Float[np.ndarray, "layer head"]:
+        """The share of its gap that the fitted map leaves to each head, NaN for a head without a gap."""
+        fitted, _ = _left(self.parts.sum(axis=0), self.steps)
+        return np.asarray(fitted)
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -58,11 +65,15 @@ class Headline:
     Attributes
     ----------
     share, low, high
-        With the middle 95 % over resampled parts; the ends are NaN where there is one part only.
-    classical
+        With the middle 95 % over resampled parts; here and below the ends are NaN where there is one part only.
+    classical, classical_low, classical_high
         The same share for elu1, None where it was not measured.
     stubborn
         (layer, head) of the heads that keep more than half of their gap, the largest rest first.
+    fewest, most
+        The middle 95 % of their number.
+    classical_stubborn
+        How many heads elu1 leaves more than half of their gap; None where it was not measured.
     heads
         How many heads have a gap.
     """
@@ -73,22 +84,40 @@ class Headline:
     classical: float | None
     stubborn: tuple[tuple[int, int], ...]
     heads: int
+    classical_low: float | None = None
+    classical_high: float | None = None
+    fewest: float = np.nan
+    most: float = np.nan
+    classical_stubborn: int | None = None
 
     @property
     def sentence(self) -> str:
         """The whole in words."""
-        interval = "" if np.isnan(self.low) else f" ({self.low:.2f} to {self.high:.2f})"
-        beside = "" if self.classical is None else f", where elu1 gets {self.classical:.2f}"
-        if not self.stubborn:
-            rest = f"none of {self.heads} heads keeps more than half of its gap"
-        else:
-            named = ", ".join(f"layer {layer} head {head}" for layer, head in self.stubborn[:NAMED])
-            keep = "head keeps" if len(self.stubborn) == 1 else "heads keep"
-            rest = f"{len(self.stubborn)} of {self.heads} {keep} more than half of the gap, first of all {named}"
         return (
-            f"A linear attention fitted to each head goes {self.share:.2f}{interval} of the way from the mean of "
-            f"values to softmax here{beside}; {rest}."
+            f"A linear attention fitted to each head goes {self.share:.2f}{_ends(self.low, self.high)} of the way from "
+            f"the mean of values to softmax here{self._classical}; {self._stubborn}."
         )
+
+    @property
+    def _classical(self) -> str:
+        if self.classical is None:
+            return ""
+        return f", where elu1 goes {self.classical:.2f}{_ends(self.classical_low, self.classical_high)}"
+
+    @property
+    def _stubborn(self) -> str:
+        """Which heads linear attention cannot do."""
+        beside = "" if self.classical_stubborn is None else f", with elu1 {self.classical_stubborn}"
+        if not self.stubborn:
+            return f"none of {self.heads} heads keeps more than half of its gap{beside}"
+        named = ", ".join(f"layer {layer} head {head}" for layer, head in self.stubborn[:NAMED])
+        keep = "keeps" if len(self.stubborn) == 1 else "keep"
+        count = f"{len(self.stubborn)}{_ends(self.fewest, self.most, 0)}"
+        return f"{count} of {self.heads} heads {keep} more than half of the gap{beside}, first of all {named}"
+
+
+def _ends(low: float | None, high: float | None, digits: int = 2) -> str:
+    return "" if low is None or high is None or np.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
@@ -116,19 +145,46 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     mine, uniform, classical = total.sum(axis=(1, 2))
     if not uniform > 0:
         return None
-    rng = np.random.default_rng(0)
-    sums = gap.parts[:, :2].sum(axis=(2, 3))
-    drawn = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
-    ends = np.quantile(1 - drawn[:, 0] / drawn[:, 1], [0.025, 0.975]) if len(sums) > 1 else (np.nan, np.nan)
-    has_gap = total[1] >= NO_GAP * gap.steps
-    kept = np.where(has_gap, total[0] / np.where(has_gap, total[1], 1.0), 0.0)
-    order = np.argsort(-total[0] * (kept > HALF), axis=None)[: int((kept > HALF).sum())]
+    left = _left(total, gap.steps)
+    keeps = left > HALF
+    order = np.argsort(-total[0] * keeps[0], axis=None)[: int(keeps[0].sum())]
     width = total.shape[-1]
+    (lows, highs), counts = _intervals(gap)
+    measured = not np.isnan(classical)
     return Headline(
-        float(1 - mine / uniform),
-        float(ends[0]),
-        float(ends[1]),
-        None if np.isnan(classical) else float(1 - classical / uniform),
-        tuple((layers[int(i) // width], int(i) % width) for i in order),
-        int(has_gap.sum()),
+        share=float(1 - mine / uniform),
+        low=lows[0],
+        high=highs[0],
+        classical=float(1 - classical / uniform) if measured else None,
+        classical_low=lows[1] if measured else None,
+        classical_high=highs[1] if measured else None,
+        stubborn=tuple((layers[int(i) // width], int(i) % width) for i in order),
+        fewest=counts[0],
+        most=counts[1],
+        classical_stubborn=int(keeps[1].sum()) if measured else None,
+        heads=int((~np.isnan(left[0])).sum()),
     )
+
+
+def _left(
+    total: Float[np.ndarray, "*draw mechanism layer head"], steps: int
+) -> Float[np.ndarray, "*draw two layer head"]:
+    """The share of each head's gap that fitted and elu1 leave, NaN for a head without a gap."""
+    uniform = total[..., 1, :, :]
+    known = np.where(uniform >= NO_GAP * steps, uniform, np.nan)
+    return total[..., [0, 2], :, :] / known[..., None, :, :]
+
+
+def _intervals(gap: GapSums) -> tuple[list[list[float]], list[float]]:
+    """The ends of the middle 95 % of the shares of fitted and elu1, and of how many heads keep more than half."""
+    count = len(gap.parts)
+    if count < 2:
+        return [[np.nan, np.nan], [np.nan, np.nan]], [np.nan, np.nan]
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(count, size=(RESAMPLES, count))
+    taken = (drawn[:, :, None] == np.arange(count)).sum(axis=1)
+    totals = np.tensordot(taken, gap.parts, axes=1)
+    mine, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
+    shares = np.quantile(1 - np.stack([mine, classical], axis=1) / uniform[:, None], ENDS, axis=0)
+    heads = (_left(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
+    return shares.tolist(), np.quantile(heads, ENDS).tolist()

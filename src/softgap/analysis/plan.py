@@ -36,7 +36,7 @@ class ComparisonPlan:
     mechanisms, quantity, features, transforms, orders, segments, part
         The family: every combination of these, in every head. Mechanisms are all of the study's by default.
     collapse
-        Whether heads that share a key-value head are averaged.
+        Whether heads that share a KV head are averaged.
     clusters, exchange
         The field that says which samples belong together (passed over where no sample has it), and how labels move.
     match, strata

@@ -1,4 +1,4 @@
-"""How far two attention outputs lie apart: cosine divergence, relative L2 and the ratio of norms."""
+"""How far two attention outputs lie apart: divergence, relative L2 and norm ratio."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from softgap.probe.capture import seeded
 from softgap.probe.models import Model, Tokenizer
+from softgap.probe.sampling import seeded
 
 __all__ = ["own_texts"]
 

@@ -1,7 +1,7 @@
 """What a step of the fit looks at: blocks of query rows, each with a sample of the keys it sees.
 
 A row at position t sees t + 1 keys, and a fit that looked at all of them would cost more with every token of context.
-So the first keys (attention sinks) and the near ones are taken as they are, and the far ones by a stratified sample in
+So the first keys (sink tokens) and the near ones are taken as they are, and the far ones by a stratified sample in
 which each key stands for as many as it was drawn from. The softmax weights and the fitted ones are normalised over the
 same sample, so that their difference is estimated at a cost that does not depend on the length of the text.
 """

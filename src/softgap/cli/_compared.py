@@ -83,7 +83,7 @@ def _show_family(console: Console, document: dict[str, Any]) -> None:
     )
     console.print(
         f"{family['units']:,} units: {len(family['modes'])} features of {family['heads']:,} "
-        f"{'key-value heads' if family['collapsed'] else 'heads'}"
+        f"{'KV heads' if family['collapsed'] else 'heads'}"
         + (f"; {family['all_equal']:,} more never vary" if family["all_equal"] else ""),
         soft_wrap=True,
     )

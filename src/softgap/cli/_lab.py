@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from softgap.theory import Claim
 
-__all__ = ["LabOut", "LabResult", "LabText", "LabTokens", "model_and_text", "present_lab", "reading_model"]
+__all__ = ["LabOut", "LabResult", "LabText", "LabTokens", "model_and_text", "present_lab", "reading_model", "run_lab"]
 
 _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
 
@@ -53,6 +54,22 @@ class LabResult(Protocol):
         ...
 
 
+Result = TypeVar("Result", bound=LabResult)
+
+
+def run_lab(
+    lab: Callable[..., Result], *given: Any, stage: str, seed: int, about: dict[str, Any] | None = None, **settings: Any
+) -> Result:
+    """Run a lab from its seed under a progress bar; its settings then tell the seed, and what else is ``about`` it."""
+    import numpy as np
+
+    from softgap.cli._waiting import waiting_share
+
+    with waiting_share(stage) as show:
+        found: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
+    return cast(Result, dataclasses.replace(found, settings={**(about or {}), **found.settings, "seed": seed}))
+
+
 def reading_model(model: str | None, text: str | None) -> str | None:
     """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
     return "smollm2-135m" if model is None and text is not None else model
@@ -63,8 +80,8 @@ def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequenc
     from softgap.attention import resolve
     from softgap.cli._texts import given_text, plain_text
     from softgap.probe import load_model
-    from softgap.probe.capture import prompt_ids
     from softgap.probe.recording import ready
+    from softgap.probe.text_ids import prompt_ids
     from softgap.theory.passage import PASSAGE
 
     page = PASSAGE if text is None else plain_text(*given_text(text))

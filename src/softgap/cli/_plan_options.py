@@ -51,7 +51,7 @@ class PlanOptions:
     ] = None
     part: Annotated[str | None, typer.Option(help="completion (the default) or prompt.", show_default=False)] = None
     collapse: Annotated[
-        bool | None, typer.Option("--collapse", help="Average heads that share a key-value head.", show_default=False)
+        bool | None, typer.Option("--collapse", help="Average heads that share a KV head.", show_default=False)
     ] = None
     match: Annotated[
         list[str] | None,

@@ -73,6 +73,7 @@ def _source(manifest: Manifest, out: str) -> dict[str, Any]:
 def _by_head(summary: Summary) -> dict[str, Any]:
     hungry, linear = summary.extremes()
     return {
+        "ranked_by": summary.mechanisms[summary.ranking],
         "most_softmax_hungry": [asdict(head) for head in hungry],
         "most_linear": [asdict(head) for head in linear],
         "heads": summary.head_rows(),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -31,30 +32,30 @@ _ALIKE = 0.05
 
 
 def show_run(console: Console, run: Trajectories, out: str) -> None:
-    """The text coloured by divergence, the map of the heads, the extreme heads and the means; the path comes last."""
+    """The sentence and the map of heads, then the text, the extreme heads and the means; the path comes last."""
     summary = summarise(run)
-    _headline(console, summary, run.manifest)
-    console.print()
+    _opening(console, summary, run.manifest, "steps")
     console.print(_text(console, run), width=_width(console))
     console.print()
     _numbers(console, summary, out, "steps")
 
 
 def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
-    """One line per sample, then the same numbers as for a run, as means over the samples."""
+    """The same as means over the samples, with one line per sample in the place of the text."""
     overall = merged(summaries)
-    _headline(console, overall, manifest, samples=len(summaries))
-    console.print()
+    over = "steps, then samples"
+    _opening(console, overall, manifest, over, samples=len(summaries))
     console.print(_samples(summaries))
     console.print()
-    _numbers(console, overall, out, "steps, then samples")
+    _numbers(console, overall, out, over)
 
 
 def _width(console: Console) -> int:
     return min(console.width, _WIDEST)
 
 
-def _headline(console: Console, summary: Summary, manifest: Manifest, samples: int = 1) -> None:
+def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, samples: int = 1) -> None:
+    """What was measured, then one sentence and one picture."""
     sampling = manifest.options.get("do_sample")
     facts = [
         manifest.model,
@@ -69,6 +70,23 @@ def _headline(console: Console, summary: Summary, manifest: Manifest, samples: i
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
     console.print()
     console.print(_first_sentence(summary), width=_width(console))
+    console.print()
+    title, values = _picture(summary, over)
+    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=colourful(console))
+    console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
+    console.print(cells)
+    console.print()
+
+
+def _picture(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
+    """What the sentence is about, head by head: what a fitted map leaves of the gap, or else the divergence."""
+    if summary.headline is not None and summary.gap is not None:
+        return (
+            "share of its gap that the fitted map leaves to each head (down) of each layer (across)",
+            summary.gap.left,
+        )
+    name = summary.mechanisms[0]
+    return f"divergence from {name} by head (down) and layer (across), mean over {over}", summary.heads[0]
 
 
 def _first_sentence(summary: Summary) -> Text:
@@ -97,12 +115,6 @@ def _text(console: Console, run: Trajectories) -> Text:
 
 
 def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
-    name = summary.mechanisms[0]
-    cells, meaning = heat_map(summary.heads[0], summary.layers, width=_width(console), colour=colourful(console))
-    title = f"divergence from {name} by head (down) and layer (across), mean over {over}"
-    console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"))
-    console.print(cells)
-    console.print()
     console.print(_extremes(summary))
     console.print()
     console.print(_means(summary, over))
@@ -124,8 +136,9 @@ def _extremes(summary: Summary) -> RenderableType:
 
 def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    with_control = CONTROL in summary.mechanisms[1:]
-    for heading in ("layer", "head", summary.mechanisms[0], *([CONTROL] if with_control else [])):
+    ranking = summary.mechanisms[summary.ranking]
+    with_control = CONTROL in summary.mechanisms and ranking != CONTROL
+    for heading in ("layer", "head", ranking, *([CONTROL] if with_control else [])):
         table.add_column(heading, justify="right")
     for row in heads:
         control = [_number(row.uniform)] if with_control and row.uniform is not None else []

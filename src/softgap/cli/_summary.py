@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
+from softgap.analysis.headline import FITTED, GapSums, Headline, gap_sums, headline
 from softgap.cli._means import mean
 from softgap.cli._task import CONTROL
 from softgap.trajectories import QUANTITIES, Trajectories
@@ -21,7 +21,7 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class HeadMean:
-    """Mean divergence of one head from the first mechanism and from the control."""
+    """Mean divergence of one head from the mechanism that ranks the heads, and from the control."""
 
     layer: int
     head: int
@@ -71,10 +71,16 @@ class Summary:
         """Names of the mechanisms, in order."""
         return tuple(self.means)
 
+    @property
+    def ranking(self) -> int:
+        """The mechanism that ranks heads: the fitted one where it was measured, else the first."""
+        return self.mechanisms.index(FITTED) if FITTED in self.mechanisms else 0
+
     def extremes(self, count: int = _LISTED) -> tuple[list[HeadMean], list[HeadMean]]:
         """The heads that need softmax most, and those nearest to linear, the extreme one first."""
-        layer, head = np.nonzero(~np.isnan(self.heads[0]))
-        order = np.argsort(self.heads[0][layer, head], kind="stable")
+        values = self.heads[self.ranking]
+        layer, head = np.nonzero(~np.isnan(values))
+        order = np.argsort(values[layer, head], kind="stable")
         count = min(count, max(1, len(order) // 2))
         ranked = [self._head(int(layer[i]), int(head[i])) for i in order]
         return ranked[::-1][:count], ranked[:count]
@@ -107,7 +113,7 @@ class Summary:
     def _head(self, layer: int, head: int) -> HeadMean:
         control = self.mechanisms.index(CONTROL) if CONTROL in self.mechanisms else None
         uniform = None if control is None else float(self.heads[control, layer, head])
-        return HeadMean(self.layers[layer], head, float(self.heads[0, layer, head]), uniform)
+        return HeadMean(self.layers[layer], head, float(self.heads[self.ranking, layer, head]), uniform)
 
 
 def summarise(run: Trajectories) -> Summary:

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.text import Text
 
-__all__ = ["waiting"]
+__all__ = ["waiting", "waiting_share"]
 
 
 @contextmanager
@@ -45,6 +45,13 @@ def waiting(stage: str, total: int | None = None, *, rate: str = "") -> Iterator
             progress.update(task, description=stage, completed=done)
 
         yield show
+
+
+@contextmanager
+def waiting_share(stage: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar while the block runs; yields a function that shows another stage and the share of all that is done."""
+    with waiting(stage, 100) as show:
+        yield lambda now, share: show(now, int(100 * share))
 
 
 class _Rate(ProgressColumn):

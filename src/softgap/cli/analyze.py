@@ -72,9 +72,9 @@ def analyze_command(
 
 def _analyzed(study: str, settings: dict[str, Any]) -> Findings:
     from softgap.analysis import analyze
-    from softgap.cli._waiting import waiting
+    from softgap.cli._waiting import waiting_share
     from softgap.trajectories import open_study
 
     opened = open_study(study)
-    with waiting("analysing", 100) as show:
-        return analyze(opened, **settings, progress=lambda what, share: show(what, int(100 * share)))
+    with waiting_share("analysing") as show:
+        return analyze(opened, **settings, progress=show)

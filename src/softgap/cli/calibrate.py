@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from softgap.cli import _output
 from softgap.cli._colour import colourful
-from softgap.cli._heatmap import heat_map
 from softgap.cli._options import Attn, Device, Dtype, Json
 from softgap.cli._texts import given_text
 from softgap.errors import StoreError, ValueInputError
@@ -105,6 +103,10 @@ def _calibrated(
 
 
 def _show(calibration: Calibration, path: Path) -> None:
+    import numpy as np
+
+    from softgap.cli._heatmap import heat_map
+
     console = _output.console()
     held_out = calibration.held_out
     source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"

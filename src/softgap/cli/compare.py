@@ -56,16 +56,16 @@ def _compared(
     study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
-    from softgap.cli._waiting import waiting
+    from softgap.cli._waiting import waiting_share
     from softgap.tasks import read_labels
 
     others = None if second is None else read_labels(second)
-    with waiting("comparing", 100) as show:
+    with waiting_share("comparing") as show:
         return compare_study(
             study,
             plan,
             planned=source,
             open_confirmation=open_confirmation,
             second=others,
-            progress=lambda what, share: show(what, int(100 * share)),
+            progress=show,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -57,39 +56,17 @@ def focus_command(
 
 
 def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.focus.synthetic import focus_lab
 
-    with waiting("checking", 100) as show:
-        found = focus_lab(
-            n=keys,
-            d=dim,
-            draws=draws,
-            mechanisms=mechanisms,
-            rng=np.random.default_rng(seed),
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(found, settings={**found.settings, "seed": seed})
+    return run_lab(focus_lab, stage="checking", seed=seed, n=keys, d=dim, draws=draws, mechanisms=mechanisms)
 
 
 def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | None, seed: int) -> ModelFocus:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.focus.model import focus_in_model
 
-    model, ids = model_and_text(name, text, tokens, mechanisms)
-    with waiting("reading", 100) as show:
-        lab = focus_in_model(
-            model,
-            ids,
-            rng=np.random.default_rng(seed),
-            mechanisms=mechanisms,
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+    given = model_and_text(name, text, tokens, mechanisms)
+    about = {"model": name, "text": text}
+    return run_lab(focus_in_model, *given, stage="reading", seed=seed, about=about, mechanisms=mechanisms)
 
 
 def _rank_table(found: FocusFindings) -> Table:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model
+from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -63,44 +62,21 @@ def injectivity_command(
 
 
 def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, starts: int, seed: int) -> Injectivity:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.injectivity.synthetic import injectivity_lab
 
-    with waiting("looking for collisions", 100) as show:
-        lab = injectivity_lab(
-            rng=np.random.default_rng(seed),
-            dim=dim,
-            keys=keys,
-            mechanisms=mechanisms,
-            queries=queries,
-            starts=starts,
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
+    sizes: dict[str, Any] = {"dim": dim, "keys": keys, "queries": queries, "starts": starts}
+    return run_lab(injectivity_lab, stage="looking for collisions", seed=seed, mechanisms=mechanisms, **sizes)
 
 
 def _in_model(
     name: str, text: str | None, tokens: int, mechanisms: list[str] | None, queries: int, near: float, seed: int
 ) -> ModelInjectivity:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.injectivity.model import injectivity_in_model
 
-    model, ids = model_and_text(name, text, tokens, mechanisms)
-    with waiting("reading", 100) as show:
-        lab = injectivity_in_model(
-            model,
-            ids,
-            rng=np.random.default_rng(seed),
-            mechanisms=mechanisms,
-            queries=queries,
-            near=near,
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+    given = model_and_text(name, text, tokens, mechanisms)
+    about = {"model": name, "text": text}
+    settings: dict[str, Any] = {"mechanisms": mechanisms, "queries": queries, "near": near}
+    return run_lab(injectivity_in_model, *given, stage="reading", seed=seed, about=about, **settings)
 
 
 def _search_table(lab: Injectivity) -> Table:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, model_and_text, present_lab, reading_model
+from softgap.cli._lab import LabOut, LabText, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -53,43 +52,22 @@ def position_command(
 
 
 def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, start: int, seed: int) -> Position:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.position.lab import position_lab
 
-    with waiting("drawing heads", 100) as show:
-        lab = position_lab(
-            rng=np.random.default_rng(seed),
-            heads=heads,
-            length=tokens,
-            dim=dim,
-            start=start,
-            mechanisms=mechanisms,
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(lab, settings={**lab.settings, "seed": seed})
+    sizes: dict[str, Any] = {"heads": heads, "length": tokens, "dim": dim, "start": start}
+    return run_lab(position_lab, stage="drawing heads", seed=seed, mechanisms=mechanisms, **sizes)
 
 
 def _in_model(
     name: str, text: str | None, tokens: int, mechanisms: list[str] | None, start: int, seed: int
 ) -> Position:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
     from softgap.theory.position.lab import position_in_model
 
-    model, ids = model_and_text(name, text, tokens, mechanisms)
-    with waiting("reading", 100) as show:
-        lab = position_in_model(
-            model,
-            ids,
-            rng=np.random.default_rng(seed),
-            start=start,
-            mechanisms=mechanisms,
-            progress=lambda what, share: show(what, int(100 * share)),
-        )
-    return dataclasses.replace(lab, settings={"model": name, "text": text, **lab.settings, "seed": seed})
+    given = model_and_text(name, text, tokens, mechanisms)
+    about = {"model": name, "text": text}
+    return run_lab(
+        position_in_model, *given, stage="reading", seed=seed, about=about, start=start, mechanisms=mechanisms
+    )
 
 
 def _shares_table(lab: Position) -> Table:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli._lab import LabOut, present_lab
+from softgap.cli._lab import LabOut, present_lab, run_lab
 from softgap.cli._options import Json
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def separation_command(
 
     With --train and --out, finished models are kept in the folder's cells/ and not trained again.
     """
+    from softgap.theory.separation.lab import separation_lab
     from softgap.theory.separation.phase_map import parse_axes
 
     sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
@@ -81,7 +82,7 @@ def separation_command(
     }
     if train:
         _check_training(task, mechanism)
-    found = _separated(sizes, settings, seed)
+    found: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
     if train:
         found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
 
@@ -91,22 +92,6 @@ def separation_command(
         return draw_separation(found)
 
     present_lab(found, draw, title="Separation", out=out, as_json=as_json)
-
-
-def _separated(sizes: dict[str, Any], settings: dict[str, Any], seed: int) -> Separation:
-    import numpy as np
-
-    from softgap.cli._waiting import waiting
-    from softgap.theory.separation.lab import separation_lab
-
-    with waiting("separating", 100) as show:
-        found = separation_lab(
-            sizes,
-            **settings,
-            rng=np.random.default_rng(seed),
-            progress=lambda stage, part: show(stage, int(100 * part)),
-        )
-    return replace(found, settings={**found.settings, "seed": seed})
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:
@@ -121,16 +106,16 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
 
 
 def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
-    from softgap.cli._waiting import waiting
+    from softgap.cli._waiting import waiting_share
     from softgap.theory.separation.trained import train_all
     from softgap.theory.separation.trained_cells import Training
 
-    with waiting("training", 100) as show:
+    with waiting_share("training") as show:
         return train_all(
             tasks,
             mechanisms,
             seeds=seeds,
             training=Training(steps=steps),
             folder=None if out is None else Path(out) / "cells",
-            progress=lambda stage, part: show(stage, int(100 * part)),
+            progress=show,
         )

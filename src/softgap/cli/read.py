@@ -126,7 +126,7 @@ def _read_sample(task: Task, loaded: Loaded, sample: Prompt, chat: bool) -> Traj
 
 def _require_room(loaded: Loaded, samples: Sequence[Prompt], name: str, chat: bool) -> None:
     """Refuse a sample that the model cannot read before the first one is read."""
-    from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
+    from softgap.probe.text_ids import check_lengths, completion_ids, prompt_ids
 
     model, tokenizer = loaded
     for sample in samples:

@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.probe.provenance import live_options, manifest_of, replay_options
 from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
+from softgap.probe.sampling import sampling_settings, seeded, stopping
+from softgap.probe.text_ids import (
+    check_lengths,
+    check_sinks,
+    completion_ids,
+    decoded,
+    pad_id,
+    padded,
+    prompt_ids,
+    uses_chat,
+)
 from softgap.probe.token_scores import forward_then_logits
-from softgap.trajectories import Trajectories, inputs_digest
+from softgap.trajectories import Manifest, Trajectories, inputs_digest
 
-__all__ = ["Interrupted", "check_lengths", "completion_ids", "generate", "prompt_ids", "read", "read_ids", "seeded"]
+__all__ = ["Interrupted", "generate", "read", "read_ids"]
 
 Mechanisms = Sequence[str | Mechanism]
-
-
-def _sampling(seed: int | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with sampling on where there is a seed, and off otherwise, unless they say so themselves."""
-    settings = {"do_sample": seed is not None, **settings}
-    if settings["do_sample"] is False:
-        # Sampling defaults of the model's own generation config would only warn here.
-        settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
-    return settings
-
-
-class _Asked(StoppingCriteria):
-    """Ends all rows of a generation once somebody says so."""
-
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Whether each row is over."""
-        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -109,34 +97,50 @@ def generate(
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     rows = [prompt_ids(tokenizer, text, chat) for text in prompts]
     check_lengths(model, rows, max_new_tokens)
-    _check_sinks(rows, drop_sinks)
-    ids, mask = _padded(rows, tokenizer, "left", model.device)
-    settings = _sampling(seed, settings)
+    check_sinks(rows, drop_sinks)
+    settings = sampling_settings(seed, settings)
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
-    asked = settings if stop is None else {"stopping_criteria": StoppingCriteriaList([_Asked(stop)]), **settings}
     with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
-        write: Any = model.generate
-        try:
-            write(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=_pad_id(tokenizer), **asked)
-            stopped = False
-        except KeyboardInterrupt:
-            stopped = True
-    runs = recording.trajectories()
-    answers = len(runs) // len(prompts)
-    chats = _uses_chat(tokenizer, chat)
-    options = live_options(model, max_new_tokens=max_new_tokens, chat=chats, focus=focus, settings=settings)
+        whole = _written(model, tokenizer, rows, {"max_new_tokens": max_new_tokens, **stopping(stop), **settings})
+    options = live_options(
+        model, max_new_tokens=max_new_tokens, chat=uses_chat(tokenizer, chat), focus=focus, settings=settings
+    )
     manifest = manifest_of(
         model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
     )
-    finished = [
+    runs = _named(recording.trajectories(), prompts, manifest, tokenizer)
+    if not whole:
+        raise Interrupted(runs)
+    return runs[0] if isinstance(prompt, str) and len(runs) == 1 else runs
+
+
+def _written(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], settings: dict[str, Any]
+) -> bool:
+    """Let the model continue rows of tokens; whether it came to its end, or was interrupted by Ctrl-C."""
+    ids, mask = padded(rows, tokenizer, "left", model.device)
+    write: Any = model.generate
+    try:
+        write(ids, attention_mask=mask, pad_token_id=pad_id(tokenizer), **settings)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _named(
+    runs: Sequence[Trajectories], prompts: Sequence[str], manifest: Manifest, tokenizer: PreTrainedTokenizerBase
+) -> list[Trajectories]:
+    """The runs with their texts and how they came about; each prompt may have several answers, one after the other."""
+    answers = len(runs) // len(prompts)
+    return [
         dataclasses.replace(
-            run, manifest=manifest, prompt_text=text, completion_text=_decoded(tokenizer, run.token_ids.tolist())
+            run,
+            manifest=manifest,
+            prompt_text=prompts[i // answers],
+            completion_text=decoded(tokenizer, run.token_ids.tolist()),
         )
-        for run, text in zip(runs, [text for text in prompts for _ in range(answers)], strict=True)
+        for i, run in enumerate(runs)
     ]
-    if stopped:
-        raise Interrupted(finished)
-    return finished[0] if isinstance(prompt, str) and answers == 1 else finished
 
 
 @overload
@@ -223,8 +227,8 @@ def read_ids(
     # The last token of a completion is predicted, never fed: as in a generation.
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
     check_lengths(model, fed, 0)
-    _check_sinks(fed, drop_sinks)
-    ids, mask = _padded(fed, tokenizer, "right", model.device)
+    check_sinks(fed, drop_sinks)
+    ids, mask = padded(fed, tokenizer, "right", model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not bool(mask.all()):
         inputs["attention_mask"] = mask
@@ -254,93 +258,3 @@ def read_ids(
                 recording.add_logits(start, logits)
                 del logits  # before the next block is made: one at a time
     return recording.trajectories()
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> list[int]:
-    """Token ids of a prompt, in the tokenizer's chat template if asked for."""
-    if not text.strip():
-        raise ValueInputError(f"a prompt must hold some text, got {text!r}")
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueInputError("this tokenizer has no chat template; leave chat out")
-    if _uses_chat(tokenizer, chat):
-        messages = [{"role": "user", "content": text}]
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    else:
-        encoded = tokenizer(text, verbose=False)  # a text too long is refused in our own words
-    ids = encoded["input_ids"]
-    if not len(ids):
-        raise ValueInputError(f"a prompt must hold at least one token, got none from {text!r}")
-    return [int(token) for token in ids]
-
-
-def completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a completion: no special tokens in front."""
-    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
-    ids = encoded["input_ids"]
-    if not len(ids):
-        raise ValueInputError(f"a completion must hold at least one token, got none from {text!r}")
-    return [int(token) for token in ids]
-
-
-def _uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-
-
-def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
-    """Refuse rows of tokens that the model's context does not hold, ``more`` new ones included."""
-    longest = max((len(row) for row in rows), default=0)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and longest + more > context:
-        asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
-        raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
-
-
-def _check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:
-    shortest = min((len(row) for row in rows), default=0)
-    if drop_sinks and shortest <= drop_sinks:
-        raise ValueInputError(f"drop_sinks must leave some text, got {drop_sinks} of {shortest} tokens; drop fewer")
-
-
-def _padded(
-    rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase | None, side: str, device: torch.device
-) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
-    """Rows as one tensor, padded on one side, with its mask."""
-    if not rows:
-        raise ValueInputError("at least one text is needed, got none")
-    length = max(len(row) for row in rows)
-    ids = torch.full((len(rows), length), _pad_id(tokenizer))
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        place = slice(length - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, place] = torch.tensor(row)
-        mask[i, place] = 1
-    return ids.to(device), mask.to(device)
-
-
-def _pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The padding token, or any other: padding is masked everywhere."""
-    for name in ("pad_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name, None)
-        if isinstance(token, int):
-            return token
-    return 0
-
-
-@contextmanager
-def seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
-    """A seed for sampling that leaves the global random state as it was."""
-    if seed is None:
-        yield
-        return
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would seed every other device too, and nobody would put those back.
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            with torch.cuda.device(model.device):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))

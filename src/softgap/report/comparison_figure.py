@@ -39,7 +39,7 @@ def _draw_heads(figure: Figure, axes: Axes, findings: ComparisonFindings) -> Non
         grid, aspect="auto", origin="lower", cmap="viridis", extent=(-0.5, len(layers) - 0.5, -0.5, len(grid) - 0.5)
     )
     axes.set_xlabel("layer")
-    axes.set_ylabel("key-value head" if findings.table.collapsed else "head")
+    axes.set_ylabel("KV head" if findings.table.collapsed else "head")
     axes.set_title("largest |t| of any feature", fontsize="small")
     figure.colorbar(picture, ax=axes)
 

@@ -1,6 +1,6 @@
 """Findings that are no study: a title, a verdict, tables and pictures, shown in the look of the explorer.
 
-Labs, comparisons of groups and plans of replaced heads all come as one :class:`Document`. On disk it is a file
+Labs, comparisons of groups and plans of swapped heads all come as one :class:`Document`. On disk it is a file
 ``findings.json`` (or ``findings-NAME.json``) with its pictures beside it; in the folder of a study, or of one of its
 comparisons, it becomes a section of the study's report, in a folder of its own a page.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from softgap import __version__
-from softgap.analysis.headline import UNKNOWN, GapSums, gap_sums, headline
+from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline
 from softgap.errors import StoreError, ValueInputError
 from softgap.report.chosen import Chosen, array_keys, choose
 from softgap.report.columns import Column
@@ -88,25 +88,42 @@ def payload(
         entry["data"] = carried(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
         lines.append(entry)
         gaps.append(gap_sums(run))
+    sentence, left = _opening(gaps, first)
     document = {
         **_frame(study, first, chosen),
-        "headline": _headline(gaps, first),
+        "headline": sentence,
+        "opening": {} if left is None else {"quantity": "column-0", **_carried_first(chosen)},
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
-        "columns": measured_elsewhere,
+        "columns": measured_elsewhere if left is None else [left.to_json(first), *measured_elsewhere],
         "shapes": [[array.rows, array.columns] for array in arrays],
     }
     return Payload(document, tuple(arrays), tuple(findings))
 
 
-def _headline(gaps: Sequence[GapSums | None], first: Trajectories) -> str:
-    """The sentence that the page opens with."""
+def _opening(gaps: Sequence[GapSums | None], first: Trajectories) -> tuple[str, Column | None]:
+    """The sentence that the page opens with, and what it is about, head by head, for the map."""
     measured = [gap for gap in gaps if gap is not None]
     if not measured:
-        return UNKNOWN
-    found = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
-    return "" if found is None else found.sentence
+        return UNKNOWN, None
+    whole = measured[0] if len(gaps) == 1 else GapSums.of_samples(measured)
+    found = headline(whole, first.layers)
+    if found is None:
+        return "", None
+    left = {
+        (layer, head): float(value)
+        for layer, row in zip(first.layers, whole.left, strict=True)
+        for head, value in enumerate(row)
+        if not np.isnan(value)
+    }
+    unit = "divergence from fitted / divergence from uniform"
+    return found.sentence, Column("share of the gap left", left, unit, "this study") if left else None
+
+
+def _carried_first(chosen: Chosen) -> dict[str, str]:
+    """The mechanism that the page shows first, unless it carries that only as means."""
+    return {"mechanism": FITTED} if f"divergence/{FITTED}" in chosen.keys else {}
 
 
 def _first(study: Study) -> Trajectories:

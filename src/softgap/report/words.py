@@ -71,7 +71,7 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
 
 def _left_out(manifest: Manifest) -> str:
     n = manifest.dropped_sinks
-    return f"The first {n} tokens were hidden from both sides (attention sinks)." if n else ""
+    return f"The first {n} tokens were hidden from both sides (sink tokens)." if n else ""
 
 
 def _machine(manifest: Manifest) -> str:

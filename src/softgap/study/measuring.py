@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from softgap.errors import SoftgapError
 from softgap.probe import Interrupted, generate, read
-from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
+from softgap.probe.text_ids import check_lengths, completion_ids, prompt_ids
 from softgap.study.batches import Batch
 from softgap.study.settings import StudySettings
 from softgap.tasks import Prompt, Scorer

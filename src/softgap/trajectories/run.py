@@ -42,7 +42,7 @@ class Trajectories(Displayed):
     layers : tuple of int
         Indices of the tapped layers in the model, increasing; a hybrid model has attention in only some.
     kv_group : int32 [layer, head]
-        The key-value head that each query head uses.
+        The KV head that each query head uses.
     quantities : mapping of str to float32 [mechanism, layer, head, step]
         ``divergence``, ``relative_l2`` and ``norm_ratio`` under these names, for all mechanisms.
     positions : int32 [step]

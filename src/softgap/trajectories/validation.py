@@ -182,7 +182,7 @@ def _named_arrays(
 def _check_padding(heads_per_layer: tuple[int, ...], kv_group: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
     padding = np.arange(kv_group.shape[1]) >= np.array(heads_per_layer)[:, None]
     if (kv_group[padding] != -1).any() or (kv_group[~padding] < 0).any():
-        raise ValueInputError("kv_group must be the index of a key-value head, and -1 only for padding; got otherwise")
+        raise ValueInputError("kv_group must be the index of a KV head, and -1 only for padding; got otherwise")
     for name, array in arrays.items():
         if not np.isnan(array[..., padding, :]).all():
             raise ValueInputError(f"{name} must be NaN where a layer has no such head, got numbers; pad with NaN")

@@ -1,11 +1,11 @@
 'use strict';
-// The map: one cell per head, layers along one side and heads along the other, key-value groups set apart.
+// The map: one cell per head, layers along one side and heads along the other, KV groups set apart.
 
 const NARROW = 560;
 const GROUP_GAP = 6;
 let mapFocus = 0;
 
-/** Heads that begin a new key-value group, if all layers are cut alike and groups have several heads; else none. */
+/** Heads that begin a new KV group, if all layers are cut alike and groups have several heads; else none. */
 function groupStarts() {
   const cuts = PAYLOAD.kvGroup.map((row) => row.flatMap((kv, head) => (head && kv >= 0 && kv !== row[head - 1] ? [head] : [])).join());
   const starts = cuts[0] ? cuts[0].split(',').map(Number) : [];
@@ -82,7 +82,7 @@ function drawCell(row, head, value, scale, layout, entry) {
     .attr('width', layout.cellWidth - 2 * inset).attr('height', layout.cellHeight - 2 * inset)
     .attr('tabindex', head.row === mapFocus ? 0 : -1).attr('data-row', head.row)
     .attr('aria-selected', String(chosen >= 0))
-    .attr('aria-label', `head ${head.name}, key-value group ${head.kv}, ${entry.label} ${known ? show(value) : 'unknown'}`);
+    .attr('aria-label', `head ${head.name}, KV group ${head.kv}, ${entry.label} ${known ? show(value) : 'unknown'}`);
   if (known) cell.attr('fill', scale.colour(value).toString());
   else cell.style('fill', 'var(--none)');
   cell.datum({ head, value });
@@ -122,7 +122,7 @@ function drawMapAxes(svg, layout) {
   axes.append('text').attr('x', 0).attr('y', top - 6).text(across ? 'head' : 'layer');
   const below = layout.height - 48;
   axes.append('text').attr('x', layout.width - 4).attr('y', below + 2).attr('text-anchor', 'end')
-    .text(`${across ? 'layers across, heads down' : 'heads across, layers down'}${GROUP_STARTS.length ? '; gaps part the key-value groups' : ''}`);
+    .text(`${across ? 'layers across, heads down' : 'heads across, layers down'}${GROUP_STARTS.length ? '; gaps part the KV groups' : ''}`);
 }
 
 function describeHead({ head, value }) {

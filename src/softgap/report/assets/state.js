@@ -3,10 +3,10 @@
 
 const STATE = {
   sample: Math.max(0, PAYLOAD.samples.findIndex((sample) => sample.data)),
-  mechanism: PAYLOAD.mechanisms[0],
+  mechanism: (PAYLOAD.opening || {}).mechanism || PAYLOAD.mechanisms[0],
   shade: 'divergence',
   shadeOf: 'all',
-  quantity: 'divergence',
+  quantity: (PAYLOAD.opening || {}).quantity || 'divergence',
   scope: 'sample',
   view: 'raw',
   zoom: 'heads',

@@ -14,9 +14,9 @@ from softgap.attention import mechanisms
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.probe import Step, generate, read_ids
 from softgap.probe.calibrations import default_mechanisms
-from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.models import Loaded
 from softgap.probe.recording import ready
+from softgap.probe.text_ids import check_lengths, prompt_ids
 from softgap.report.chosen import array_keys
 from softgap.report.live.limits import Limits
 from softgap.report.live.wishes import CONTROL, Wish

@@ -15,9 +15,9 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.off_diagonal import capacity_exponent
 from softgap.errors import ValueInputError
 from softgap.probe.calibrations import calibrated
-from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.text_ids import check_lengths
 from softgap.theory.claims import Claim
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import sparsity

@@ -13,9 +13,9 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.probe.calibrations import calibrated
-from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.text_ids import check_lengths
 from softgap.theory.claims import Claim
 from softgap.theory.intervals import Estimate, cluster_interval, ratio
 from softgap.theory.position.claims import position_claims
