@@ -242,7 +242,7 @@ BAD: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda path: calibrate(model(), TOKENIZER, [written(60)], minutes=0.0, out=path),
         ValueInputError,
-        "minutes must be above 0, got 0; leave it out for a number of steps",
+        "minutes must be a number above 0, got 0; leave it out for a number of steps",
     ),
     (
         lambda path: softgap.read(model(), TOKENIZER, "some text", mechanisms=["fitted"]),

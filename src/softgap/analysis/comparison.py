@@ -99,15 +99,18 @@ def compare_study(
     if open_confirmation and share is None:
         raise ValueInputError("no samples of this study are locked for confirmation, so that none can be opened")
     frame = _frame(study, plan)
+    for name in (*plan.match, *plan.strata):
+        _field(frame, name)
     split = None if share is None else _locked(log, frame, share)
-    if split is not None and open_confirmation:
-        log.open(split)
     tell("measuring features", 0.0)
     data, left_out = _data(study, frame, plan, tell)
     confirmation = None
     if split is not None:
         held = np.isin(data.frame["sample_id"], frame["sample_id"][split.confirmation])
         confirmation, data = data.rows(held), data.rows(~held)
+    if split is not None and open_confirmation:
+        # Once in the life of a study: not before all that can be refused has been.
+        log.open(split)
     found = _found(data, confirmation if open_confirmation else None, plan, tell)
     reliability = _reliability(data, second, plan, tell)
     status = log.status(plan, from_file=planned is not None)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from softgap.analysis.plan import ComparisonPlan
-from softgap.errors import ValueInputError
+from softgap.errors import StoreError, ValueInputError
 from softgap.stats import Split
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.lines import add_line, read_lines
@@ -21,6 +21,9 @@ from softgap.trajectories.lines import add_line, read_lines
 __all__ = ["Tried"]
 
 _LOG = "comparisons/log.jsonl"
+_ALWAYS = frozenset({"event", "time"})
+# What is read again of each event.
+_FACTS = {"plan": _ALWAYS | {"hash"}, "locked": _ALWAYS | {"hash", "fraction"}}
 
 
 class Tried:
@@ -29,6 +32,12 @@ class Tried:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.entries = tuple(read_lines(folder, _LOG))
+        for entry in self.entries:
+            if not _FACTS.get(str(entry.get("event")), _ALWAYS) <= entry.keys():
+                raise StoreError(
+                    f"{_LOG} in '{folder.given}' is damaged (a line lacks what its event has); restore this file from "
+                    "a copy"
+                )
 
     def add(self, event: str, **facts: Any) -> None:
         """Write one line."""

@@ -92,6 +92,11 @@ def compare_command(
         "match": match, "strata": stratum, "margin": margin, "confirm": confirm, "min_steps": min_steps,
         "permutations": permutations, "refits": refits, "seed": seed,
     }  # fmt: skip
+    if out is not None:
+        from softgap.trajectories.folder import Folder
+
+        # Before the labels are looked at, which the study's log counts.
+        Folder.at(out).try_writing("a comparison is")
     decided = _plan(plan, {name: value for name, value in given.items() if value not in (None, [])})
     findings = _compared(study, decided, plan, second, open_confirmation)
     from softgap.cli._compared import save_comparison, show_comparison

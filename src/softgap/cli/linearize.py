@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli import _output
+from softgap.cli._new_file import check_new
 from softgap.cli._options import Attn, Device, Dtype, Json
 from softgap.cli._texts import given_text, plain_text
-from softgap.errors import StoreError, ValueInputError
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
@@ -66,14 +67,11 @@ def linearize_command(
     """
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
-    if out.exists() and not overwrite:
-        raise StoreError(f"'{out}' is there already; choose another file, or replace it with --overwrite")
     if out.suffix != ".json":
         raise ValueInputError(f"a plan must end in .json, got '{out.name}'; choose another name")
+    check_new(out, overwrite)
     if picture is not None:
-        from softgap.report.pictures import require_matplotlib
-
-        require_matplotlib()
+        _check_picture(picture)
     texts = [plain_text(*given_text(name)) for name in text]
     settings: dict[str, Any] = {
         "budget": budget, "by": by, "score": score, "repair": repair, "length": length, "tokens": tokens, "seed": seed,
@@ -91,6 +89,16 @@ def linearize_command(
         _show(plan, layers, out)
 
 
+def _check_picture(picture: Path) -> None:
+    """Refuse a picture that could not be drawn or saved after the search."""
+    from softgap.report.files import check_place
+    from softgap.report.pictures import check_ending, require_matplotlib
+
+    check_ending(picture)
+    check_place(picture, "--picture")
+    require_matplotlib()
+
+
 def _found(
     model: str | None,
     texts: list[str],
@@ -102,17 +110,20 @@ def _found(
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
     import shutil
 
-    from softgap.linearize.search import find_plan
-    from softgap.linearize.substitute import substitute
+    from softgap.linearize.search import check_search, find_plan
+    from softgap.linearize.substitute import check_substitute, substitute
     from softgap.probe import load_model
     from softgap.probe.calibrations import calibrated
     from softgap.probe.layout import attention_layers
     from softgap.probe.progress import quiet_transformers, reporter
 
+    check_search(settings["budget"], settings["score"], settings["length"], settings["tokens"])
+    check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
     parts = out.with_name(f"{out.name}.parts")
     with quiet_transformers(downloads=False), reporter(True) as report:
-        chosen = substitute(mechanism or (*calibrated(loaded), "elu1")[0], loaded, window=window)
+        default = (*calibrated(loaded), "elu1")[0]
+        chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:

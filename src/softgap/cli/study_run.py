@@ -11,7 +11,7 @@ import typer
 
 from softgap.cli import _output
 from softgap.cli._options import Attn, Device, DropSinks, Dtype, Focus, Json, Mechanisms, Model
-from softgap.cli._task import with_control
+from softgap.cli._task import check_mechanisms, with_control
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Temperature = Annotated[
 Raw = Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without chat template.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Threads of torch; they are recorded.", show_default=False),
+    typer.Option("--threads", min=1, max=1024, help="Threads of torch; they are recorded.", show_default=False),
 ]
 NoPrompt = Annotated[bool, typer.Option("--no-prompt-steps", help="Do not store the steps of the prompts.")]
 Engine = Annotated[Literal["local", "ray"], typer.Option("--engine", help="This machine, or a Ray cluster.")]
@@ -94,7 +94,7 @@ def run_command(
         chat=False if raw else None, seed=seed, temperature=temperature, scoring=score, focus=focus,
         drop_sinks=drop_sinks, keep_prompt=not no_prompt_steps, dtype=dtype, device=device, attn=attn, threads=threads,
     )  # fmt: skip
-    place = out or f"runs/{slug(Path(prompts).stem)}"
+    place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
     _carried_out(found, place, settings, engine, ray_address, dry_run=dry_run, as_json=as_json)
 
 
@@ -139,7 +139,8 @@ def task_command(
         temperature=temperature, scoring=TASKS[task].scoring, focus=focus, drop_sinks=drop_sinks,
         keep_prompt=not no_prompt_steps, dtype=dtype, device=device, attn=attn, threads=threads,
     )  # fmt: skip
-    _carried_out(found, out or f"runs/{task}", settings, engine, ray_address, dry_run=dry_run, as_json=as_json)
+    place = f"runs/{task}" if out is None else out
+    _carried_out(found, place, settings, engine, ray_address, dry_run=dry_run, as_json=as_json)
 
 
 def _renamed(given: Sequence[str]) -> dict[str, str]:
@@ -170,6 +171,9 @@ def _carried_out(
     dry_run: bool,
     as_json: bool,
 ) -> None:
+    if address is not None and engine != "ray":
+        raise ValueInputError(f"--ray-address goes with --engine ray, got '{address}' without it; add it")
+    check_mechanisms(settings.mechanisms)
     if dry_run:
         _show_estimate(_estimated(prompts, out, settings), out, as_json=as_json)
         return
@@ -186,6 +190,8 @@ def _carried_out(
             progress=lambda done, total, seconds: show("measuring", done),
         )
     _show_result(result, as_json=as_json)
+    if not result.measured:
+        raise typer.Exit(1)
 
 
 def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
@@ -193,10 +199,9 @@ def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Esti
     from softgap.probe.progress import quiet_transformers
     from softgap.study import estimate_study, plan_study
     from softgap.trajectories.folder import Folder
+    from softgap.trajectories.writer import check_new_study
 
-    folder = Folder.at(out)
-    if folder.kind("manifest.json") == "absent":
-        folder.try_writing()
+    check_new_study(Folder.at(out))
     loaded = settings.load()
     with waiting("timing a batch"), quiet_transformers(downloads=False):
         return estimate_study(plan_study(prompts, loaded, settings), loaded)

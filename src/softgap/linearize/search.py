@@ -6,6 +6,7 @@ go, a quarter to say what the chosen plan costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
-from softgap.errors import ValueInputError
+from softgap.errors import ValueInputError, unknown_name
 from softgap.linearize.applying import freed_groups
 from softgap.linearize.frontier import BEST
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.kept import Kept
 from softgap.linearize.orders import Unit, ordered, taken, units_of
-from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
+from softgap.linearize.passages import LENGTH, Passages, check_length, digest_of_passages, lookups, passages_of
 from softgap.linearize.plan import Plan
 from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
@@ -31,7 +32,7 @@ from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 
-__all__ = ["find_plan", "memory_of"]
+__all__ = ["check_search", "find_plan", "memory_of"]
 
 FEWEST = 4
 TOKENS = 16384
@@ -73,10 +74,7 @@ def find_plan(
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
-    if not budget > 0:
-        raise ValueInputError(f"the budget must be above 0 nats per token, got {budget:g}; 0.1 is usual")
-    if score not in SCORES:
-        raise ValueInputError(f"the score must be one of {', '.join(SCORES)}, got '{score}'")
+    check_search(budget, score, length, tokens)
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
@@ -102,6 +100,17 @@ def find_plan(
     progress("checking the plan on unseen text", 0.95)
     original, swapped = (read_swapped(model, check, asked, some, used) for some in ([], heads))
     return _plan(model, heads, used, original, swapped, {**settings, "budget": budget, "versions": library_versions()})
+
+
+def check_search(budget: float, score: str, length: int, tokens: int | None) -> None:
+    """Refuse what no search can be made with; a command asks before it loads a model."""
+    if not 0 < budget < math.inf:
+        raise ValueInputError(f"the budget must be above 0 nats per token and finite, got {budget:g}; 0.1 is usual")
+    if score not in SCORES:
+        raise unknown_name("score", score, SCORES)
+    check_length(length)
+    if tokens is not None and tokens < 1:
+        raise ValueInputError(f"tokens must be at least 1, got {tokens}; {TOKENS} are usual")
 
 
 def _parts(read: Passages) -> tuple[Passages, Passages, Passages]:

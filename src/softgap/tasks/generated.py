@@ -19,6 +19,7 @@ from softgap.tasks.prompts import Prompt
 
 __all__ = ["TASKS", "Task", "generate_prompts"]
 
+MOST_PROMPTS = 1_000_000
 _LIST = """
 amber anchor apple arrow basin basket beacon blanket bottle branch bridge bucket butter button cabin candle
 carpet castle cedar chain cherry circle cloud copper coral cotton crystal desert dragon eagle ember engine
@@ -65,8 +66,8 @@ def generate_prompts(name: str, n: int, *, seed: int = 0, difficulties: Sequence
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
-    if n < 1:
-        raise ValueInputError(f"n must be at least 1 prompt, got {n}")
+    if not 1 <= n <= MOST_PROMPTS:
+        raise ValueInputError(f"n must be from 1 to {MOST_PROMPTS} prompts, got {n}; 400 are usual")
     task = TASKS[name]
     levels = tuple(task.difficulties if difficulties is None else difficulties)
     for level in levels:
