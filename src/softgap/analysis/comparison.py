@@ -97,7 +97,10 @@ def compare_study(
         log.record_plan(plan, planned)
     share = plan.confirm if plan.confirm is not None else log.locked_share
     if open_confirmation and share is None:
-        raise ValueInputError("no samples of this study are locked for confirmation, so that none can be opened")
+        raise ValueInputError(
+            "no samples of this study are locked for confirmation, so that none can be opened; lock some with confirm "
+            "first"
+        )
     frame = _frame(study, plan)
     for name in (*plan.match, *plan.strata):
         _field(frame, name)
@@ -268,7 +271,7 @@ def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[st
             f"two groups are compared, got {got} in '{plan.by}'{rest}; add samples of another group or label them"
         )
     if plan.first is not None and plan.first not in names:
-        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'")
+        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'; choose one")
 
 
 def _compared(data: _Data, plan: ComparisonPlan, strata: Any = None, rows: Any = None) -> Comparison:

@@ -116,7 +116,7 @@ class ComparisonPlan:
                 f"margin must be a positive number of standard deviations, got {self.margin!r}; 0.5 is usual"
             )
         for name, least, most in _COUNTS:
-            checked_count(name, getattr(self, name), least=least, most=most)
+            checked_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
 
     @property
     def hash(self) -> str:
@@ -132,7 +132,7 @@ def read_plan(path: str) -> ComparisonPlan:
     """A plan from a TOML file whose keys are the fields of :class:`ComparisonPlan`; all others are as by default."""
     try:
         document = tomllib.loads(file_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueInputError(f"the plan '{path}' is not TOML ({error}); write lines such as margin = 0.5") from error
     known = {f.name: f.default for f in fields(ComparisonPlan)}
     values: dict[str, Any] = {}

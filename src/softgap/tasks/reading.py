@@ -37,7 +37,7 @@ def read_prompts(source: str, *, renamed: Mapping[str, str] | None = None) -> li
             )
         text = file_text(source)
         return (csv_prompts if ending in _CSV else json_prompts)(f"'{source}'", text, renamed=renamed)
-    if path.is_dir():
+    if source and path.is_dir():
         raise ValueInputError(f"prompts are read from a file, but '{source}' is a folder; give a .jsonl or .csv file")
     if DATASET.fullmatch(source) is None:
         raise ValueInputError(f"there is no file '{source}'; give a .jsonl or .csv file, or a dataset as org/name")
