@@ -16,6 +16,8 @@ from fire_examples import World, build_world
 def shared_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     sandbox = tmp_path_factory.mktemp("fire")
     build_world(sandbox)
+    import matplotlib.font_manager  # noqa: F401  it keeps a list of fonts in the home that it finds first
+
     from softgap.cli._app import app
 
     with pytest.MonkeyPatch.context() as patch:

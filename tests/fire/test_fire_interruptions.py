@@ -159,18 +159,19 @@ def test_a_signal_to_terminate_is_an_interruption(
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_narrow_encoding_takes_every_character(world: World, monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+def test_a_narrow_encoding_takes_every_character(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr("sys.stdout", narrow)
-    assert main(["mechanisms", *(["--json"] if as_json else [])]) == 0
+    assert main(["report", "run", "--out", str(tmp_path / "füchse.html"), *(["--json"] if as_json else [])]) == 0
     narrow.flush()
     shown: Any = narrow.buffer
     text = shown.getvalue().decode("ascii")
     if as_json:
-        formulas = [row["formula"] for row in json.loads(text)["mechanisms"]]
-        assert any(not formula.isascii() for formula in formulas)
+        assert json.loads(text)["out"].endswith("/füchse.html")
     else:
-        assert "\\u" in text
+        assert text.endswith("/f\\xfcchse.html\n")
 
 
 @pytest.mark.parametrize(

@@ -50,27 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     mended()
-    before = _on_terminate(_terminated)
+    told: list[int] = []
+
+    def terminated(number: int, _: object) -> None:
+        # Cleared up after as Ctrl-C is: a scheduler asks before it kills.
+        told.append(number)
+        raise KeyboardInterrupt
+
+    before = _on_terminate(terminated)
     try:
-        return _outcome(given)
+        code = _outcome(given)
     finally:
         _on_terminate(before)
-
-
-class _Terminated(KeyboardInterrupt):
-    """A scheduler or `kill` asked to end: cleared up after as Ctrl-C is."""
-
-
-def _terminated(*_: object) -> None:
-    raise _Terminated
-
-
-def _was_terminated(stop: BaseException) -> bool:
-    """Whether the signal is behind this, also where a command has put the interruption in its own words."""
-    link: BaseException | None = stop
-    while link is not None and not isinstance(link, _Terminated):
-        link = link.__context__
-    return link is not None
+    return 128 + told[0] if told and code == 130 else code
 
 
 def _on_terminate(handler: Any) -> Any:
@@ -94,7 +86,7 @@ def _outcome(given: list[str]) -> int:
             return 141
         raise
     except (KeyboardInterrupt, typer.Abort) as stop:
-        return _fail(143 if _was_terminated(stop) else 130, str(stop) or "interrupted")
+        return _fail(130, str(stop) or "interrupted")
     except typer.TyperException as error:
         return _fail(2, _usage_sentence(error, given))
     except SoftgapError as error:
