@@ -195,7 +195,7 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "slow.py").write_text("import time\ndef judge(a, f):\n    time.sleep(0.05)\n    return True\n")
     options = ["--raw", "--max-new-tokens", "2", "--batch-size", "2", "--threads", "1", "--score", "slow:judge"]
-    command = [SCRIPT, "study", "run", "p.jsonl", "--model", world.here / "tiny", "--out", "a", *options]
+    command = [str(SCRIPT), "study", "run", "p.jsonl", "--model", str(world.here / "tiny"), "--out", "a", *options]
     started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     samples = tmp_path / "a" / "samples"
     deadline = time.monotonic() + 120
