@@ -13,7 +13,7 @@ WITHOUT_MODEL: Table = {
     "an unknown command": ("study rum", "rum", "no such command 'rum'; the commands are: label, run, task; given"),
     "no prompts": ("study run", "prompts", "missing argument 'prompts'; given 'softgap study run'"),
     "an empty name": ("study run ''", "''", "there is no file ''; give a .jsonl or .csv file, or a dataset"),
-    "a study as prompts": ("study run s", "'s'", "prompts are read from a file, but 's' is a folder; give"),
+    "a study as prompts": ("study run s", "'s'", "prompts are read from a file, but 's' is a study; give"),
     "a model as prompts": ("study run tiny.gguf", "tiny.gguf", "prompts are read from .jsonl and .csv .*; rename"),
     "three names": ("study run a/b/c", "a/b/c", "there is no file 'a/b/c'; give a .jsonl or .csv file, or a dataset"),
     "no lines": ("study run empty.jsonl", "empty.jsonl", "'empty.jsonl' must hold at least one JSON line with prompt"),
