@@ -35,7 +35,7 @@ from softgap.trajectories.names import slug
 from trajectory_examples import example_run
 
 QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-LONG = settings(QUICK, max_examples=600)
+LONG = settings(QUICK, max_examples=300)
 
 
 @dataclass(frozen=True)
