@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
     "option of a mechanism without": (
         lambda: resolve("elu1:q=3"),
         ValueInputError,
-        "mechanism 'elu1' has no options, got q=3.0",
+        "mechanism 'elu1' has no options, got q=3.0; leave it out",
     ),
     "option that is no number": (
         lambda: resolve("top_k:k=many"),

@@ -170,7 +170,7 @@ def test_each_key_is_drawn_once_and_counts_add_up() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"features": 1}, "features must be at least 2, got 1; 128 is usual"),
+        ({"features": 1}, "features must be from 2 to 8192, got 1; 128 is usual"),
         ({"steps": 0}, "steps must be at least 1, got 0; 600 is usual"),
     ],
 )

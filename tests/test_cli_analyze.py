@@ -81,7 +81,9 @@ def test_json_is_all_there_is_on_standard_output(study: Path, capsys: pytest.Cap
 def test_a_file_that_cannot_be_written_leaves_no_document(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (study.parent / "file").write_text("")
     blocked = study.parent / "file" / "plane.svg"
-    assert failure(["analyze", str(study), "--json", "--out", str(blocked)], capsys).startswith("cannot write")
+    assert failure(["analyze", str(study), "--json", "--out", str(blocked)], capsys).startswith(
+        "files are written to a folder"
+    )
 
 
 def test_a_study_of_many_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,5 +188,5 @@ def test_bad_studies_and_places(study: Path, capsys: pytest.CaptureFixture[str])
     (study.parent / "file").write_text("")
     blocked = study.parent / "file" / "plane.svg"
     assert main(["analyze", str(study), "--out", str(blocked)]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "files are written to a folder, but" in capsys.readouterr().err
     assert failure(["analyze", str(study), "--out", str(study)], capsys).startswith("--out must end in")

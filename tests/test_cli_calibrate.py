@@ -71,7 +71,7 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
         (["--steps", "5", "--minutes", "1"], "give --steps or --minutes and not both, got 5 and 1; --steps is the "),
         (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
         (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' is there already; choose another file, or "),
-        (["--text", "boats.txt", "--features", "1"], "features must be at least 2, got 1; 128 is usual"),
+        (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
         (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 600 is usual"),
         (
             ["--text", "boats.txt", "--positions", "4096"],
@@ -80,7 +80,7 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
         (["--text", "boats.txt", "--positions", "1"], "positions must be at least 128, got 1"),
         (
             ["--text", "boats.txt", "--minutes", "0"],
-            "minutes must be above 0, got 0; leave it out for a number of steps",
+            "minutes must be a number above 0, got 0; leave it out for a number of steps",
         ),
     ],
 )

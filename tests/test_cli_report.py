@@ -114,7 +114,7 @@ def test_other_files_are_not_replaced_unasked(study: Path, tmp_path: Path, capsy
 def test_a_place_that_cannot_be_written(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     words = failure(["report", str(study), "--out", str(tmp_path / "file" / "a.html")], capsys)
-    assert words.startswith(f"cannot write '{tmp_path / 'file' / 'a.html'}': ")
+    assert words.startswith(f"files are written to a folder, but '{tmp_path / 'file'}' is a file; ")
 
 
 def test_open_without_a_browser(

@@ -201,8 +201,11 @@ WITHOUT_MODEL = {
         [PROMPT, "--max-new-tokens", "0"],
         r"invalid value for '--max-new-tokens': .* greater than or equal to 1; given .* --max-new-tokens 0', see .*",
     ),
-    "a cold temperature": ([PROMPT, "--temperature", "0"], r"--temperature must be a number above 0, got 0; leave .*"),
-    "no temperature": ([PROMPT, "--temperature", "nan"], r"--temperature must be a number above 0, got nan; .*"),
+    "a cold temperature": (
+        [PROMPT, "--temperature", "0"],
+        r"--temperature must be a number from 0.001, got 0; .*",
+    ),
+    "no temperature": ([PROMPT, "--temperature", "nan"], r"--temperature must be a number from 0.001, got nan; .*"),
     "a wrong dtype": ([PROMPT, "--dtype", "int8"], r"invalid value for '--dtype': 'int8' is not one of 'auto', .*"),
     "an unknown mechanism": ([PROMPT, "--mechanism", "elu_1"], r"unknown mechanism 'elu_1'; did you mean 'elu1'\?"),
     "a mechanism's wrong option": (

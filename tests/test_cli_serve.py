@@ -36,8 +36,7 @@ def test_a_study_is_no_folder_of_studies(capsys: pytest.CaptureFixture[str], tmp
 def test_a_file_is_no_folder_of_studies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("x")
     sentence = failure(["serve", "--studies", "notes"], capsys)
-    assert sentence.startswith("runs are saved to 'notes', which cannot be written to (")
-    assert sentence.endswith("choose another folder with --studies")
+    assert sentence == "runs are written to a folder, but 'notes' is a file; choose another path, with --studies"
 
 
 def test_no_browser(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_training_is_kept_and_not_repeated(tmp_path: Path, capsys: pytest.Captur
         (["--b", "0.5", "--c", "0.6"], "b + c must be 1, got 0.5 + 0.6 = 1.1"),
         (["--mechanism", "fitted"], "mechanism 'fitted' needs the parameters query_weight"),
         (["--mechanism", "softmix"], "unknown mechanism 'softmix'; did you mean 'softmax'?"),
-        (["--map", "d"], "a map has two axes, written like d,b or d=34/130,b=0.2/0.5, got 'd'"),
+        (["--map", "d"], "a map has two axes, written like d,b or d=34/130,b=0.2/0.5, got 'd'; name two"),
         (["--map", "d,q"], "unknown axis of a map 'q'"),
         (["--draws", "0"], "draws must be a whole number from 1, got 0"),
         (["--train", "--task", "sorting"], "unknown task 'sorting'"),

@@ -253,7 +253,7 @@ def test_bad_training_input(tmp_path: Path) -> None:
         task("recal-4")
     with pytest.raises(ValueInputError, match="recall takes 2 to 128 pairs, got 500"):
         task("recall-500")
-    with pytest.raises(ValueInputError, match="counting takes a length from 2, got 1"):
+    with pytest.raises(ValueInputError, match="counting takes a length from 2 to 65536, got 1"):
         task("counting-1")
     with pytest.raises(ValueInputError, match="got softmax alone"):
         train_all(["recall-4"], ["softmax"])

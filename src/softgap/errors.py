@@ -28,6 +28,8 @@ __all__ = [
     "unknown_name",
 ]
 
+_MOST_NAMED = 40
+
 
 class SoftgapError(Exception):
     """Root of everything softgap raises on purpose."""
@@ -61,5 +63,6 @@ def unknown_name(kind: str, given: str, known: Iterable[str]) -> UnknownNameErro
     """The error for a name that is not registered, with the nearest known name or all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    remedy = f"did you mean '{near[0]}'?" if near else f"choose one of: {', '.join(names)}"
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    remedy = f"did you mean '{near[0]}'?" if near else f"choose one of: {', '.join(names[:_MOST_NAMED])}{more}"
     return UnknownNameError(f"unknown {kind} '{given}'; {remedy}")

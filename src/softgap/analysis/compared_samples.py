@@ -124,6 +124,8 @@ def compared_samples(
         "too short": int((wanted & ~used).sum()),
     }
     _check_groups(labels[used], plan, left_out)
+    for name in (*plan.match, *plan.strata):
+        _field(frame, name)
     table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
     kept = _varying(table.values[locked[used]]) & _varying(table.values[~locked[used]])
     if not kept.any():
@@ -159,7 +161,7 @@ def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[st
             f"two groups are compared, got {got} in '{plan.by}'{rest}; add samples of another group or label them"
         )
     if plan.first is not None and plan.first not in names:
-        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'")
+        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'; choose one")
 
 
 def _varying(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray, "mode head"]:

@@ -73,7 +73,10 @@ def compare_study(
         log.record_plan(plan, planned)
     share = plan.confirm if plan.confirm is not None else log.locked_share
     if open_confirmation and share is None:
-        raise ValueInputError("no samples of this study are locked for confirmation, so that none can be opened")
+        raise ValueInputError(
+            "no samples of this study are locked for confirmation, so that none can be opened; lock some with confirm "
+            "first"
+        )
     if open_confirmation:
         log.refuse_second_opening()
     frame = samples_frame(study, plan)

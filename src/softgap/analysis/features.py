@@ -140,8 +140,11 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tup
             skipped[str(mode)] = f"the shortest sample has {windows} windows and {least} are needed; set min_steps"
         else:
             found.append(mode)
-    if "sparsity" in plan.features and "sparsity" in run.focus:
-        found.append(Mode("", "sparsity"))
+    if "sparsity" in plan.features:
+        if "sparsity" in run.focus:
+            found.append(Mode("", "sparsity"))
+        elif len(plan.features) == 1:  # one of several is passed over in silence
+            skipped["sparsity"] = "it was not recorded; measure the study with --focus"
     if not found:
         raise ValueInputError(
             f"a comparison needs at least one feature, got none that can be measured ({next(iter(skipped.values()))})"

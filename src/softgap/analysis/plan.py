@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -22,6 +23,16 @@ __all__ = ["FEATURES", "ComparisonPlan", "read_plan"]
 
 FEATURES = ("mean", "slope", "entropy", "complexity", "sparsity")
 """What is measured of a head in a sample: of its divergence over the steps, and S(a) where it was recorded."""
+
+
+# Fields that count something, from and to: beyond, a comparison would need more memory or time than there is.
+_COUNTS = (
+    ("permutations", 19, 1_000_000),
+    ("refits", 19, 100_000),
+    ("draws", 1, 10_000),
+    ("min_steps", 1, None),
+    ("seed", 0, None),
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +111,12 @@ class ComparisonPlan:
             checked_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
         if self.confirm is not None:
             checked_share("confirm", self.confirm, 0.3)
-        if not self.margin > 0:
-            raise ValueInputError(f"margin must be a positive number of standard deviations, got {self.margin!r}")
-        for name, least in (("permutations", 19), ("refits", 19), ("draws", 1), ("min_steps", 1), ("seed", 0)):
-            checked_count(name, getattr(self, name), least=least)
+        if not 0 < self.margin < math.inf:
+            raise ValueInputError(
+                f"margin must be a positive number of standard deviations, got {self.margin!r}; 0.5 is usual"
+            )
+        for name, least, most in _COUNTS:
+            checked_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
 
     @property
     def hash(self) -> str:
@@ -119,7 +132,7 @@ def read_plan(path: str) -> ComparisonPlan:
     """A plan from a TOML file whose keys are the fields of :class:`ComparisonPlan`; all others are as by default."""
     try:
         document = tomllib.loads(file_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueInputError(f"the plan '{path}' is not TOML ({error}); write lines such as margin = 0.5") from error
     known = {f.name: f.default for f in fields(ComparisonPlan)}
     values: dict[str, Any] = {}

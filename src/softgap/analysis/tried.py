@@ -9,11 +9,12 @@ comparisons/log.jsonl in the study, one object per line:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from softgap.analysis.plan import ComparisonPlan
-from softgap.errors import ValueInputError
+from softgap.errors import StoreError, ValueInputError
 from softgap.stats import Split
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.lines import add_line, read_lines
@@ -29,6 +30,10 @@ class Tried:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.entries = tuple(read_lines(folder, _LOG))
+        if not all(map(_is_whole, self.entries)):
+            raise StoreError(
+                f"{_LOG} in '{folder.given}' is damaged (a line lacks what its event has); restore it from a copy"
+            )
 
     def add(self, event: str, **facts: Any) -> None:
         """Write one line."""
@@ -96,3 +101,12 @@ class Tried:
 
     def _of(self, event: str) -> list[dict[str, Any]]:
         return [entry for entry in self.entries if entry["event"] == event]
+
+
+def _is_whole(entry: Mapping[str, Any]) -> bool:
+    """Whether a line holds what is read again of its event."""
+    event, share = entry.get("event"), entry.get("fraction")
+    texts = ("event", "time", *(("hash",) if event in ("plan", "locked") else ()))
+    if not all(isinstance(entry.get(name), str) for name in texts):
+        return False
+    return event != "locked" or (isinstance(share, float) and 0 < share < 1)

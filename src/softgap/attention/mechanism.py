@@ -135,7 +135,9 @@ class Mechanism:
         for key in options:
             if key not in self.options:
                 if not self.options:
-                    raise ValueInputError(f"mechanism '{self.name}' has no options, got {key}={options[key]!r}")
+                    raise ValueInputError(
+                        f"mechanism '{self.name}' has no options, got {key}={options[key]!r}; leave it out"
+                    )
                 raise unknown_name(f"option of mechanism '{self.name}'", key, self.options)
         merged = MappingProxyType({**self.options, **options})
         if self.check is not None:

@@ -16,7 +16,7 @@ from softgap.errors import ValueInputError
 __all__ = ["Recipe", "fit_maps"]
 
 WARM_UP = 20
-FEWEST_FEATURES = 2
+FEWEST_FEATURES, MOST_FEATURES = 2, 8192
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.features < FEWEST_FEATURES:
-            raise ValueInputError(f"features must be at least {FEWEST_FEATURES}, got {self.features}; 128 is usual")
+        if not FEWEST_FEATURES <= self.features <= MOST_FEATURES:
+            raise ValueInputError(
+                f"features must be from {FEWEST_FEATURES} to {MOST_FEATURES}, got {self.features}; 128 is usual"
+            )
         if self.steps < 1:
             raise ValueInputError(f"steps must be at least 1, got {self.steps}; 600 is usual")
 

@@ -79,10 +79,10 @@ class HeldOut:
         closed = {name: {key: Closed(**value) for key, value in data[name].items()} for name in _CLOSED}
         return cls(
             **closed,
-            by_head=tuple(tuple(row) for row in data["by_head"]),
-            explained=data["explained"],
-            texts=data["texts"],
-            tokens=data["tokens"],
+            by_head=tuple(tuple(None if x is None else float(x) for x in row) for row in data["by_head"]),
+            explained=float(data["explained"]),
+            texts=int(data["texts"]),
+            tokens=int(data["tokens"]),
         )
 
 

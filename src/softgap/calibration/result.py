@@ -87,8 +87,9 @@ class Calibration:
             elsewhere, curve = (
                 {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StoreError(
-                f"'{path}' was written by another version of softgap: its report lacks {error}; calibrate again"
+                f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
+                "again"
             ) from None
         return cls(stored.tensors, metadata, held_out, elsewhere, ladders, curve)

@@ -11,7 +11,7 @@ import numpy as np
 from softgap.errors import ValueInputError
 from softgap.probe.models import Model, Tokenizer
 
-__all__ = ["Corpus", "corpus_of", "tokens_needed"]
+__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "tokens_needed"]
 
 # Share of the tokens that the fit never sees.
 HELD_OUT = 0.25
@@ -66,7 +66,6 @@ def corpus_of(
         The longest context to fit. None takes the longest that the text and the model allow, up to 8192.
     """
     ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if len(ids) < FEWEST_TOKENS:
         raise ValueInputError(
             f"a calibration needs at least {FEWEST_TOKENS} tokens of text, got {len(ids)}; give more text, or none to "
@@ -74,17 +73,32 @@ def corpus_of(
         )
     split = len(ids) - int(HELD_OUT * len(ids))
     if positions is None:
-        positions = min(LONGEST, context, _power_of_two(split))
-    if positions < FEWEST_TOKENS // 16:
-        raise ValueInputError(f"positions must be at least {FEWEST_TOKENS // 16}, got {positions}")
-    if positions > context:
-        raise ValueInputError(f"positions must be at most the model's context of {context}, got {positions}")
+        positions = min(LONGEST, context_of(model), _power_of_two(split))
+    check_positions(model, positions)
     if len(ids) < tokens_needed(positions):
         raise ValueInputError(
             f"calibrating up to position {positions} needs {tokens_needed(positions)} tokens of text, got {len(ids)}; "
             "give more text or ask for fewer positions"
         )
     return Corpus(_fitted(ids[:split], positions), _held_out(ids[split:], positions))
+
+
+def context_of(model: Model) -> int:
+    """Tokens that the model can read, or that a fit would use where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+
+
+def check_positions(model: Model, positions: int) -> None:
+    """Refuse a context that is too short to fit anything, or longer than the model's."""
+    least, context = FEWEST_TOKENS // 16, context_of(model)
+    if context < least:
+        raise ValueInputError(f"a calibration needs a context of {least} tokens, the model has {context}; use another")
+    if positions < least:
+        raise ValueInputError(f"positions must be at least {least}, got {positions}; ask for more")
+    if positions > context:
+        raise ValueInputError(
+            f"positions must be at most the model's context of {context}, got {positions}; ask for fewer"
+        )
 
 
 def _fitted(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:

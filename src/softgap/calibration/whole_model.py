@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -26,7 +27,7 @@ from softgap.calibration.maps import Maps
 from softgap.calibration.own_text import own_texts
 from softgap.calibration.parts import Parts
 from softgap.calibration.result import Calibration
-from softgap.calibration.texts import Corpus, corpus_of, tokens_needed
+from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, tokens_needed
 from softgap.errors import ValueInputError
 from softgap.probe.calibrations import StoredCalibration, calibration_path, digest_of
 from softgap.probe.fingerprint import model_fingerprint
@@ -76,11 +77,12 @@ def calibrate(
         Called with the stage in words and the share of the whole that is done.
     """
     recipe = recipe or Recipe()
-    if minutes is not None and not minutes > 0:
-        raise ValueInputError(f"minutes must be above 0, got {minutes:g}; leave it out for a number of steps")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
     given = "given"
     if texts is None:
-        given, positions = "written by the model", positions or OWN_POSITIONS
+        given, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
+        check_positions(model, positions)
         texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     metadata = {**_metadata(model, corpus), "text": given}

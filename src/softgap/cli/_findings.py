@@ -18,6 +18,7 @@ from softgap.cli._heatmap import heat_map
 from softgap.cli._output import finite
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
+from softgap.report.files import check_place
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings, HeadFinding
@@ -48,8 +49,7 @@ def check_files(files: Sequence[str]) -> None:
             raise ValueInputError(
                 f"--out must end in {', '.join((*PICTURES, *_TABLES))}, got '{name}'; choose one of them"
             )
-        if Path(name).is_dir():
-            raise ValueInputError(f"--out must name a file, but '{name}' is a folder; add a file name")
+        check_place(name)
         if Path(name).suffix.lower() in PICTURES:
             require_matplotlib()
 

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from softgap.theory import Claim
 
-__all__ = ["LabOut", "LabResult", "LabText", "LabTokens", "model_and_text", "present_lab", "reading_model", "run_lab"]
+__all__ = [
+    "LabOut",
+    "LabResult",
+    "LabText",
+    "LabTokens",
+    "check_out",
+    "model_and_text",
+    "present_lab",
+    "reading_model",
+    "run_lab",
+]
 
 _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
 
@@ -93,16 +103,25 @@ def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequenc
     return model, prompt_ids(tokenizer, page, chat=False)[:tokens]
 
 
+def check_out(out: str | None) -> None:
+    """Refuse, before the lab runs, a folder that its result could not be saved in."""
+    if out is not None:
+        from softgap.trajectories.folder import Folder
+
+        Folder.at(out).try_writing("the result of a lab is")
+
+
 def present_lab(result: LabResult, draw: Callable[[], Figure], *, title: str, out: str | None, as_json: bool) -> None:
     """Print the verdicts, or the result as JSON; save result and figure where a folder was given."""
+    # Files first: a document on standard output means that all is done.
+    if out is not None:
+        _save(result, draw, Path(out).expanduser())
     if as_json:
         _output.write_json(result.to_json())
-    else:
-        _show(_output.console(), result.claims, title)
+        return
+    _show(_output.console(), result.claims, title)
     if out is not None:
-        _save(result, draw, Path(out))
-        if not as_json:
-            _output.console().print(f"saved {out}", soft_wrap=True)
+        _output.console().print(f"saved {out}", soft_wrap=True)
 
 
 def _show(console: Console, claims: Sequence[Claim], title: str) -> None:

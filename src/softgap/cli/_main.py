@@ -2,10 +2,11 @@
 
 0    done
 1    a check or gate failed (a command returns or exits with 1)
-2    the input was wrong: a SoftgapError or a command line that does not parse
+2    the input was wrong: a SoftgapError, a command line that does not parse, a disk or memory that is too small
 70   a defect of softgap: an exception nobody foresaw
 130  interrupted by Ctrl-C
 141  the reader closed the pipe (said by the code only, as other tools do)
+143  ended by a signal to terminate, with what Ctrl-C would have left
 
 A traceback is printed only when SOFTGAP_DEBUG is set.
 """
@@ -14,18 +15,24 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
+from softgap.cli._outside import outside_sentence
+from softgap.cli._streams import abandon_output, mended
 from softgap.errors import SoftgapError
 
 __all__ = ["main"]
 
 _LONGEST_GIVEN = 120
+_LONGEST_WORD = 300
 # Set by the shell while it asks for completions.
 _COMPLETING = "_SOFTGAP_COMPLETE"
 _GREETING = """\
@@ -42,15 +49,41 @@ All commands: softgap --help
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    mended()
+    told: list[int] = []
+
+    def terminated(number: int, _: object) -> None:
+        # Cleared up after as Ctrl-C is: a scheduler asks before it kills.
+        told.append(number)
+        raise KeyboardInterrupt
+
+    before = _on_terminate(terminated)
+    try:
+        code = _outcome(given)
+    finally:
+        _on_terminate(before)
+    return 128 + told[0] if told and code == 130 else code
+
+
+def _on_terminate(handler: Any) -> Any:
+    """Set what a signal to terminate does, and return what it did; only the main thread may."""
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        return None
+    return signal.signal(signal.SIGTERM, handler)
+
+
+def _outcome(given: list[str]) -> int:
     try:
         code = _run(given) if given or _COMPLETING in os.environ else _greet()
         sys.stdout.flush()
     except BrokenPipeError:
-        return _leave_pipe()
+        abandon_output()
+        return 141
     except SystemExit as leave:
         # The way a rich console leaves when its pipe is closed.
         if isinstance(leave.__context__, BrokenPipeError):
-            return _leave_pipe()
+            abandon_output()
+            return 141
         raise
     except (KeyboardInterrupt, typer.Abort) as stop:
         return _fail(130, str(stop) or "interrupted")
@@ -59,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SoftgapError as error:
         return _fail(2, str(error))
     except Exception as error:
+        outside = outside_sentence(error)
+        if outside is not None:
+            return _refused_outside(outside)
         remedy = "this is a defect of softgap, rerun with SOFTGAP_DEBUG=1 for the traceback"
         return _fail(70, f"{type(error).__name__}: {error}; {remedy}")
     return code
@@ -84,17 +120,25 @@ def _run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _leave_pipe() -> int:
-    # The interpreter flushes standard output once more at its end, which must not fail loudly.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+def _refused_outside(sentence: str) -> int:
+    code = _fail(2, sentence)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        abandon_output()
+    return code
 
 
 def _fail(code: int, message: str) -> int:
     if os.environ.get("SOFTGAP_DEBUG"):
         traceback.print_exc()
-    sys.stderr.write(f"softgap: {' '.join(message.split())}\n")
+    sys.stderr.write(f"softgap: {' '.join(map(_shown, message.split()))}\n")
     return code
+
+
+def _shown(word: str) -> str:
+    """A word as it fits into a sentence: a path of thousands of characters is cut in its middle."""
+    return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}…{word[-_LONGEST_WORD // 4 :]}"
 
 
 def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:

@@ -26,7 +26,9 @@ def console() -> Console:
 
 def write_json(document: dict[str, Any]) -> None:
     """Write one JSON document, and nothing else, to standard output; NaN and infinities become null."""
-    sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    # Escapes of JSON where the stream cannot hold every character: its own would make no JSON.
+    plain = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8"
+    sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=plain, allow_nan=False) + "\n")
 
 
 def warn(sentence: str) -> None:

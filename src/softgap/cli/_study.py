@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from softgap.cli import _output
+from softgap.cli._task import check_mechanisms
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.cli._study_options import Measuring
@@ -19,6 +23,9 @@ _MOST_LISTED = 5
 
 def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measuring: Measuring) -> None:
     """Measure the prompts and say what came of it; with --dry-run only what it would cost."""
+    if measuring.ray_address is not None and measuring.engine != "ray":
+        raise ValueInputError(f"--ray-address goes with --engine ray, got '{measuring.ray_address}' without it; add it")
+    check_mechanisms(settings.mechanisms)
     if measuring.dry_run:
         _show_estimate(_estimated(prompts, out, settings), out, as_json=measuring.as_json)
         return
@@ -35,6 +42,8 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measurin
             progress=lambda done, total, seconds: show("measuring", done),
         )
     _show_result(result, as_json=measuring.as_json)
+    if not result.measured:
+        raise typer.Exit(1)
 
 
 def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
@@ -42,10 +51,9 @@ def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Esti
     from softgap.probe.progress import quiet_transformers
     from softgap.study import estimate_study, plan_study
     from softgap.trajectories.folder import Folder
+    from softgap.trajectories.writer import check_new_study
 
-    folder = Folder.at(out)
-    if folder.kind("manifest.json") == "absent":
-        folder.try_writing()
+    check_new_study(Folder.at(out))
     loaded = settings.load()
     with waiting("timing a batch"), quiet_transformers(downloads=False):
         return estimate_study(plan_study(prompts, loaded, settings), loaded)

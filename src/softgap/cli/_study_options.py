@@ -34,7 +34,7 @@ class Measuring:
     ] = None
     raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without chat template.")] = False
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; they are recorded.", show_default=False)
+        int | None, typer.Option(min=1, max=1024, help="Threads of torch; they are recorded.", show_default=False)
     ] = None
     no_prompt_steps: Annotated[
         bool, typer.Option("--no-prompt-steps", help="Do not store the steps of the prompts.")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from softgap.probe.models import Loaded
     from softgap.trajectories import Manifest, StudyWriter
 
-__all__ = ["CONTROL", "Task", "default_out", "with_control"]
+__all__ = ["CONTROL", "Task", "check_mechanisms", "default_out", "with_control"]
 
 CONTROL = "uniform"
 _TRIAL_BYTES = 65536
@@ -59,12 +59,10 @@ class Task:
 
         The folder is tried by writing to it, and left as it was.
         """
-        from softgap.attention import resolve
-        from softgap.probe.calibrations import DEFAULT_MECHANISMS
         from softgap.trajectories import StudyWriter
         from softgap.trajectories.folder import Folder
 
-        wanted = [resolve(name.partition("@")[0]) for name in self.mechanisms or DEFAULT_MECHANISMS]
+        wanted = check_mechanisms(self.mechanisms)
         folder = Folder.at(self.out)
         with suppress(_Tried), StudyWriter(self.out, self._expected(wanted), overwrite=self.overwrite):
             folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
@@ -135,6 +133,18 @@ class Task:
 
 class _Tried(Exception):
     """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
+
+
+def check_mechanisms(names: Sequence[str] | None) -> list[Mechanism]:
+    """The mechanisms by these names, the defaults for None; a name or a calibration that is none is refused."""
+    from softgap.attention import resolve
+    from softgap.probe.calibrations import DEFAULT_MECHANISMS, load_calibration
+
+    for name in names or ():
+        _, sign, file = name.partition("@")
+        if sign:
+            load_calibration(Path(file).expanduser())
+    return [resolve(name.partition("@")[0]) for name in names or DEFAULT_MECHANISMS]
 
 
 def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from softgap.errors import ValueInputError
 from softgap.tasks.text_files import decoded, file_text, some_text
 
 __all__ = ["given_prompt", "given_text", "plain_text"]
@@ -30,4 +31,6 @@ def plain_text(name: str, text: str) -> str:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ValueInputError("standard input is closed, so that nothing can be read from it; give a file, or a pipe")
     return decoded(sys.stdin.buffer.read(), _STANDARD_INPUT)

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from softgap.cli import _output
 from softgap.cli._colour import colourful
+from softgap.cli._new_file import check_new
 from softgap.cli._options import Attn, Device, Dtype, Json
 from softgap.cli._texts import given_text
-from softgap.errors import StoreError, ValueInputError
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.calibration import Calibration, Closed, Ladders
@@ -58,8 +59,8 @@ def calibrate_command(
         raise ValueInputError(
             f"give --steps or --minutes and not both, got {steps} and {minutes:g}; --steps is the reproducible one"
         )
-    if out is not None and out.exists() and not overwrite:
-        raise StoreError(f"'{out}' is there already; choose another file, or replace it with --overwrite")
+    if out is not None:
+        check_new(out, overwrite)
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [given_text(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}

@@ -39,6 +39,11 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare two groups of samples over every head and feature at once, with controls, and give a verdict."""
+    if out is not None:
+        from softgap.trajectories.folder import Folder
+
+        # Before the labels are looked at, which the study's log counts.
+        Folder.at(out).try_writing("a comparison is")
     findings = _compared(study, options.plan(plan), plan, second, open_confirmation)
     from softgap.cli._compared import save_comparison, show_comparison
 

@@ -14,7 +14,6 @@ __all__ = ["lab"]
 lab = typer.Typer(
     name="lab",
     add_completion=False,
-    no_args_is_help=True,
     help="Run the claims of the theory: on synthetic data, and inside a real model with --model.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model, run_lab
+from softgap.cli._lab import LabOut, LabText, LabTokens, check_out, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -32,14 +32,15 @@ def focus_command(
             show_default=False,
         ),
     ] = None,
-    keys: Annotated[int, typer.Option(help="Without --model: number of keys.")] = 512,
-    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries and keys.")] = 64,
-    draws: Annotated[int, typer.Option(help="Without --model: simulated rows per check.")] = 400,
+    keys: Annotated[int, typer.Option(max=65536, help="Without --model: number of keys.")] = 512,
+    dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries and keys.")] = 64,
+    draws: Annotated[int, typer.Option(max=100_000, help="Without --model: simulated rows per check.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Of simulations and intervals.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
     """How far attention can focus: closed forms of the sparsity S, and S, entropy and rank of the heads of a model."""
+    check_out(out)
     name = reading_model(model, text)
     if name is None:
         found = _synthetic(keys, dim, draws, mechanism, seed)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, model_and_text, present_lab, reading_model, run_lab
+from softgap.cli._lab import LabOut, LabText, LabTokens, check_out, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -34,20 +34,25 @@ def injectivity_command(
             help="What to look at; may be repeated. Default: every mechanism that can be.", show_default=False
         ),
     ] = None,
-    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries and keys.")] = 8,
-    keys: Annotated[int, typer.Option(help="Without --model: number of keys.")] = 48,
+    dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries and keys.")] = 8,
+    keys: Annotated[int, typer.Option(max=65536, help="Without --model: number of keys.")] = 48,
     queries: Annotated[
         int | None,
         typer.Option(
-            help="Queries per head to compare (64), or tried by the collision finder (2).", show_default=False
+            max=10_000,
+            help="Queries per head to compare (64), or tried by the collision finder (2).",
+            show_default=False,
         ),
     ] = None,
-    starts: Annotated[int, typer.Option(help="Without --model: starts of the finder per query and radius.")] = 8,
+    starts: Annotated[
+        int, typer.Option(max=10_000, help="Without --model: starts of the finder per query and radius.")
+    ] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the keys, the finder and the intervals.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
     """Which mechanisms give different queries different distributions: margins, collisions, confusion in real heads."""
+    check_out(out)
     name = reading_model(model, text)
     if name is None:
         found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, model_and_text, present_lab, reading_model, run_lab
+from softgap.cli._lab import LabOut, LabText, check_out, model_and_text, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ __all__ = ["position_command"]
 def position_command(
     model: Model = None,
     text: LabText = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Read, or draw, no more than so many tokens.")] = 512,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Read, or draw, no more than so many tokens.")
+    ] = 512,
     start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
     mechanism: Annotated[
         list[str] | None,
@@ -33,13 +35,14 @@ def position_command(
             show_default=False,
         ),
     ] = None,
-    heads: Annotated[int, typer.Option(help="Without --model: number of heads.")] = 20,
-    dim: Annotated[int, typer.Option(help="Without --model: dimension of queries, keys and values.")] = 64,
+    heads: Annotated[int, typer.Option(max=10_000, help="Without --model: number of heads.")] = 20,
+    dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries, keys and values.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of the heads, the random queries and the intervals.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
     """Why divergence changes with position: the normaliser, the running mean of values, or softmax's concentration."""
+    check_out(out)
     name = reading_model(model, text)
     if name is None:
         lab = _synthetic(mechanism, heads, tokens, dim, start, seed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli._lab import LabOut, present_lab, run_lab
+from softgap.cli._lab import LabOut, check_out, present_lab, run_lab
 from softgap.cli._options import Json
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["separation_command"]
 
+_LARGEST = 2**24
 _Cross = Annotated[bool, typer.Option("--cross", help="Queries from one sequence, keys and values from another.")]
 _Breaks = Annotated[
     bool, typer.Option("--allow-breaks", help="Take sizes outside the construction, n not (d - 2) t or b + c not 1.")
@@ -40,10 +41,16 @@ _Tasks = Annotated[
 
 
 def separation_command(
-    n: Annotated[int | None, typer.Option(help="Rows, (d - 2) t.", show_default=False)] = None,
-    d: Annotated[int | None, typer.Option(help="Columns; 514 if neither n nor d is given.", show_default=False)] = None,
-    t: Annotated[int | None, typer.Option(help="Stacked copies; what n and d give, or 1.", show_default=False)] = None,
-    m: Annotated[int | None, typer.Option(help="Columns of signs; 4 log(n / 0.01).", show_default=False)] = None,
+    n: Annotated[int | None, typer.Option(max=_LARGEST, help="Rows, (d - 2) t.", show_default=False)] = None,
+    d: Annotated[
+        int | None, typer.Option(max=_LARGEST, help="Columns; 514 if neither n nor d is given.", show_default=False)
+    ] = None,
+    t: Annotated[
+        int | None, typer.Option(max=_LARGEST, help="Stacked copies; what n and d give, or 1.", show_default=False)
+    ] = None,
+    m: Annotated[
+        int | None, typer.Option(max=_LARGEST, help="Columns of signs; 4 log(n / 0.01).", show_default=False)
+    ] = None,
     a0: Annotated[float, typer.Option(help="Level of the marked row in class D0.")] = 0.05,
     a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0,
     b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5,
@@ -52,12 +59,12 @@ def separation_command(
     allow_breaks: _Breaks = False,
     mechanism: _Mechanisms = None,
     axes: Annotated[str, typer.Option("--map", help="Two axes, such as d,b or a1=0.5/0.7/1,n=512/8192/32768.")] = "d,b",
-    draws: Annotated[int, typer.Option(help="Draws of marked rows and signs.")] = 30,
-    map_draws: Annotated[int, typer.Option(help="Draws in each cell of the map, and at each n.")] = 20,
+    draws: Annotated[int, typer.Option(max=1_000_000, help="Draws of marked rows and signs.")] = 30,
+    map_draws: Annotated[int, typer.Option(max=1_000_000, help="Draws in each cell of the map, and at each n.")] = 20,
     train: Annotated[bool, typer.Option("--train", help="Also train small models: minutes.")] = False,
     task: _Tasks = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of every model.")] = 600,
-    seeds: Annotated[int, typer.Option(min=1, help="Models of every kind, from seeds 0, 1, ...")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps of every model.")] = 600,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Models of every kind, from seeds 0, 1, ...")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
@@ -69,6 +76,7 @@ def separation_command(
     from softgap.theory.separation.lab import separation_lab
     from softgap.theory.separation.phase_map import parse_axes
 
+    check_out(out)
     sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
     # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
     chosen = None if axes == "d,b" else parse_axes(axes)
@@ -116,6 +124,6 @@ def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, 
             mechanisms,
             seeds=seeds,
             training=Training(steps=steps),
-            folder=None if out is None else Path(out) / "cells",
+            folder=None if out is None else Path(out).expanduser() / "cells",
             progress=show,
         )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from softgap.cli import _output
+from softgap.cli._new_file import check_new
 from softgap.cli._options import Attn, Device, Dtype, Json
 from softgap.cli._plan import show_plan
 from softgap.cli._texts import given_text, plain_text
-from softgap.errors import StoreError, ValueInputError
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
@@ -88,13 +89,15 @@ def linearize_command(
 
 def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
     """Refuse what could not be written in the end, before the search."""
-    if out.exists() and not overwrite:
-        raise StoreError(f"'{out}' is there already; choose another file, or replace it with --overwrite")
     if out.suffix != ".json":
         raise ValueInputError(f"a plan must end in .json, got '{out.name}'; choose another name")
+    check_new(out, overwrite)
     if picture is not None:
-        from softgap.report.pictures import require_matplotlib
+        from softgap.report.files import check_place
+        from softgap.report.pictures import check_ending, require_matplotlib
 
+        check_ending(picture)
+        check_place(picture, "--picture")
         require_matplotlib()
 
 
@@ -109,17 +112,21 @@ def _found(
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
     import shutil
 
-    from softgap.linearize.search import find_plan
-    from softgap.linearize.substitute import substitute
+    from softgap.linearize.search import check_search, find_plan
+    from softgap.linearize.substitute import check_substitute, substitute
     from softgap.probe import load_model
     from softgap.probe.calibrations import calibrated
     from softgap.probe.layout import attention_layers
     from softgap.probe.progress import quiet_transformers, reporter
 
+    checked = ("budget", "score", "length", "tokens", "recall_budget")
+    check_search(**{name: settings[name] for name in checked})
+    check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
     parts = out.with_name(f"{out.name}.parts")
     with quiet_transformers(downloads=False), reporter(True) as report:
-        chosen = substitute(mechanism or (*calibrated(loaded), "elu1")[0], loaded, window=window)
+        default = (*calibrated(loaded), "elu1")[0]
+        chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:

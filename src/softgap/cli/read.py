@@ -59,7 +59,7 @@ def read_command(
         raise ValueInputError("--chat goes with prompts and completions, got a plain text; give a .jsonl file")
     task = Task(
         texts=texts,
-        out=out or default_out(texts[0] if file == "-" else Path(file).stem),
+        out=default_out(texts[0] if file == "-" else Path(file).stem) if out is None else out,
         overwrite=overwrite,
         model=model,
         mechanisms=with_control(mechanism),

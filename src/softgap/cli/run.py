@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,6 @@ from softgap.cli._options import (
 from softgap.cli._present import present_run
 from softgap.cli._task import Task, default_out, with_control
 from softgap.cli._texts import given_prompt
-from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.trajectories import Trajectories
@@ -55,7 +53,7 @@ def run_command(
     seed, sampling = _sampling(seed, temperature)
     task = Task(
         texts=(text,),
-        out=out or default_out(text),
+        out=default_out(text) if out is None else out,
         overwrite=overwrite,
         model=model,
         mechanisms=with_control(mechanism),
@@ -73,11 +71,9 @@ def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, 
     """The seed, None for greedy search, and the settings of sampling."""
     if temperature is None:
         return seed, {"do_sample": seed is not None}
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueInputError(
-            f"--temperature must be a number above 0, got {temperature:g}; leave it and --seed out for greedy search"
-        )
-    return seed or 0, {"do_sample": True, "temperature": temperature}
+    from softgap.probe.temperature import checked_temperature
+
+    return seed or 0, {"do_sample": True, "temperature": checked_temperature(temperature, "--temperature")}
 
 
 def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:

@@ -50,7 +50,8 @@ def run_command(
     if score is not None:
         resolve_scorer(score).check(found, f"'{prompts}'")
     settings = measuring.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
-    carry_out(found, out or f"runs/{slug(Path(prompts).stem)}", settings, measuring)
+    place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
+    carry_out(found, place, settings, measuring)
 
 
 def _renamed(given: Sequence[str]) -> dict[str, str]:

@@ -39,4 +39,4 @@ def task_command(
         seed=None if measuring.temperature is None else seed,
         scoring=TASKS[task].scoring,
     )
-    carry_out(found, out or f"runs/{task}", settings, measuring)
+    carry_out(found, f"runs/{task}" if out is None else out, settings, measuring)

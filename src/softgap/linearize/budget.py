@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ class Budget:
     recall: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.loss > 0:
-            raise ValueInputError(f"the budget must be above 0 nats per token, got {self.loss:g}; 0.1 is usual")
+        if not 0 < self.loss < math.inf:
+            raise ValueInputError(
+                f"the budget must be above 0 nats per token and finite, got {self.loss:g}; 0.1 is usual"
+            )
         if self.recall is not None and not 0 <= self.recall <= 1:
             raise ValueInputError(
                 f"the recall budget must be between 0 and 1, the largest drop, got {self.recall:g}; 0.05 is usual"

@@ -29,7 +29,7 @@ class Kept:
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
-        except (OSError, ValueError):  # not there, or cut off by a crash: made again
+        except (OSError, ValueError, RecursionError):  # not there, or cut off by a crash: made again
             found = make()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,12 @@ def passages_of(
     fewest
         How many passages are needed at least.
     """
-    if length < FEWEST:
-        raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; 512 is usual")
+    check_length(length)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and length > context:
-        raise ValueInputError(f"passages can have at most the model's context of {context} tokens, got {length}")
+        raise ValueInputError(
+            f"passages can have at most the model's context of {context} tokens, got {length}; shorten them"
+        )
     ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
     whole = len(ids) // length
     if whole < fewest:
@@ -78,6 +79,12 @@ def passages_of(
     chosen = np.linspace(0, whole - 1, wanted).round().astype(int)
     rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(chosen)].to(model.device)
     return Passages(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+
+
+def check_length(length: int) -> None:
+    """Refuse passages too short to predict anything in."""
+    if length < FEWEST:
+        raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
 
 
 def lookups(model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0) -> Passages:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from softgap.attention import resolve
-from softgap.errors import StoreError, UnsupportedError
+from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.resampling import Interval
 from softgap.linearize.substitute import Readout, Substitute
@@ -120,14 +120,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         document = json.loads(source.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
+        _check_types(document)
         about = document["mechanism"]
         chosen = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
         chosen = _with_parameters(chosen, document["parameters"], source, about["calibration"])
         return Plan(
             model=document["model"],
             fingerprint=document["fingerprint"],
-            heads=tuple((int(a), int(b)) for a, b in document["heads"]),
-            groups=tuple((int(a), int(b)) for a, b in document["groups"]),
+            heads=tuple((a, b) for a, b in document["heads"]),
+            groups=tuple((a, b) for a, b in document["groups"]),
             layers=tuple(document["layers"]),
             substitute=chosen,
             original=document["original"],
@@ -135,12 +136,35 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             memory=document["memory"],
             provenance=document["provenance"],
         )
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(
             f"cannot read the plan '{source}': {error.strerror or error}; give a plan's JSON file"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except SoftgapError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"'{source}' is no plan of softgap ({error}); make one with 'softgap linearize'") from error
+
+
+def _check_types(document: Mapping[str, Any]) -> None:
+    """Raise unless every field holds what a plan writes there; what it means is checked against the model."""
+    texts = [document[name] for name in ("model", "fingerprint")] + [document["mechanism"]["name"]]
+    pairs = [*document["heads"], *document["groups"]]
+    places = [number for pair in pairs for number in pair] + [*document["layers"]]
+    window = document["mechanism"]["window"]
+    places += [] if window is None else [window]
+    intervals = [value for interval in document["expected"].values() for value in interval.values()]
+    numbers = [*document["original"].values(), *document["memory"].values(), *intervals]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("model, fingerprint and mechanism must be names")
+    if not all(type(number) is int and number >= 0 for number in places):
+        raise ValueError("heads, groups, layers and window must be whole numbers from 0")
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("original, expected and memory must hold numbers")
+    if not isinstance(document["provenance"], dict):
+        raise ValueError("provenance must be an object")
 
 
 def _with_parameters(chosen: Substitute, about: Mapping[str, str] | None, source: Path, origin: str) -> Substitute:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
-from softgap.errors import ValueInputError
+from softgap.errors import ValueInputError, unknown_name
 from softgap.linearize.applying import freed_groups
 from softgap.linearize.budget import Budget
 from softgap.linearize.frontier import BEST
@@ -22,7 +22,7 @@ from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.kept import Kept
 from softgap.linearize.memory import memory_of
 from softgap.linearize.orders import Unit, ordered, taken, units_of
-from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
+from softgap.linearize.passages import LENGTH, Passages, check_length, digest_of_passages, lookups, passages_of
 from softgap.linearize.plan import Plan
 from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
@@ -35,7 +35,7 @@ from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 
-__all__ = ["find_plan"]
+__all__ = ["check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
@@ -86,11 +86,11 @@ def find_plan(
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
-    limits = Budget(budget, recall_budget)
-    if score not in SCORES:
-        raise ValueInputError(f"the score must be one of {', '.join(SCORES)}, got '{score}'")
+    limits = check_search(budget, score, length, tokens, recall_budget)
     if tune < 0 or (tune and not repair):
-        raise ValueInputError(f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}")
+        raise ValueInputError(
+            f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}; leave one out"
+        )
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
@@ -114,6 +114,19 @@ def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> d
         "tokens": read.tokens,
         **chosen,
     }
+
+
+def check_search(
+    budget: float, score: str, length: int, tokens: int | None, recall_budget: float | None = None
+) -> Budget:
+    """Refuse what no search can be made with; a command asks before it loads a model."""
+    limits = Budget(budget, recall_budget)
+    if score not in SCORES:
+        raise unknown_name("score", score, SCORES)
+    check_length(length)
+    if tokens is not None and tokens < 1:
+        raise ValueInputError(f"tokens must be at least 1, got {tokens}; {TOKENS} are usual")
+    return limits
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from softgap.attention import Mechanism
+from softgap.attention import Mechanism, resolve
 from softgap.errors import ShapeError, ValueInputError
+from softgap.probe.calibrations import load_calibration
 from softgap.probe.models import Model
 from softgap.probe.recording import ready
 
-__all__ = ["Readout", "Substitute", "substitute"]
+__all__ = ["Readout", "Substitute", "check_substitute", "substitute"]
+
+LARGEST_WINDOW = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +72,21 @@ class Substitute:
         return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
 
 
+def check_substitute(mechanism: str | None, window: int | None) -> None:
+    """Refuse a mechanism that is unknown or softmax itself, and a window that is none; no model is needed for it."""
+    if window is not None and not 1 <= window <= LARGEST_WINDOW:
+        raise ValueInputError(f"window must be from 1 to {LARGEST_WINDOW} keys, got {window}; leave it out for none")
+    if mechanism is None:
+        return
+    if resolve(mechanism.partition("@")[0]).name == "softmax":
+        raise ValueInputError("heads must become something else than softmax, got 'softmax'; choose elu1 or fitted")
+    if "@" in mechanism:
+        load_calibration(Path(mechanism.partition("@")[2]).expanduser())
+
+
 def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window: int | None = None) -> Substitute:
     """A mechanism by name or object, ready for this model, with a window where one is given."""
-    if window is not None and window < 1:
-        raise ValueInputError(f"window must be at least 1 key, got {window}; leave it out for none")
+    check_substitute(None, window)
     if isinstance(mechanism, Substitute):
         return mechanism if window is None else replace(mechanism, window=window)
     return Substitute(ready(mechanism, model), window)

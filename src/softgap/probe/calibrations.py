@@ -108,11 +108,15 @@ def load_calibration(path: Path) -> StoredCalibration:
         raise StoreError(f"'{path}' is no whole safetensors file ({error}); calibrate the model again") from None
     if block is None:
         raise StoreError(f"'{path}' is a safetensors file but no calibration of softgap; give another file")
-    metadata = json.loads(block)
-    if metadata.get("format", 0) > FORMAT:
+    try:
+        metadata = json.loads(block)
+        version = metadata.get("format", 0)
+        newer = version > FORMAT
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(f"'{path}' is damaged: its description is no JSON object ({error}); calibrate again") from None
+    if newer:
         raise StoreError(
-            f"'{path}' has calibration format {metadata['format']}, newer than {FORMAT}, which this softgap reads; "
-            "update softgap"
+            f"'{path}' has calibration format {version}, newer than {FORMAT}, which this softgap reads; update softgap"
         )
     digest = digest_of(tensors)
     if digest != metadata.get("digest"):

@@ -18,6 +18,9 @@ from softgap.probe.embedded import EMBEDDED, EMBEDDED_PARAMETERS, embedded_copy,
 
 __all__ = ["ModelInfo", "available_models"]
 
+# As the library itself allows.
+_LARGEST_HEADER = 100_000_000
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -101,13 +104,17 @@ def _cached_model(name: str, revision: CachedRevisionInfo) -> ModelInfo | None:
         if not weights or refusal(config) is not None:
             return None
         parameters = sum(_stored_numbers(file.file_path) for file in weights)
-    except (OSError, ValueError, AttributeError, TypeError):
+        kind = str(config["model_type"])
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, OverflowError, RecursionError):
         return None
-    return ModelInfo(name, "hub cache", revision.snapshot_path, revision.size_on_disk, parameters, config["model_type"])
+    return ModelInfo(name, "hub cache", revision.snapshot_path, revision.size_on_disk, parameters, kind)
 
 
 def _stored_numbers(path: Path) -> int:
     """How many numbers a safetensors file holds, from its header alone."""
     with path.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        size = int.from_bytes(stream.read(8), "little")
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(stream.read(size))
     return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

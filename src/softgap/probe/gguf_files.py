@@ -37,7 +37,7 @@ from softgap.probe.cache import CopyRecord, build_copy, models_dir
 from softgap.probe.causal import refusal
 from softgap.probe.progress import Report, quiet_transformers
 
-__all__ = ["LARGEST_CACHED", "convert", "copy_folder", "file_hash", "read_gguf"]
+__all__ = ["LARGEST_CACHED", "convert", "copy_folder", "file_hash", "gguf_metadata", "read_gguf"]
 
 LARGEST_CACHED = 2 * 1024**3
 """Files above this size are read directly each time: a float32 copy of them is eight times as large or more."""
@@ -82,7 +82,7 @@ def convert(path: Path, folder: Path, sha256: str, report: Report) -> CopyRecord
 def read_gguf(path: Path, report: Report) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file as a plain float32 model and its tokenizer, with no trace of quantisation left."""
     report("reading the GGUF file", 0.0)
-    metadata = _metadata(path)
+    metadata = gguf_metadata(path)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     with quiet_transformers(downloads=False), _reported(report), _readable(path):
         config = AutoConfig.from_pretrained(**source)
@@ -110,7 +110,7 @@ def read_gguf(path: Path, report: Report) -> tuple[PreTrainedModel, PreTrainedTo
     return plain, tokenizer
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def gguf_metadata(path: Path) -> dict[str, Any]:
     """The file's metadata; refuses what is no GGUF file and architectures that transformers cannot read."""
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":

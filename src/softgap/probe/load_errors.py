@@ -53,7 +53,9 @@ def explain(name: str, error: Exception) -> ModelError:
         return ModelError(f"'{name}' needs a package that is not installed ({first}); install it")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return ModelError(f"'{name}' does not fit into memory; use a smaller model or dtype='bfloat16'")
-    return ModelError(f"cannot load '{name}' ({type(error).__name__}: {first}); check the model's files")
+    # The name of a KeyError or the like is all that its bare key can be understood by.
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return ModelError(f"cannot load '{name}' ({kind}{first}); check the model's files")
 
 
 def _hub_problem(name: str, chain: list[BaseException]) -> str | None:

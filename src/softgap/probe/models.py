@@ -31,7 +31,7 @@ from softgap.probe.catalogue import ModelInfo, available_models
 from softgap.probe.causal import refusal
 from softgap.probe.embedded import EMBEDDED, EMBEDDED_SHA256, embedded_folder
 from softgap.probe.fingerprint import model_fingerprint
-from softgap.probe.gguf_files import LARGEST_CACHED, convert, copy_folder, file_hash, read_gguf
+from softgap.probe.gguf_files import LARGEST_CACHED, convert, copy_folder, file_hash, gguf_metadata, read_gguf
 from softgap.probe.load_errors import explain
 from softgap.probe.progress import Report, quiet_transformers, reporter
 from softgap.probe.support import TAPPED_ATTENTION
@@ -156,6 +156,7 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Report) -
     sha256 = file_hash(path)
     folder = copy_folder(EMBEDDED if sha256 == EMBEDDED_SHA256 else "gguf", sha256)
     if read_record(folder) is None:
+        gguf_metadata(path)  # what is no GGUF file leaves no trace in the cache
         convert(path, folder, sha256, report)
     return _load_pretrained(source, folder, options)
 

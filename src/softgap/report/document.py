@@ -155,7 +155,7 @@ def _read(path: Path) -> Document:
         )
     except StoreError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"'{path}' cannot be read as findings of softgap ({error}); write it again") from error
 
 

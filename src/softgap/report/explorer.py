@@ -10,7 +10,7 @@ from pathlib import Path
 from softgap.errors import StoreError, ValueInputError
 from softgap.report.columns import Column, calibration_column, own_calibration, read_columns
 from softgap.report.document import Document, documents_in
-from softgap.report.files import written_whole
+from softgap.report.files import check_place, written_whole
 from softgap.report.labs import RESULT, lab_in
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
@@ -152,8 +152,7 @@ def _beside(study: str) -> Path:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    if target.is_dir():
-        raise StoreError(f"a report is a file, but '{target}' is a folder; add a file name")
+    check_place(target)
     if not target.exists() or overwrite:
         return
     try:

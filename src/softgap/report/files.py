@@ -8,8 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from softgap.errors import StoreError
+from softgap.trajectories.folder import Folder
 
-__all__ = ["written_whole"]
+__all__ = ["check_place", "written_whole"]
+
+
+def check_place(path: str | os.PathLike[str], what: str = "--out") -> None:
+    """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
+    given = os.fspath(path)
+    target = Path(given).expanduser()
+    if not given or "\0" in given:
+        raise StoreError(f"{what} must name a file, got {given!r}; give a file name")
+    try:
+        folder = target.is_dir()
+    except OSError as error:
+        raise StoreError(f"cannot write '{given}': {error.strerror or error}; choose another place") from error
+    if folder:
+        raise StoreError(f"{what} must name a file, but '{given}' is a folder; add a file name")
+    Folder.at(target.parent).try_writing("files are")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def lab_in(folder: Path) -> Document:
         values = json.loads(path.read_text(encoding="utf-8"))
         pictures = (picture_at(folder, FIGURE, _caption(values)),) if (folder / FIGURE).is_file() else ()
         return _document(values, pictures)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"'{path}' is no result of a lab of softgap ({error}); run the lab again") from error

@@ -13,7 +13,7 @@ from softgap.report.files import written_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "figure_bytes", "new_figure", "require_matplotlib", "save_figure"]
+__all__ = ["PICTURES", "check_ending", "figure_bytes", "new_figure", "require_matplotlib", "save_figure"]
 
 PICTURES = (".png", ".svg")
 
@@ -37,13 +37,18 @@ def new_figure(width: float, height: float) -> Figure:
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure, as its path ends."""
     target = Path(path)
-    ending = target.suffix.lower()
-    if ending not in PICTURES:
-        raise ValueInputError(f"a picture must end in .png or .svg, got '{target.name}'; choose one of them")
-    content = figure_bytes(figure, ending)
+    content = figure_bytes(figure, check_ending(target))
     with written_whole(target) as partial:
         partial.write_bytes(content)
     return target
+
+
+def check_ending(path: Path) -> str:
+    """The ending of a picture's name, if it is one."""
+    ending = path.suffix.lower()
+    if ending not in PICTURES:
+        raise ValueInputError(f"a picture must end in .png or .svg, got '{path.name}'; choose one of them")
+    return ending
 
 
 def figure_bytes(figure: Figure, ending: str) -> bytes:

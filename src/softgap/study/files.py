@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from softgap.errors import StoreError
 from softgap.study.batches import Batch
 from softgap.study.measuring import Failure
 from softgap.tasks import Prompt
 from softgap.tasks.prompts import prompt_from
+from softgap.tasks.text_files import short
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.lines import json_lines, read_lines
 
@@ -38,7 +40,12 @@ def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
         return None
     found = {}
     for number, entry in enumerate(read_lines(folder, PROMPTS), start=1):
-        batch = int(entry.pop("batch", UNPLANNED))
+        batch = entry.pop("batch", UNPLANNED)
+        if not isinstance(batch, int):
+            raise StoreError(
+                f"{PROMPTS} in '{folder.given}', line {number}: 'batch' must be a whole number, got {short(batch)}; "
+                "restore this file from a copy"
+            )
         prompt = prompt_from(entry, f"{PROMPTS} in '{folder.given}', line {number}", str(number), line=number)
         found[prompt.sample_id] = (prompt, batch)
     return found
@@ -54,7 +61,12 @@ def write_failures(folder: Folder, batch: int, failures: Sequence[Failure]) -> N
 def read_failures(folder: Folder) -> list[Failure]:
     """All failures of a study, by batch."""
     names = [name for name in folder.names(_FAILURES) if name.startswith("part-")]
-    return [Failure(**entry) for name in names for entry in read_lines(folder, f"{_FAILURES}/{name}")]
+    try:
+        return [Failure(**entry) for name in names for entry in read_lines(folder, f"{_FAILURES}/{name}")]
+    except TypeError as error:
+        raise StoreError(
+            f"{_FAILURES} in '{folder.given}' is damaged ({error}); restore the folder from a copy"
+        ) from error
 
 
 def _failures(batch: int) -> str:

@@ -26,6 +26,7 @@ from softgap.tasks.prompts import check_ids
 from softgap.trajectories import Manifest, StudyWriter
 from softgap.trajectories.batches import publish_batch
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.writer import check_new_study
 
 if TYPE_CHECKING:
     from softgap.probe.models import Loaded
@@ -97,8 +98,7 @@ def run_study(
 
         require_ray()
     folder = Folder.at(out)
-    if folder.kind("manifest.json") == "absent":
-        folder.try_writing()
+    check_new_study(folder)
     given = settings or StudySettings()
     with ExitStack() as stack:
         stack.enter_context(_threads(given.threads))

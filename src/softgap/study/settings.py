@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from softgap.errors import ValueInputError
 from softgap.probe.provenance import live_options
+from softgap.probe.temperature import checked_temperature
 
 if TYPE_CHECKING:
     from softgap.probe.models import Loaded
@@ -59,11 +59,8 @@ class StudySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueInputError(f"{name} must be at least 1, got {value}")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueInputError(
-                f"temperature must be a number above 0, got {self.temperature:g}; leave it and the seed out for greedy "
-                "search"
-            )
+        if self.temperature is not None:
+            checked_temperature(self.temperature)
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from softgap.tasks.words import WORDS, draw_pairs
 
 __all__ = ["TASKS", "Task", "generate_prompts"]
 
+MOST_PROMPTS = 1_000_000
+
 
 @dataclass(frozen=True)
 class Task:
@@ -55,8 +57,8 @@ def generate_prompts(name: str, n: int, *, seed: int = 0, difficulties: Sequence
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
-    if n < 1:
-        raise ValueInputError(f"n must be at least 1 prompt, got {n}")
+    if not 1 <= n <= MOST_PROMPTS:
+        raise ValueInputError(f"n must be from 1 to {MOST_PROMPTS} prompts, got {n}; 400 are usual")
     task = TASKS[name]
     levels = tuple(task.difficulties if difficulties is None else difficulties)
     for level in levels:

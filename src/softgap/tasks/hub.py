@@ -49,6 +49,8 @@ def _rows(source: str, name: str, config: str | None, split: str) -> Any:
         ) from error
     # One transient bar per file and split would fill the terminal.
     datasets.disable_progress_bars()
+    # It also prints what it raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:

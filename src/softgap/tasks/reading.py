@@ -37,6 +37,8 @@ def read_prompts(source: str, *, renamed: Mapping[str, str] | None = None) -> li
             )
         text = file_text(source)
         return (csv_prompts if ending in _CSV else json_prompts)(f"'{source}'", text, renamed=renamed)
+    if source and (path / "manifest.json").is_file():
+        raise ValueInputError(f"prompts are read from a file, but '{source}' is a study; give its prompts.jsonl")
     if DATASET.fullmatch(source) is None:
         raise ValueInputError(f"there is no file '{source}'; give a .jsonl or .csv file, or a dataset as org/name")
     return dataset_prompts(source, renamed=renamed)

@@ -137,6 +137,8 @@ def _choices(prompt: Prompt) -> list[str]:
 
 def _imported(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
+    if not (module and function):
+        raise ValueInputError(f"a scoring of one's own is written module:function, got '{path}'; name both")
     here = str(Path.cwd())
     added = here not in sys.path
     try:

@@ -147,10 +147,10 @@ class Folder:
             self.discard(temporary)
             raise
 
-    def try_writing(self) -> None:
+    def try_writing(self, what: str = "a study is") -> None:
         """Refuse a folder that cannot be written to, by writing to it; it is left as it was."""
         if self.kind() == "file":
-            raise StoreError(f"a study is written to a folder, but '{self.given}' is a file; choose another path")
+            raise StoreError(f"{what} written to a folder, but '{self.given}' is a file; choose another path")
         created = self.create()
         try:
             self.discard(self.stage("manifest.json", lambda sink: sink.write(b"{}")))

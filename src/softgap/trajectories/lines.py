@@ -17,9 +17,12 @@ def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
     if folder.kind(name) == "absent":
         return []
     try:
-        return [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
-    except ValueError as error:
+        found = [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
+        if not all(isinstance(entry, dict) for entry in found):
+            raise ValueError("a line is no object")
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{name} in '{folder.given}' is damaged ({error}); restore this file from a copy") from error
+    return found
 
 
 def add_line(folder: Folder, name: str, entry: Mapping[str, Any]) -> None:

@@ -171,7 +171,7 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
     where = f"manifest.json in '{folder.given}'"
     try:
         document = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON ({error}); restore the file from a copy") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         given = document.get("format") if isinstance(document, dict) else document

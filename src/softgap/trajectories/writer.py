@@ -22,7 +22,7 @@ from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.reader import FORMAT, FORMAT_VERSION, read_ids, read_manifest
 from softgap.trajectories.run import Trajectories
 
-__all__ = ["StudyWriter", "save"]
+__all__ = ["StudyWriter", "check_new_study", "save"]
 
 
 class StudyWriter:
@@ -210,10 +210,7 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
     if kind == "absent" or not folder.names():
         return False
     if folder.kind("manifest.json") == "absent":
-        raise StoreError(
-            f"a study is written to a new or empty folder, but '{folder.given}' holds other files "
-            f"({', '.join(folder.names()[:3])}); choose another folder"
-        )
+        raise _other_files(folder)
     stored, _ = read_manifest(folder)
     differences = manifest.differences(stored, question_only=not resume)
     if differences:
@@ -227,6 +224,21 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
             f"'{folder.given}' already holds this study; choose another folder, or set overwrite to replace it"
         )
     return True
+
+
+def check_new_study(folder: Folder) -> None:
+    """Refuse a folder without a study that could take none: for commands, before they load a model."""
+    if folder.kind("manifest.json") == "absent":
+        folder.try_writing()
+        if folder.names():
+            raise _other_files(folder)
+
+
+def _other_files(folder: Folder) -> StoreError:
+    return StoreError(
+        f"a study is written to a new or empty folder, but '{folder.given}' holds other files "
+        f"({', '.join(folder.names()[:3])}); choose another folder"
+    )
 
 
 def _now() -> str:

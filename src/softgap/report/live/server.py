@@ -31,6 +31,8 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket at this address; port 0 takes any that is free."""
     if not 0 <= port <= 65535:
         raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 takes any that is free")
+    if not host.strip():
+        raise ValueInputError(f"--host must be an address of this machine, got '{host}'; leave --host out")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -42,9 +44,9 @@ def bound(host: str, port: int) -> socket.socket:
         except OSError:
             listening.close()
             raise
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise UnsupportedError(
-            f"'{host}' is no address of this machine ({error.strerror}); leave --host out"
+            f"'{host}' is no address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
         ) from error
     except OSError as error:
         remedy = "leave --port out to take one that is free" if port else "leave --host out"

@@ -18,6 +18,7 @@ from softgap.errors import StoreError, unknown_name
 from softgap.report.explorer import explorer_of
 from softgap.report.live.limits import Limits
 from softgap.trajectories import Study, Trajectories, open_study
+from softgap.trajectories.folder import Folder
 from softgap.trajectories.names import new_name
 
 __all__ = ["Studies"]
@@ -46,15 +47,9 @@ class Studies:
         if any((folder / mark).is_file() for mark in _MARKS):
             raise StoreError(f"'{folder}' is a study itself, and a folder of studies is needed; give '{folder.parent}'")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            trial = folder / ".softgap-trial"
-            trial.touch()
-            trial.unlink()
-        except OSError as error:
-            raise StoreError(
-                f"runs are saved to '{folder}', which cannot be written to ({error.strerror or error}); choose another "
-                "folder with --studies"
-            ) from error
+            Folder.at(folder).try_writing("runs are")
+        except StoreError as error:
+            raise StoreError(f"{error}, with --studies") from error
         return cls(folder.resolve(), limits)
 
     def names(self) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from softgap.errors import ValueInputError, unknown_name
+from softgap.probe.temperature import COLDEST
 from softgap.report.live.limits import Limits
 
 __all__ = ["CONTROL", "Wish", "wishes"]
@@ -102,11 +102,11 @@ def _mechanisms(given: Any, known: Sequence[str], limits: Limits) -> tuple[str, 
 def _temperature(given: Any) -> float | None:
     if given is None:
         return None
-    allowed = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
-    if not allowed or not 0 < given <= _HOTTEST:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not COLDEST <= given <= _HOTTEST:
         raise ValueInputError(
-            f"temperature must be above 0 and at most {_HOTTEST:g}, got {given!r}; leave it empty for the "
-            "likeliest tokens"
+            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for the likeliest "
+            "tokens"
         )
     return float(given)
 

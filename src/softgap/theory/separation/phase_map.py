@@ -129,7 +129,7 @@ def parse_axes(text: str) -> tuple[Axis, Axis]:
     """Two axes from words such as ``d,b`` or ``d=34/130/514,b=0.2/0.5``."""
     parts = text.split(",")
     if len(parts) != 2:
-        raise ValueInputError(f"a map has two axes, written like d,b or d=34/130,b=0.2/0.5, got '{text}'")
+        raise ValueInputError(f"a map has two axes, written like d,b or d=34/130,b=0.2/0.5, got '{text}'; name two")
     axes = []
     for part in parts:
         name, _, values = part.strip().partition("=")

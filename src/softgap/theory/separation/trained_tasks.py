@@ -27,6 +27,7 @@ _LEVELS = {
 _SPREAD = 8
 _KEYS, _VALUES = 128, 16
 _SYMBOLS = 4
+_LONGEST_COUNT = 65536
 _LISTOPS_LENGTH = 32
 _OPERATORS = ("MAX", "MIN", "MED", "SM")
 _DIGITS = 10
@@ -129,8 +130,10 @@ def _recall(pairs: int) -> TrainedTask:
 
 def _counting(length: int) -> TrainedTask:
     """The share of one symbol among random ones: a mean over all tokens, which asks for no sharp attention."""
-    if length < 2:
-        raise ValueInputError(f"counting takes a length from 2, got {length}; for example counting-128")
+    if not 2 <= length <= _LONGEST_COUNT:
+        raise ValueInputError(
+            f"counting takes a length from 2 to {_LONGEST_COUNT}, got {length}; for example counting-128"
+        )
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         share = torch.rand(count, 1, generator=generator)
