@@ -232,7 +232,7 @@ BAD: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda path: calibrate(model(), TOKENIZER, [written(60)], recipe=RECIPE, positions=1024 * 2, out=path),
         ValueInputError,
-        "positions must be at most the model's context of 1024, got 2048",
+        "positions must be at most the model's context of 1024, got 2048; ask for fewer",
     ),
     (
         lambda path: calibrate(tiny_llama(max_position_embeddings=8192), TOKENIZER, [written(60)], positions=4096),
