@@ -63,8 +63,9 @@ def featurise(
         key = key.masked_fill(~key_valid[:, None, :, None], LOG_ZERO if mechanism.log else 0)
     # Keys appended without a question bring no queries whose heads a map could match.
     asked = q.shape[2] > 0
-    at_queries = mechanism.site(query_positions, q.dtype, query_turned)
-    query = mechanism.query_map(q, at_queries) if asked else key[:, :, :0]
+    query = key[:, :, :0]
+    if asked:
+        query = mechanism.query_map(q, mechanism.site(query_positions, q.dtype, query_turned))
     rate = None if mechanism.rate is None else mechanism.rate(at_keys)
     if rate is not None:
         if not bool((rate >= 0).all()):

@@ -36,13 +36,13 @@ Seen = Float[Tensor, "head time dim"]
 
 def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
     """The rotation of each attention call of a forward; None where one of them is unknown, or none turns anything."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    frequencies = _frequencies(model)
+    if not frequencies or "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FAR
     starts = [0, *(start for start in (NEAR, context - TOKENS) if start > 0)]
     readings = [_reading(model, start) for start in starts]
     layers = [list(layer) for layer in zip(*readings, strict=True)] if all(readings) else []
-    frequencies = _frequencies(model)
     found = [_accepted(layer, starts, frequencies) for layer in layers]
     known = tuple(rotation for rotation in found if rotation is not None)
     turning = any(bool(rotation.frequency.any()) for rotation in known)
