@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from softgap.attention import Attention, LinearState, Mechanism, Visible, attend, mechanisms
 from softgap.attention.reference import reference_attention
+from softgap.attention.rotation import Layout, Rotation
 
 FACTORABLE = tuple(name for name, m in mechanisms().items() if "chunked" in m.forms)
 ALL = tuple(mechanisms())
@@ -86,12 +88,53 @@ def equipped(name: str, case: Case, *, features: int = 5, key_map_per_query_head
     return mechanism
 
 
+def with_rotation(mechanism: Mechanism, rotations: Sequence[Rotation], *, rotated: bool = True) -> Mechanism:
+    """A fitted map that sees vectors before rotary embedding too, or those alone; a rotation per layer."""
+    generator = torch.Generator().manual_seed(8)
+    wider = {}
+    for name in ("query_weight", "key_weight"):
+        own = mechanism.parameters[name]
+        more = 0.5 * torch.randn(own.shape, generator=generator, dtype=own.dtype)
+        wider[name] = torch.cat([own if rotated else torch.zeros_like(own), more], dim=-1)
+    turning = [rotation.parameters() for rotation in rotations]
+    return mechanism.with_parameters(**wider, **{name: torch.cat([x[name] for x in turning]) for name in turning[0]})
+
+
+def rotations_of(case: Case) -> list[Rotation]:
+    """A rotation for each row of the batch, in both layouts; of an odd dimension one number stays."""
+    d, generator = case.q.shape[-1], torch.Generator().manual_seed(9)
+    layouts: tuple[Layout, ...] = ("halves", "neighbours")
+    return [
+        Rotation.of_pairs(torch.rand(d // 2, generator=generator), d, layout=layout, start=d % 2)
+        for layout in layouts[: len(case.q)]
+    ]
+
+
 def reference(mechanism: Mechanism, case: Case) -> Tensor:
     """The oracle's output."""
     scale = case.q.shape[-1] ** -0.5
     return reference_attention(
-        mechanism, case.q, case.k, case.v, case.seen, scale=scale, offset=case.fitted.offset or 0
+        mechanism,
+        case.q,
+        case.k,
+        case.v,
+        case.seen,
+        scale=scale,
+        offset=case.fitted.offset or 0,
+        turned_by=_turned_by(case),
     )
+
+
+def _turned_by(case: Case) -> Tensor:
+    """Positions that count real keys only, from the origin of each row on."""
+    batch, n_keys = case.k.shape[0], case.k.shape[2]
+    found = torch.zeros(batch, n_keys, dtype=torch.long)
+    for b in range(batch):
+        position = 0 if case.visible.origin is None else int(case.visible.origin[b])
+        for j in range(n_keys):
+            position += 1 if case.visible.key_valid is None else int(case.visible.key_valid[b, j])
+            found[b, j] = position - 1
+    return found
 
 
 def computed(mechanism: Mechanism, case: Case, form: str, dtype: torch.dtype = torch.float64) -> Attention:
@@ -105,7 +148,7 @@ def streamed(mechanism: Mechanism, case: Case, sizes: tuple[int, ...], dtype: to
     """The streaming state fed with blocks of these sizes in turn, keys ahead of the queries appended first."""
     first, stop = case.fitted.offset or 0, (case.fitted.offset or 0) + case.q.shape[2]
     valid = case.visible.key_valid
-    state = LinearState(mechanism, window=case.visible.window, dtype=dtype)
+    state = LinearState(mechanism, window=case.visible.window, dtype=dtype, origin=case.visible.origin)
     if first:
         state.append(case.k[:, :, :first], case.v[:, :, :first], None if valid is None else valid[:, :first])
     parts, at, turn = [], first, 0

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 import softgap
 from model_examples import byte_tokenizer, tiny_llama
+from probe_cases import tiny_with
 from softgap.calibration import Calibration, Closed, Recipe, calibrate, fit_maps, gap_closed, whole_model
 from softgap.calibration.maps import Maps
 from softgap.calibration.texts import corpus_of
@@ -94,6 +95,37 @@ def test_the_conditions_are_what_they_say(tmp_path: Path) -> None:
     assert found.elsewhere["held-out text"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
     # A rotary model does not see where its text begins, and a map of rotated vectors does.
     assert found.elsewhere["at random offsets"].value != pytest.approx(found.elsewhere["held-out text"].value, abs=1e-6)
+
+
+def test_maps_see_vectors_before_rotary_embedding_where_the_model_has_one(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors")
+    own = model().model.rotary_emb.inv_freq
+    assert found.metadata["vectors"] == "before and after rotary embedding"
+    assert found.tensors["fitted.key_weight"].shape == (2, 2, 4, 2 * 8)
+    assert found.tensors["fitted.frequency"].shape == (1, 1, 8)  # once, for both layers
+    assert torch.equal(found.tensors["fitted.frequency"][0, 0], torch.cat([own, own]))
+    assert bool(found.tensors["fitted.key_weight"][..., 8:].any())
+
+
+def test_models_without_it_are_fitted_to_what_they_have(tmp_path: Path) -> None:
+    gpt2 = tiny_with("gpt2", n_positions=1024, vocab_size=len(TOKENIZER))
+    found = calibrate(gpt2, TOKENIZER, [written()], recipe=RECIPE, positions=256, out=tmp_path / "tiny.safetensors")
+    assert found.metadata["vectors"] == "after rotary embedding or without"
+    assert not {"fitted.frequency", "fitted.turn"} & set(found.tensors)
+    run = softgap.read(gpt2, TOKENIZER, written(3), mechanisms=[f"fitted@{tmp_path / 'tiny.safetensors'}"])
+    assert np.isfinite(run.divergence).all()
+
+
+def test_a_padded_batch_is_its_rows_under_a_calibration() -> None:
+    made()
+    texts = [written(3), "A boat."]
+    together = softgap.read(model(), TOKENIZER, texts, mechanisms=["fitted"])
+    written_on = softgap.generate(model(), TOKENIZER, texts, 8, mechanisms=["fitted"], chat=False)
+    for text, read, live in zip(texts, together, written_on, strict=True):
+        alone = softgap.read(model(), TOKENIZER, text, mechanisms=["fitted"])
+        assert np.allclose(read.divergence, alone.divergence, atol=1e-5)
+        alone = softgap.generate(model(), TOKENIZER, text, 8, mechanisms=["fitted"], chat=False)
+        assert np.allclose(live.divergence, alone.divergence, atol=1e-5)
 
 
 def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:

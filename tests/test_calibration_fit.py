@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from softgap.attention import attend, attention_weights, compare_outputs, mechanisms
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.off_diagonal import block_spectra, dyadic_blocks
+from softgap.attention.rotation import Rotation, TurnTable
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.maps import Maps, landmark_maps, log_weights, softmax_scores, weights_kl
 from softgap.calibration.rows import LayerText, RowPlan, sample_rows
@@ -73,6 +76,37 @@ def test_a_head_that_is_linear_attention_is_found_again() -> None:
     held_out = random_text(100)
     assert mean_divergence(as_mechanism(truth), as_mechanism(found), held_out) < 1e-3
     assert mean_divergence(as_mechanism(truth), "uniform", held_out) > 0.05
+
+
+ROTATION = Rotation.of_pairs(1 / 100 ** (torch.arange(DIM // 2) / (DIM // 2)), DIM)
+
+
+def test_a_head_that_sees_vectors_before_rotation_is_found_again() -> None:
+    """The truth knows nothing of rotated vectors: without the others it cannot be told."""
+    texts = [random_text(seed) for seed in range(4)]
+    truth = teacher(5)
+    behind = {name: functional.pad(getattr(truth, name), (DIM, 0)) for name in ("query_weight", "key_weight")}
+    truth = replace(truth, **behind)
+    recipe = Recipe(features=16, steps=800, learning_rate=0.05, rows=PLAN)
+    found = fit_maps(texts, recipe, scale=SCALE, rotation=ROTATION, wanted=lambda rows: log_weights(truth, rows))
+    held_out = random_text(100)
+    assert mean_divergence(truth.mechanism(ROTATION), found.mechanism(ROTATION), held_out) < 1e-3
+    assert mean_divergence(truth.mechanism(ROTATION), "uniform", held_out) > 0.05
+
+
+def test_rows_show_vectors_before_rotation_at_their_own_positions() -> None:
+    text = replace(random_text(0), start=700)
+    turns = TurnTable(ROTATION, 700 + LENGTH)
+    rows = sample_rows([text], RowPlan(blocks=3, rows=4, near=8, far=8), turns=turns, rng=np.random.default_rng(0))
+    at = 700 + torch.arange(LENGTH)
+    before = {"query": ROTATION.turned(text.query, -at), "key": ROTATION.turned(text.key, -at)}
+    for block in range(3):
+        seen = {"query": rows.query_seen[block].flatten(0, 1), "key": rows.key_seen[block]}
+        for name, by_head in seen.items():
+            for head, vectors in enumerate(by_head):
+                for vector in vectors:
+                    place = (getattr(text, name)[head] - vector[:DIM]).norm(dim=-1).argmin()
+                    assert torch.allclose(vector[DIM:], before[name][head, place], atol=1e-5)
 
 
 def test_a_uniform_head_stays_uniform() -> None:

@@ -18,7 +18,9 @@ from attention_cases import (
     computed,
     equipped,
     reference,
+    rotations_of,
     streamed,
+    with_rotation,
     without_cancelled,
     worst_error,
 )
@@ -66,6 +68,26 @@ def test_the_three_forms_agree_at_length(name: str, case: Case, sizes: tuple[int
 def test_key_maps_per_query_head(case: Case, form: str) -> None:
     mechanism = equipped("fitted", case, key_map_per_query_head=True)
     if case.q.shape[1] == case.k.shape[1] == 1:
+        return
+    assert worst_error(computed(mechanism, case, form), reference(mechanism, case)) < TOLERANCE
+
+
+@given(
+    case=cases(longest=60),
+    form=st.sampled_from(["quadratic", "chunked", "streaming"]),
+    origins=st.one_of(st.none(), st.lists(st.integers(-9, 9000), min_size=2, max_size=2)),
+    per_query_head=st.booleans(),
+)
+@settings(max_examples=30)
+def test_maps_of_vectors_before_rotation_too(
+    case: Case, form: str, origins: list[int] | None, per_query_head: bool
+) -> None:
+    if origins is not None:
+        origin = torch.tensor(origins[: len(case.q)])
+        case = dataclasses.replace(case, visible=dataclasses.replace(case.visible, origin=origin))
+    narrow = equipped("fitted", case, key_map_per_query_head=per_query_head)
+    mechanism = with_rotation(narrow, rotations_of(case))
+    if case.q.shape[1] == case.k.shape[1] == 1 and per_query_head:
         return
     assert worst_error(computed(mechanism, case, form), reference(mechanism, case)) < TOLERANCE
 

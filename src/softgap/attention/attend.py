@@ -61,7 +61,7 @@ def attend(
     if _resolved_form(chosen, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
         return quadratic(chosen, q, k, v, visible=shown, scale=scaling)
     stop = (shown.offset or 0) + q.shape[2]
-    state = LinearState(chosen, window=shown.window, scale=scaling, dtype=dtype)
+    state = LinearState(chosen, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 

@@ -259,11 +259,12 @@ BUILT_IN: tuple[Mechanism, ...] = (
     ),
     Mechanism(
         name="fitted",
-        formula="phi(x) = exp(W x + b), each feature times exp(-a_r (t - j)); fitted to each head",
+        formula="phi(x) = exp(W [x, R_-p x] + b), each feature times exp(-a_r (t - j)); fitted to each head",
         paper="softgap calibration",
         kind="features",
         log=True,
         needs=("query_weight", "query_bias", "key_weight", "key_bias", "rate"),
+        accepts=("frequency", "turn"),
         query_map=_maps.exp_affine_query,
         key_map=_maps.exp_affine_key,
         rate=_fitted_rate,

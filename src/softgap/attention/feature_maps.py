@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention.mechanism import Mechanism, Site
+from softgap.attention.rotation import before_rotation
 from softgap.errors import ValueInputError
 
 __all__ = [
@@ -157,13 +158,14 @@ def relu_affine(x: Vectors, site: Site) -> FeatureVectors:
 
 
 def exp_affine_query(x: Vectors, site: Site) -> FeatureVectors:
-    """log phi_q of a fitted map, phi_q = exp(W_q x + b_q)."""
-    return _affine(x, site.parameters["query_weight"], site.parameters["query_bias"])
+    """log phi_q of a fitted map, phi_q = exp(W_q x + b_q); x with R_-p x behind it where the map has a rotation."""
+    return _affine(_with_unrotated(x, site), site.parameters["query_weight"], site.parameters["query_bias"])
 
 
 def exp_affine_key(x: Vectors, site: Site) -> FeatureVectors:
-    """log phi_k of a fitted map, phi_k = exp(W_k x + b_k); one map per KV head, or one per query head."""
+    """log phi_k of a fitted map, phi_k = exp(W_k x + b_k), likewise; one map per KV head, or one per query head."""
     weight = site.parameters["key_weight"]
+    x = _with_unrotated(x, site)
     if weight.shape[1] > x.shape[1]:
         x = x.repeat_interleave(weight.shape[1] // x.shape[1], dim=1)
     return _affine(x, weight, site.parameters["key_bias"])
@@ -172,6 +174,14 @@ def exp_affine_key(x: Vectors, site: Site) -> FeatureVectors:
 def affine_dim(weight: str, fallback: int | None, mechanism: Mechanism) -> int | None:
     """Number of features of an affine map: rows of its weight, or the fallback while it has none."""
     return int(mechanism.parameters[weight].shape[-2]) if weight in mechanism.parameters else fallback
+
+
+def _with_unrotated(x: Vectors, site: Site) -> Float[Tensor, "batch head time seen"]:
+    """The vectors, and behind them the same before rotary embedding, where the parameters tell how to undo it."""
+    if "frequency" not in site.parameters:
+        return x
+    before = before_rotation(x, site.turned_by, site.parameters["frequency"], site.parameters["turn"])
+    return torch.cat([x, before], dim=-1)
 
 
 def _affine(

@@ -38,11 +38,14 @@ def featurise(
     scale: float,
     query_positions: Int[Tensor, " query"],
     key_positions: Int[Tensor, " key"],
+    query_turned: Int[Tensor, "#batch query"] | None = None,
+    key_turned: Int[Tensor, "#batch key"] | None = None,
     key_valid: Bool[Tensor, "batch key"] | None = None,
     share_heads: bool = False,
 ) -> Features:
     """Feature vectors of the queries and keys of one call; hidden keys get features of zero.
 
+    ``query_turned`` and ``key_turned`` are the positions that rotary embedding knew, where they differ from the others.
     ``share_heads`` lets a mechanism that ignores the query answer once per KV head instead of once per query head.
     """
     if mechanism.query_map is None or mechanism.key_map is None:
@@ -54,13 +57,15 @@ def featurise(
         q, k = q * math.sqrt(scale), k * math.sqrt(scale)
     if share_heads and mechanism.query_free:
         q = q[:, :: q.shape[1] // k.shape[1]]
-    at_keys = mechanism.site(key_positions, k.dtype)
+    at_keys = mechanism.site(key_positions, k.dtype, key_turned)
     key = mechanism.key_map(k, at_keys)
     if key_valid is not None:
         key = key.masked_fill(~key_valid[:, None, :, None], LOG_ZERO if mechanism.log else 0)
     # Keys appended without a question bring no queries whose heads a map could match.
     asked = q.shape[2] > 0
-    query = mechanism.query_map(q, mechanism.site(query_positions, q.dtype)) if asked else key[:, :, :0]
+    query = key[:, :, :0]
+    if asked:
+        query = mechanism.query_map(q, mechanism.site(query_positions, q.dtype, query_turned))
     rate = None if mechanism.rate is None else mechanism.rate(at_keys)
     if rate is not None:
         if not bool((rate >= 0).all()):

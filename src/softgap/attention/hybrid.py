@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.attend import attend, choose_form
@@ -55,7 +55,7 @@ def attend_hybrid(
         return _quadratic(chosen, q, k, v, window, shown, q.shape[-1] ** -0.5 if scale is None else scale)
     stop = (shown.offset or 0) + q.shape[2]
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
-    state = HybridState(chosen, near=window, scale=scale, dtype=dtype)
+    state = HybridState(chosen, near=window, scale=scale, dtype=dtype, origin=shown.origin)
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 
 
@@ -66,7 +66,7 @@ class HybridState:
     ----------
     near
         How many of the newest keys softmax sees.
-    mechanism, scale, dtype
+    mechanism, scale, dtype, origin
         As for :class:`LinearState`.
     """
 
@@ -77,13 +77,14 @@ class HybridState:
         near: int,
         scale: float | None = None,
         dtype: torch.dtype = torch.float32,
+        origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
         chosen = _checked(resolve(mechanism), near)
         self.near = near
         self.dtype = dtype
         self._scale = scale
-        self._all = LinearState(chosen, scale=scale, dtype=dtype)
-        self._near = LinearState(chosen, window=near, scale=scale, dtype=dtype)
+        self._all = LinearState(chosen, scale=scale, dtype=dtype, origin=origin)
+        self._near = LinearState(chosen, window=near, scale=scale, dtype=dtype, origin=origin)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._valid: Bool[Tensor, "batch tail"] | None = None

@@ -27,6 +27,8 @@ class Site:
     ----------
     positions
         Position of each vector in its sequence.
+    turned_by
+        Position by which rotary embedding has turned each vector: padding does not count.
     options
         The mechanism's numbers (k of top_k, lambda of decay, ...).
     parameters
@@ -34,6 +36,7 @@ class Site:
     """
 
     positions: Int[Tensor, " time"]
+    turned_by: Int[Tensor, "#batch time"]
     options: Options
     parameters: Mapping[str, Tensor]
 
@@ -173,7 +176,9 @@ class Mechanism:
         }
         return dataclasses.replace(self, parameters=MappingProxyType(picked))
 
-    def site(self, positions: Int[Tensor, " time"], dtype: torch.dtype) -> Site:
+    def site(
+        self, positions: Int[Tensor, " time"], dtype: torch.dtype, turned_by: Int[Tensor, "#batch time"] | None = None
+    ) -> Site:
         """Where its maps are evaluated, once the parameters are known to be there."""
         if self.missing:
             raise UnsupportedError(
@@ -181,4 +186,4 @@ class Mechanism:
                 f"{', '.join(self.missing)}; give them with Mechanism.with_parameters or calibrate the model"
             )
         cast = {name: tensor.to(positions.device, dtype) for name, tensor in self.parameters.items()}
-        return Site(positions, self.options, cast)
+        return Site(positions, positions[None] if turned_by is None else turned_by, self.options, cast)

@@ -116,13 +116,16 @@ def _relative_weights(mechanism: Mechanism, q: Tensor, k: Tensor, visible: Visib
             return weigh_scores(_products(q[:, :, rows], k[:, :, keys]) * scale, seen, mechanism.options), None
 
         return _Relative(by_score)
+    at_queries, at_keys = visible.positions(0, q.shape[2], q.device), torch.arange(k.shape[2], device=k.device)
     features = featurise(
         mechanism,
         q,
         k,
         scale=scale,
-        query_positions=visible.positions(0, q.shape[2], q.device),
-        key_positions=torch.arange(k.shape[2], device=k.device),
+        query_positions=at_queries,
+        key_positions=at_keys,
+        query_turned=visible.turned_by(at_queries),
+        key_turned=visible.turned_by(at_keys),
         key_valid=visible.key_valid,
     )
 

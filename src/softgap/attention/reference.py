@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.feature_maps import orthogonal_projection, seeded_affine
@@ -25,12 +25,17 @@ Matrix = Float[np.ndarray, "n d"]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head."""
+    """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head.
+
+    ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew.
+    """
 
     q: Vector
     k: Matrix
     distance: Vector
     position: int
+    turned_by: int
+    keys_turned_by: Vector
     scale: float
     options: dict[str, float]
     parameters: dict[str, np.ndarray]
@@ -50,10 +55,15 @@ def reference_attention(
     *,
     scale: float,
     offset: int,
+    turned_by: Int[Tensor, "batch key"] | None = None,
 ) -> Float[Tensor, "batch head query value_dim"]:
-    """Output of every query, by loops; ``seen`` lists the visible keys of each."""
+    """Output of every query, by loops; ``seen`` lists the visible keys of each.
+
+    ``turned_by`` is the position that rotary embedding gave each key; None where it is the key's place.
+    """
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))
+    places = torch.arange(max(k.shape[2], offset + n_queries)).expand(batch, -1) if turned_by is None else turned_by
     for b in range(batch):
         for h in range(heads):
             kv = h // (heads // k.shape[1])
@@ -71,6 +81,8 @@ def reference_attention(
                     k=k[b, kv].double().numpy()[visible],
                     distance=(offset + t - visible).astype(float),
                     position=offset + t,
+                    turned_by=int(places[b, offset + t]),
+                    keys_turned_by=places[b, visible].double().numpy(),
                     scale=scale,
                     options=dict(mechanism.options),
                     parameters=parameters,
@@ -151,9 +163,20 @@ def _favor(row: Row) -> Vector:
 
 
 def _fitted(row: Row) -> Vector:
-    p = row.parameters
-    exponents = p["query_weight"] @ row.q + p["query_bias"] + row.k @ p["key_weight"].T + p["key_bias"]
+    p, q, k = row.parameters, row.q, row.k
+    if "frequency" in p:
+        q = np.concatenate([q, _before_rotation(q, row.turned_by, p)])
+        k = np.stack(
+            [np.concatenate([x, _before_rotation(x, at, p)]) for x, at in zip(k, row.keys_turned_by, strict=True)]
+        )
+    exponents = p["query_weight"] @ q + p["query_bias"] + k @ p["key_weight"].T + p["key_bias"]
     return _row_exp(exponents - np.outer(row.distance, p["rate"]))
+
+
+def _before_rotation(x: Vector, position: float, parameters: dict[str, np.ndarray]) -> Vector:
+    """R_-p x = x cos(p f) - J x sin(p f)."""
+    angle = position * parameters["frequency"]
+    return np.asarray(x * np.cos(angle) - (parameters["turn"] @ x) * np.sin(angle))
 
 
 def _row_exp(exponents: Matrix) -> Vector:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
@@ -51,6 +51,8 @@ class LinearState:
         The model's scaling; None is 1 / sqrt(d).
     dtype
         float32, or float64.
+    origin
+        As in :class:`Visible`: the position of the first key, where it is not 0.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LinearState:
         window: int | None = None,
         scale: float | None = None,
         dtype: torch.dtype = torch.float32,
+        origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
         self.mechanism = resolve(mechanism)
         self.window = window
@@ -69,12 +72,14 @@ class LinearState:
         self._carries: dict[str, Carry] = {}
         self._seen: Bool[Tensor, " batch"] | None = None
         self._tail_valid: Bool[Tensor, "batch tail"] | None = None
+        # Position that rotary embedding gives the next key of each row; None while it is the length.
+        self._next = origin
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the state holds."""
         tensors = [getattr(carry, f.name) for carry in self._carries.values() for f in fields(Carry)]
-        return sum(x.nbytes for x in (*tensors, self._seen, self._tail_valid) if x is not None)
+        return sum(x.nbytes for x in (*tensors, self._seen, self._tail_valid, self._next) if x is not None)
 
     @classmethod
     def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
@@ -85,6 +90,8 @@ class LinearState:
         whole._carries = {name: _joined([state._carries[name] for state in states]) for name in first._carries}
         whole._seen = _cat([state._seen for state in states])
         whole._tail_valid = _cat([state._tail_valid for state in states])
+        rows = [len(state._next) for state in states if state._next is not None]
+        whole._next = torch.cat([state._next_of(rows[0]) for state in states]) if rows else None
         return whole
 
     def split_into(self, states: Sequence[LinearState]) -> None:
@@ -95,6 +102,7 @@ class LinearState:
             state._carries = {name: _part(carry, i, n) for name, carry in self._carries.items()}
             state._seen = None if self._seen is None else self._seen.chunk(n)[i]
             state._tail_valid = None if self._tail_valid is None else self._tail_valid.chunk(n)[i]
+            state._next = None if self._next is None else self._next.chunk(n)[i]
 
     def append(
         self,
@@ -234,6 +242,7 @@ class LinearState:
 
     def _features(self, q: Tensor, k: Tensor, key_valid: Bool[Tensor, "batch key"] | None) -> Features:
         positions = torch.arange(self.length, self.length + k.shape[2], device=k.device)
+        turned_by = self._turned_by(positions, key_valid)
         return featurise(
             self.mechanism,
             q.to(self.dtype),
@@ -241,9 +250,24 @@ class LinearState:
             scale=k.shape[-1] ** -0.5 if self._scale is None else self._scale,
             query_positions=positions[k.shape[2] - q.shape[2] :],
             key_positions=positions,
+            query_turned=turned_by[:, k.shape[2] - q.shape[2] :],
+            key_turned=turned_by,
             key_valid=key_valid,
             share_heads=True,
         )
+
+    def _turned_by(
+        self, positions: Int[Tensor, " key"], key_valid: Bool[Tensor, "batch key"] | None
+    ) -> Int[Tensor, "#batch key"]:
+        """The position by which rotary embedding has turned each key of a block; of no meaning at padding."""
+        if key_valid is None and self._next is None:
+            return positions[None]
+        before = self.length if self._next is None else self._next.to(positions.device)[:, None]
+        inside = (positions - self.length)[None] if key_valid is None else key_valid.long().cumsum(dim=1) - 1
+        return before + inside
+
+    def _next_of(self, rows: int) -> Int[Tensor, " batch"]:
+        return torch.full((rows,), self.length) if self._next is None else self._next.expand(rows)
 
     def _sums(self, name: str, features: Features, values: Float[Tensor, "batch kv_head key value_dim"]) -> Sums:
         """The block's weighted sums of values and of ones, carrying the state of this name forward."""
@@ -289,6 +313,10 @@ class LinearState:
         self, batch: int, t: int, key_valid: Bool[Tensor, "batch key"] | None, device: torch.device
     ) -> Bool[Tensor, "batch key"]:
         """Move on by t positions; whether each of them sees at least one key."""
+        if key_valid is not None:
+            self._next = self._next_of(batch).to(device) + key_valid.sum(dim=1)
+        elif self._next is not None:
+            self._next = self._next + t
         self.length += t
         valid = torch.ones(batch, t, dtype=torch.bool, device=device) if key_valid is None else key_valid
         if self.window is None:

@@ -34,12 +34,16 @@ class Visible:
         False marks padding; left, right or holes.
     mask
         Any visible set; only the row-blocked quadratic form can use it.
+    origin
+        Position that rotary embedding gave the first key of each row that is not padding (under a mask: the first of
+        all); None is 0. The others count on from there, padding left out.
     """
 
     offset: int | None = None
     window: int | None = None
     key_valid: Bool[Tensor, "batch key"] | None = None
     mask: Bool[Tensor, "#batch #head query key"] | None = None
+    origin: Int[Tensor, "#batch"] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -67,11 +71,17 @@ class Visible:
         if self.key_valid is not None and tuple(self.key_valid.shape) != (batch, n_keys):
             raise ShapeError(f"key_valid must be [batch, key] = {[batch, n_keys]}, got {list(self.key_valid.shape)}")
         window = None if self.window is not None and self.window >= offset + n_queries else self.window
-        return Visible(offset, window, self.key_valid, self.mask)
+        return Visible(offset, window, self.key_valid, self.mask, self.origin)
 
     def positions(self, start: int, stop: int, device: torch.device) -> Int[Tensor, " query"]:
         """Positions of the queries start..stop-1."""
         return torch.arange(start, stop, device=device) + (self.offset or 0)
+
+    def turned_by(self, at: Int[Tensor, " place"]) -> Int[Tensor, "#batch place"]:
+        """The positions by which rotary embedding has turned the vectors at these; of no meaning at padding."""
+        device = at.device
+        index = at[None] if self.key_valid is None else (self.key_valid.to(device).long().cumsum(dim=1) - 1)[:, at]
+        return index if self.origin is None else index + self.origin.to(device)[:, None]
 
     def key_range(self, start: int, stop: int, n_keys: int) -> tuple[int, int]:
         """The smallest range of keys that holds everything the queries start..stop-1 may see."""

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from jaxtyping import Float
 
-from softgap.attention import Mechanism, attend, compare_outputs, resolve
+from softgap.attention import Mechanism, attend, compare_outputs
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.gather import Gathered
 from softgap.calibration.held_out import Closed, gap_closed
@@ -88,9 +88,10 @@ def feature_curve(
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
+            rotation=site.rotation,
             layer=layer.number,
         )
-        return divergences(resolve("fitted").with_parameters(**maps.parameters()), layer.texts)
+        return divergences(maps.mechanism(site.rotation), layer.texts)
 
     mine: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
     asked = list(product(layers, FEATURES))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from softgap.attention.rotation import Rotation, TurnTable
 from softgap.calibration.maps import Maps, Scores, landmark_maps, log_weights, softmax_scores, weights_kl
 from softgap.calibration.rows import LayerText, RowPlan, Rows, sample_rows
 from softgap.errors import ValueInputError
@@ -65,6 +66,7 @@ def fit_maps(
     wanted: Callable[[Rows], Scores] | None = None,
     layer: int = 0,
     start: Maps | None = None,
+    rotation: Rotation | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Maps:
     """The map whose weights are nearest to softmax over these texts.
@@ -85,11 +87,17 @@ def fit_maps(
         Chooses the layer's own random stream.
     start
         Where to begin; None begins at landmarks.
+    rotation
+        The layer's rotary embedding: features then see vectors before it too. None shows them as they are only.
     report
         Called with the steps done and the KL divergence of the last one.
     """
     rng = np.random.default_rng([recipe.seed, layer])
     maps = start or landmark_maps(texts, recipe.features, scale, sharpness=recipe.sharpness, rng=rng)
+    turns = None
+    if rotation is not None:
+        turns = TurnTable(rotation, max(text.start + text.length for text in texts))
+        maps = maps.widened(2 * texts[0].key.shape[-1] - maps.key_weight.shape[-1])
     tensors = {name: tensor.requires_grad_() for name, tensor in maps.tensors().items()}
     # Weights start at scale times a query; a step moves all numbers by a like share of their size.
     pace = {"query_weight": scale * recipe.sharpness, "key_weight": scale, "log_rate": 3.0}
@@ -100,7 +108,7 @@ def fit_maps(
         eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * eased
-        rows = sample_rows(texts, recipe.rows, window=window, rng=rng)
+        rows = sample_rows(texts, recipe.rows, window=window, turns=turns, rng=rng)
         target = softmax_scores(rows, scale, softcap) if wanted is None else wanted(rows)
         loss = weights_kl(target, log_weights(maps, rows), rows).mean()
         optimiser.zero_grad()

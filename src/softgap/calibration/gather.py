@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from softgap.attention.rotation import Rotation
 from softgap.calibration.profile import ProfileSums
 from softgap.calibration.rows import LayerText
 from softgap.errors import UnsupportedError
@@ -25,9 +26,9 @@ from softgap.probe.tensors import LayerTensors, visit_layers
 __all__ = ["Gathered", "LayerShown", "LayerSite", "gather"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerSite:
-    """What is the same for all texts in one layer."""
+    """What is the same for all texts in one layer; ``rotation`` where it is known."""
 
     scale: float
     softcap: float | None
@@ -35,6 +36,7 @@ class LayerSite:
     heads: int
     kv_heads: int
     dim: int
+    rotation: Rotation | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ def gather(
     *,
     shown: Sequence[int],
     distances: int,
+    rotations: Sequence[Rotation] | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Gathered:
     """Let a model read token sequences and keep what its layers attend with in ``folder``.
@@ -92,6 +95,8 @@ def gather(
         A short text that is not fitted on, to show progress by.
     distances
         How far the mean weight by distance reaches; the last entry serves everything beyond.
+    rotations
+        The rotary embedding of every layer, where it is known.
     report
         Called with the number of texts read so far.
     """
@@ -100,7 +105,8 @@ def gather(
 
         def visit(layer: LayerTensors, number: int = number) -> None:
             if layer.layer == len(sums):
-                sums.append(_Means(_site(layer), layer, distances))
+                rotation = None if rotations is None else rotations[layer.layer]
+                sums.append(_Means(_site(layer, rotation), layer, distances))
             sums[layer.layer].add(layer)
             both = torch.cat([layer.query, layer.key]).half().cpu().numpy()
             np.save(_path(folder, layer.layer, number), both)
@@ -135,14 +141,14 @@ class _Means:
         self.profile.add(layer.query, layer.key, scale=layer.scale, softcap=layer.softcap, window=self.site.window)
 
 
-def _site(layer: LayerTensors) -> LayerSite:
+def _site(layer: LayerTensors, rotation: Rotation | None) -> LayerSite:
     if layer.visible.mask is not None:
         raise UnsupportedError(
             f"layer {layer.layer} chooses its keys by a mask of its own, and a calibration needs all keys of a text or "
             "of a window; this model type cannot be calibrated"
         )
     heads, _, dim = layer.query.shape
-    return LayerSite(layer.scale, layer.softcap, layer.visible.window, heads, layer.key.shape[0], dim)
+    return LayerSite(layer.scale, layer.softcap, layer.visible.window, heads, layer.key.shape[0], dim, rotation)
 
 
 def _require_one_shape(sites: Sequence[LayerSite]) -> None:

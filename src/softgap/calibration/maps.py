@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from softgap.attention import Mechanism, resolve
+from softgap.attention.rotation import Rotation
 from softgap.calibration.rows import LayerText, Rows
 
 __all__ = ["Maps", "Scores", "landmark_maps", "log_weights", "softmax_scores", "weights_kl"]
@@ -23,11 +25,14 @@ FASTEST = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """log phi_q = W_q q + b_q per query head, log phi_k = W_k k + b_k and a decay rate per KV head, r features each."""
+    """log phi_q = W_q q + b_q per query head, log phi_k = W_k k + b_k and a decay rate per KV head, r features each.
 
-    query_weight: Float[Tensor, "kv_head group feature dim"]
+    With a rotation q and k are followed by the same vectors before rotary embedding, and weights are twice as wide.
+    """
+
+    query_weight: Float[Tensor, "kv_head group feature seen"]
     query_bias: Float[Tensor, "kv_head group feature"]
-    key_weight: Float[Tensor, "kv_head feature dim"]
+    key_weight: Float[Tensor, "kv_head feature seen"]
     key_bias: Float[Tensor, "kv_head feature"]
     log_rate: Float[Tensor, "kv_head feature"]
 
@@ -46,6 +51,16 @@ class Maps:
             "rate": self.rate[None],
         }
 
+    def mechanism(self, rotation: Rotation | None = None) -> Mechanism:
+        """The mechanism ``fitted`` of one layer, given the rotation that the maps were fitted with."""
+        turning = {} if rotation is None else rotation.parameters()
+        return resolve("fitted").with_parameters(**self.parameters(), **turning)
+
+    def widened(self, more: int) -> Maps:
+        """The same maps of vectors that are longer by so many numbers, which count for nothing yet."""
+        wider = {name: functional.pad(getattr(self, name), (0, more)) for name in ("query_weight", "key_weight")}
+        return replace(self, **wider)
+
     def tensors(self) -> dict[str, Tensor]:
         """The free numbers by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -54,9 +69,9 @@ class Maps:
 def log_weights(maps: Maps, rows: Rows) -> Scores:
     """log sum_r exp(log phi_q,r + log phi_k,r - a_r (t - s)): unnormalised log-weights, up to a term per row."""
     rate = maps.rate
-    key = rows.key @ maps.key_weight.transpose(-1, -2) + maps.key_bias[:, None]
+    key = rows.key_seen @ maps.key_weight.transpose(-1, -2) + maps.key_bias[:, None]
     key = key + rate[:, None] * rows.key_from_middle[:, None, :, None]
-    query = rows.query @ maps.query_weight.transpose(-1, -2) + maps.query_bias[:, :, None]
+    query = rows.query_seen @ maps.query_weight.transpose(-1, -2) + maps.query_bias[:, :, None]
     query = query - rate[:, None, None] * rows.from_middle[:, None, None, :, None]
     # Constants per key and per row keep the exponentials in range; the first is put back, the second cancels.
     key_top = key.detach().amax(dim=-1, keepdim=True)

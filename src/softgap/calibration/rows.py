@@ -17,15 +17,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from softgap.attention.rotation import TurnTable
+
 __all__ = ["LayerText", "RowPlan", "Rows", "sample_rows"]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerText:
-    """Queries and keys of one layer over one text, after rotary embedding."""
+    """Queries and keys of one layer over one text, after rotary embedding; ``start`` is its first position."""
 
     query: Float[Tensor, "head time dim"]
     key: Float[Tensor, "kv_head time dim"]
+    start: int = 0
 
     @property
     def length(self) -> int:
@@ -61,6 +64,9 @@ class Rows:
 
     Attributes
     ----------
+    query_seen, key_seen
+        What features are made of: queries and keys, and behind each the same vector before rotary embedding where the
+        fit knows it.
     from_middle, key_from_middle
         Positions counted from the middle of each block: decay is measured from there, so that no power of it is large.
     log_count
@@ -71,6 +77,8 @@ class Rows:
 
     query: Float[Tensor, "block kv_head group row dim"]
     key: Float[Tensor, "block kv_head key dim"]
+    query_seen: Float[Tensor, "block kv_head group row seen"]
+    key_seen: Float[Tensor, "block kv_head key seen"]
     from_middle: Float[Tensor, "block row"]
     key_from_middle: Float[Tensor, "block key"]
     log_count: Float[Tensor, "block key"]
@@ -78,18 +86,32 @@ class Rows:
 
 
 def sample_rows(
-    texts: Sequence[LayerText], plan: RowPlan, *, window: int | None = None, rng: np.random.Generator
+    texts: Sequence[LayerText],
+    plan: RowPlan,
+    *,
+    window: int | None = None,
+    turns: TurnTable | None = None,
+    rng: np.random.Generator,
 ) -> Rows:
-    """Draw blocks of rows, texts in proportion to their length and places within them evenly."""
+    """Draw blocks of rows, texts in proportion to their length and places within them evenly.
+
+    ``turns`` lets features see vectors before rotary embedding too.
+    """
     lengths = np.array([text.length for text in texts], dtype=float)
-    drawn = [_block(texts[i], plan, rng) for i in rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())]
+    chosen = rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())
+    drawn = [_block(texts[i], plan, rng) for i in chosen]
     query, key, row, column, log_count = (torch.stack(part) for part in zip(*drawn, strict=True))
     distance = row[:, :, None] - column[:, None, :]
     seen = (distance >= 0) & (log_count > -torch.inf)[:, None, :]
     if window is not None:
         seen = seen & (distance < window)
     middle = row.mean(dim=1, keepdim=True)
-    return Rows(query, key, row - middle, column - middle, log_count, seen)
+    query_seen, key_seen = query, key
+    if turns is not None:
+        start = torch.tensor([texts[i].start for i in chosen])[:, None]
+        query_seen = torch.cat([query, turns.before(query, start + row.long())], dim=-1)
+        key_seen = torch.cat([key, turns.before(key, start + column.long())], dim=-1)
+    return Rows(query, key, query_seen, key_seen, row - middle, column - middle, log_count, seen)
 
 
 def _block(text: LayerText, plan: RowPlan, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

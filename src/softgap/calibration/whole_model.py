@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from softgap.attention import Visible, attend, divergence, resolve
+from softgap.attention.rotation import Rotation
 from softgap.calibration.curve import feature_curve
 from softgap.calibration.elsewhere import elsewhere
 from softgap.calibration.fit import Recipe, fit_maps
@@ -34,6 +35,7 @@ from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
+from softgap.probe.rotation import layer_rotations
 
 __all__ = ["calibrate"]
 
@@ -45,6 +47,8 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 JUDGED_BY = ("elu1", "uniform")
 CONTROLS = ("mean_ablation", "profile")
+# What features see: without and with a rotation.
+VECTORS = ("after rotary embedding or without", "before and after rotary embedding")
 
 
 def calibrate(
@@ -85,7 +89,8 @@ def calibrate(
         check_positions(model, positions)
         texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
-    metadata = {**_metadata(model, corpus), "text": given}
+    rotations = layer_rotations(model)
+    metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
     parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
@@ -95,6 +100,7 @@ def calibrate(
             Path(scratch),
             shown=corpus.held_out[-1][:SHOWN_TOKENS],
             distances=min(DISTANCES, corpus.longest),
+            rotations=rotations,
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
         if minutes is not None:
@@ -126,6 +132,7 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
+            rotation=site.rotation,
             report=lambda step, kl: times.append(time.perf_counter()),
         )
     half = len(times) // 2
@@ -154,6 +161,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
+            rotation=site.rotation,
             layer=layer,
             report=state.step,
         )
@@ -177,7 +185,7 @@ def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
     q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
     mine, uniform = (
         divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
-        for mechanism in (resolve("fitted").with_parameters(**maps.parameters()), resolve("uniform"))
+        for mechanism in (maps.mechanism(site.rotation), resolve("uniform"))
     )
     return mine.sum().item(), uniform.sum().item()
 
@@ -235,10 +243,19 @@ def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
     by_layer = [maps.parameters() for maps in layers]
     return {
         **{f"fitted.{name}": torch.cat([layer[name] for layer in by_layer]) for name in by_layer[0]},
+        **_rotation_tensors([site.rotation for site in gathered.sites if site.rotation is not None]),
         "mean_ablation.mean": gathered.mean,
         "profile.first": gathered.first,
         "profile.by_distance": gathered.by_distance,
     }
+
+
+def _rotation_tensors(rotations: Sequence[Rotation]) -> dict[str, Tensor]:
+    """What undoes the rotary embedding, once for all layers where they are alike."""
+    by_layer = [rotation.parameters() for rotation in rotations]
+    found = {name: torch.cat([layer[name] for layer in by_layer]) for name in (by_layer[0] if by_layer else ())}
+    alike = all(bool((x == x[:1]).all()) for x in found.values())
+    return {f"fitted.{name}": x[:1] if alike else x for name, x in found.items()}
 
 
 def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softgap.attention import HybridState, LinearState
+from softgap.attention import HybridState, LinearState, Visible
 from softgap.errors import UnsupportedError
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.part import Part, part_of
@@ -23,7 +23,7 @@ from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.models import Model
 from softgap.probe.state_cache import StateLayer, state_cache
 from softgap.probe.tap import AttentionCall, stood_in
-from softgap.probe.visibility import VisibleSets, seen_by_mask
+from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
 __all__ = ["Applied", "apply", "freed_groups"]
 
@@ -133,14 +133,23 @@ class Applied:
         if part.mechanism.kind == "constant":
             return _constant(part, q, v)
         if layer.state is None:
+            origin = _origin(call, valid, k.shape[2])
             layer.state = (
-                LinearState(part.mechanism, scale=call.scale, dtype=dtype)
+                LinearState(part.mechanism, scale=call.scale, dtype=dtype, origin=origin)
                 if self._window is None
-                else HybridState(part.mechanism, near=self._window, scale=call.scale, dtype=dtype)
+                else HybridState(part.mechanism, near=self._window, scale=call.scale, dtype=dtype, origin=origin)
             )
         with torch.inference_mode():
             found = layer.state.attend(q, k, v, valid).output
         return part.read_out(found).transpose(1, 2)
+
+
+def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
+    """The position of the first key that a new state sees."""
+    told = call.options.get("position_ids")
+    if not isinstance(told, Tensor):
+        return None
+    return with_origin(Visible(key_valid=valid), told, call.query.shape[0], call.query.shape[2], n_keys).origin
 
 
 def _constant(part: Part, q: Tensor, v: Tensor) -> Tensor:

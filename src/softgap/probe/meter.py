@@ -257,7 +257,10 @@ class Meter:
             layer.window = announced
         # Without its first tokens the softmax side is computed from the keys of each call anyway.
         if self._known and self.length == 0 and shown.mask is None and not self._drop:
-            layer.states = [LinearState(m.for_layers([index]), window=layer.window, scale=call.scale) for m in stated]
+            layer.states = [
+                LinearState(m.for_layers([index]), window=layer.window, scale=call.scale, origin=shown.origin)
+                for m in stated
+            ]
         complete = len(stated) == len(self._mechanisms)
         layer.plain = complete and layer.window is None and not self._focus and not self._drop
 
@@ -362,5 +365,9 @@ class Meter:
         position = torch.arange(n_keys, device=device) + (self.length - handed)
         kept = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            return Visible(shown.offset, mask=shown.mask & kept[:, None, None])
-        return dataclasses.replace(shown, key_valid=kept if shown.key_valid is None else kept & shown.key_valid)
+            return dataclasses.replace(shown, mask=shown.mask & kept[:, None, None])
+        real = torch.ones_like(kept) if shown.key_valid is None else shown.key_valid
+        # What is left out is no padding: positions go on as if it were there.
+        lost = (real & ~kept).sum(dim=1)
+        origin = lost if shown.origin is None else shown.origin + lost
+        return dataclasses.replace(shown, key_valid=kept & real, origin=origin)

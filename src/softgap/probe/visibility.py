@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention import Visible
 from softgap.errors import ModelError
 from softgap.probe.tap import AttentionCall
 
-__all__ = ["VisibleSets", "interval_or_mask", "seen_by_mask"]
+__all__ = ["VisibleSets", "interval_or_mask", "seen_by_mask", "with_origin"]
 
 
 class VisibleSets:
@@ -34,9 +34,21 @@ class VisibleSets:
     def __init__(self, cached: int = 0) -> None:
         self._cached = cached
         self._found: dict[tuple[int, int, int], tuple[Tensor, Visible]] = {}
+        self._placed: dict[tuple[int, ...], tuple[Tensor, Visible, Visible]] = {}
 
     def of(self, call: AttentionCall) -> Visible:
-        """The visible set of one attention call."""
+        """The visible set of one attention call, with the positions that the model was told."""
+        found, told = self._seen(call), call.options.get("position_ids")
+        if not isinstance(told, Tensor):
+            return found
+        batch, _, n_queries, _ = call.query.shape
+        key = (id(told), id(found.key_valid), id(found.mask), found.offset or 0, n_queries, call.key.shape[2])
+        if key not in self._placed:
+            # Both are kept with the result, so that no id can pass to another tensor meanwhile.
+            self._placed[key] = (told, found, with_origin(found, told, batch, n_queries, call.key.shape[2]))
+        return replace(found, origin=self._placed[key][2].origin)
+
+    def _seen(self, call: AttentionCall) -> Visible:
         n_queries, n_keys = call.query.shape[2], call.key.shape[2]
         if call.mask is None:
             return _without_mask(n_queries, n_keys, call)
@@ -64,6 +76,21 @@ def seen_by_mask(
         )
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return seen[..., :n_keys].expand(-1, -1, n_queries, n_keys)
+
+
+def with_origin(
+    visible: Visible, told: Int[Tensor, "#batch query"], batch: int, n_queries: int, n_keys: int
+) -> Visible:
+    """The same set with the place of its positions: the first query that is not padding says what it was told."""
+    if told.dim() != 2 or told.shape[1] != n_queries or len(told) not in (1, batch):
+        return visible
+    shown = visible.fitted_to(batch, 1 if visible.mask is None else visible.mask.shape[1], n_queries, n_keys)
+    at, told = shown.positions(0, n_queries, told.device), told.expand(batch, -1)
+    real = shown.row_valid(batch, n_queries, told.device) if shown.key_valid is None else shown.key_valid[:, at]
+    first = real.int().argmax(dim=1, keepdim=True)
+    counted = replace(shown, origin=None).turned_by(at).expand(batch, -1)
+    origin = (told - counted).gather(1, first)[:, 0].masked_fill(~real.any(dim=1), 0)
+    return replace(visible, origin=origin if bool(origin.any()) else None)
 
 
 def interval_or_mask(seen: Bool[Tensor, "batch head query key"], offset: int) -> Visible:

@@ -1,0 +1,96 @@
+"""Rotary embedding as data, and vectors as they were before it.
+
+A model turns the vector of position p to R_p x = x cos(p f) + J x sin(p f), with a frequency f per dimension (0 where
+nothing is turned) and J the quarter turn: it pairs dimensions, as (-x_2, x_1). Turns add up, so R_-p undoes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["Layout", "Rotation", "TurnTable", "before_rotation"]
+
+Layout = Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The rotary embedding of one layer: f per dimension, and the quarter turn J."""
+
+    frequency: Float[Tensor, " dim"]
+    turn: Float[Tensor, "dim dim"]
+
+    @classmethod
+    def of_pairs(
+        cls,
+        frequency: Float[Tensor, " pair"],
+        dim: int,
+        *,
+        layout: Layout = "halves",
+        start: int = 0,
+    ) -> Rotation:
+        """Pairs of dimensions from ``start`` on, turned at these frequencies; all others stay.
+
+        In ``halves`` the partners are half of the turned part away from each other (Llama), in ``neighbours`` side by
+        side (GPT-J, Cohere).
+        """
+        count = len(frequency)
+        pair = torch.arange(count)
+        first, second = (pair, pair + count) if layout == "halves" else (2 * pair, 2 * pair + 1)
+        first, second = first + start, second + start
+        whole, turn = torch.zeros(dim), torch.zeros(dim, dim)
+        whole[first], whole[second] = frequency.cpu().float(), frequency.cpu().float()
+        turn[first, second], turn[second, first] = -1.0, 1.0
+        return cls(whole, turn)
+
+    def parameters(self) -> dict[str, Float[Tensor, "layer head ..."]]:
+        """What the mechanism ``fitted`` takes, for one layer."""
+        return {"frequency": self.frequency[None, None], "turn": self.turn[None, None]}
+
+    def turned(self, x: Float[Tensor, "*lead time dim"], by: Int[Tensor, " time"]) -> Float[Tensor, "*lead time dim"]:
+        """Vectors moved by so many positions."""
+        return _turned(x, self.turn.to(x.dtype), *_angles(by, self.frequency, x.dtype))
+
+
+class TurnTable:
+    """Cosines and sines of the positions below a length, for a rotation that is undone at many of them."""
+
+    def __init__(self, rotation: Rotation, length: int) -> None:
+        self._turn = rotation.turn
+        self._cos, self._sin = _angles(-torch.arange(length), rotation.frequency, rotation.turn.dtype)
+
+    def before(
+        self, x: Float[Tensor, "block *lead time dim"], at: Int[Tensor, "block time"]
+    ) -> Float[Tensor, "block *lead time dim"]:
+        """The vectors before rotary embedding, given their positions."""
+        shape = (len(at), *[1] * (x.dim() - 3), *at.shape[1:], x.shape[-1])
+        return _turned(x, self._turn, self._cos[at].view(shape), self._sin[at].view(shape))
+
+
+def before_rotation(
+    x: Float[Tensor, "batch head time dim"],
+    turned_by: Int[Tensor, "#batch time"],
+    frequency: Float[Tensor, "#batch #head dim"],
+    turn: Float[Tensor, "#batch #head dim dim"],
+) -> Float[Tensor, "batch head time dim"]:
+    """R_-p x: vectors at positions p, as they were before rotary embedding."""
+    if len(turned_by) > 1 and bool((turned_by == turned_by[:1]).all()):
+        # Cosines cost more than the rest: rows at equal positions share them.
+        turned_by = turned_by[:1]
+    cos, sin = _angles(-turned_by[:, None], frequency[:, :, None], x.dtype)
+    return _turned(x, turn, cos, sin)
+
+
+def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # In float32 an angle of 8,192 radians has lost 5e-4 of one.
+    angle = by[..., None].double() * frequency.double()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _turned(x: Tensor, turn: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x @ turn.transpose(-1, -2), sin)
