@@ -98,8 +98,11 @@ def test_angles_keep_their_digits_far_out() -> None:
     assert apart(attend(mechanism, q, k, v, visible=far).output, exact) < 1e-5
     assert apart(attend(mechanism, q, k, v, dtype=torch.float64).output, exact) > 1e-2
     at = 130_000 + torch.arange(40)
-    table = TurnTable(rotation, 130_040).before(k.float()[0], at.expand(2, -1))
-    assert apart(table, rotation.turned(k[0], -at)) < 1e-5
+    angle = at[:, None].double() * rotation.frequency[:4].double()
+    turned = torch.complex(k[0, ..., :4], k[0, ..., 4:]) * torch.polar(torch.ones_like(angle), -angle)
+    by_hand = torch.cat([turned.real, turned.imag], dim=-1)
+    assert apart(rotation.turned(k[0], -at), by_hand) < 1e-9
+    assert apart(TurnTable(rotation, 130_040).before(k.float()[0], at.expand(2, -1)), by_hand) < 1e-6
 
 
 def fitted_for(model: Any, *, rotated: bool = True) -> Mechanism:
@@ -117,9 +120,15 @@ def test_features_before_rotation_do_not_see_where_a_text_begins(model_type: str
     model = tiny_with(model_type, dtype=torch.float64, **WINDOW.get(model_type, {}))
     moved = 30 + torch.arange(IDS.shape[1])[None]
     for rotated in (False, True):
-        with swap(model, PAIR, fitted_for(model, rotated=rotated), window=window):
+        mechanism = fitted_for(model, rotated=rotated)
+        with swap(model, PAIR, mechanism, window=window):
             change = apart(logits_of(model, IDS, position_ids=moved), logits_of(model, IDS))
         assert (change > 1e-3) if rotated else (change < 1e-6)
+        with record(model, [mechanism], logits=False) as recording:
+            for position_ids in (moved, moved - 30):
+                logits_of(model, IDS, position_ids=position_ids)
+        there, here = (run.divergence for run in recording.trajectories())
+        assert (difference(there, here) > 1e-3) if rotated else (difference(there, here) < 1e-5)
 
 
 GENERATED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -69,9 +69,9 @@ class Maps:
 def log_weights(maps: Maps, rows: Rows) -> Scores:
     """log sum_r exp(log phi_q,r + log phi_k,r - a_r (t - s)): unnormalised log-weights, up to a term per row."""
     rate = maps.rate
-    key = rows.key_seen @ maps.key_weight.transpose(-1, -2) + maps.key_bias[:, None]
+    key = _affine(rows.key_seen, maps.key_weight, maps.key_bias)
     key = key + rate[:, None] * rows.key_from_middle[:, None, :, None]
-    query = rows.query_seen @ maps.query_weight.transpose(-1, -2) + maps.query_bias[:, :, None]
+    query = _affine(rows.query_seen, maps.query_weight, maps.query_bias)
     query = query - rate[:, None, None] * rows.from_middle[:, None, None, :, None]
     # Constants per key and per row keep the exponentials in range; the first is put back, the second cancels.
     key_top = key.detach().amax(dim=-1, keepdim=True)
@@ -79,6 +79,17 @@ def log_weights(maps: Maps, rows: Rows) -> Scores:
     product = (query - query_top).exp().flatten(2, 3) @ (key - key_top).exp().transpose(-1, -2)
     logs = product.clamp(min=torch.finfo(product.dtype).tiny).log() + key_top.transpose(-1, -2)
     return _by_row(logs, rows)
+
+
+def _affine(
+    x: Float[Tensor, "block *head row seen"],
+    weight: Float[Tensor, "*head feature seen"],
+    bias: Float[Tensor, "*head feature"],
+) -> Float[Tensor, "block *head row feature"]:
+    """W x + b with the rows of all blocks side by side: one product per head is faster than one per block and head."""
+    together = x.movedim(0, -3).flatten(-3, -2)
+    found = together @ weight.transpose(-1, -2) + bias[..., None, :]
+    return found.unflatten(-2, (len(x), -1)).movedim(-3, 0)
 
 
 def softmax_scores(rows: Rows, scale: float, softcap: float | None = None) -> Scores:
