@@ -39,7 +39,7 @@ def same_p(one: stats.Comparison, other: stats.Comparison) -> None:
     step = 1.01 / (PERMUTATIONS + 1)
     np.testing.assert_allclose(one.p, other.p, atol=step)
     np.testing.assert_allclose(one.p_max, other.p_max, atol=step)
-    np.testing.assert_allclose(one.maximum.sample, other.maximum.sample, rtol=1e-3, atol=1e-6)  # statistics, in units of one
+    np.testing.assert_allclose(one.maximum.sample, other.maximum.sample, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(one.omnibus.mean_t.sample, other.omnibus.mean_t.sample, rtol=1e-3, atol=1e-3)
 
 
