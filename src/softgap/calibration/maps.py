@@ -88,8 +88,9 @@ def _affine(
 ) -> Float[Tensor, "block *head row feature"]:
     """W x + b with the rows of all blocks side by side: one product per head is faster than one per block and head."""
     together = x.movedim(0, -3).flatten(-3, -2)
-    found = together @ weight.transpose(-1, -2) + bias[..., None, :]
-    return found.unflatten(-2, (len(x), -1)).movedim(-3, 0)
+    found: Tensor = together @ weight.transpose(-1, -2) + bias[..., None, :]
+    by_block: Tensor = found.unflatten(-2, (len(x), -1))
+    return by_block.movedim(-3, 0)
 
 
 def softmax_scores(rows: Rows, scale: float, softcap: float | None = None) -> Scores:
