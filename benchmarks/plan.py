@@ -1,6 +1,6 @@
 """What a plan saves: memory of the KV cache and time per token of a generation, at several lengths of context.
 
-Run: python benchmarks/plan.py PLAN.json [--contexts 1024 8192] [--new 32] [--pairs 3]
+Run: python benchmarks/plan.py PLAN.json [--contexts 1024 8192] [--new 32] [--pairs 5]
 
 Both sides are the plan's model (the embedded one), reading a context and then writing new tokens one by one: as it is,
 and under the plan with the plan's cache. Memory is that of the cache (keys, values and states), and the peak of a
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("plan")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--loaded", action="store_true", help="measure on a busy machine; nothing is written")
     parser.add_argument("--peak", nargs=2, metavar=("CONTEXT", "SIDE"), help="only report one process's peak")
     options = parser.parse_args()

@@ -124,7 +124,7 @@ def write_minutes(layers: Layers, own: Layers, whole: int, options: argparse.Nam
         "`python benchmarks/recipe.py --text FILE --only minutes` on layers "
         f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
         f"held-out text by positions. Minutes of processor time that all {whole} layers would take on one thread "
-        "(two cores fit two layers at a time), without reading and judging.\n\n"
+        "(two cores fit two layers at a time), without reading and judging. Features of rotated vectors only.\n\n"
         "| steps | minutes | text of the fit | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,
@@ -171,8 +171,8 @@ def main() -> None:
         f"`python benchmarks/recipe.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
         f"model; {machine()}. Share of the gap to the mean of values that the fitted map closes on held-out text "
         f"({HELD_OUT[2048]} sequences of 2,048 tokens, {HELD_OUT[8192]} of 8,192), by positions. The first row takes "
-        "300 steps at a learning rate of 0.05, with 128 features and all else as by default; every other row changes "
-        "what it says.\n\n"
+        "300 steps at a learning rate of 0.05, with 128 features of rotated vectors and all else as by default; every "
+        "other row changes what it says.\n\n"
         "| what | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,
     )

@@ -1,6 +1,6 @@
 """Max-T over many units by relabelling, against a loop over scipy.stats.permutation_test: time and memory.
 
-Run: python benchmarks/stats.py [--pairs 3]; --small to see that it works, without writing anything
+Run: python benchmarks/stats.py [--pairs 5]; --small to see that it works, without writing anything
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure(size: Size, pairs: int) -> str:
 def main() -> None:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a small size; prints and writes nothing")
     parser.add_argument("--peak", nargs=4, type=int, metavar=("PERMUTATIONS", "HEADS", "FEATURES", "SAMPLES"))
     arguments = parser.parse_args()

@@ -174,6 +174,15 @@ def largest(budget: float, recall_budget: float | None = None) -> int:
     return len(_largest(search, sets, Budget(budget, recall_budget), "heads", lambda stage, share: None))
 
 
+def test_a_plan_of_heads_without_a_state_frees_no_memory(small: Any) -> None:
+    settings: dict[str, Any] = {"budget": 10.0, "by": "groups", "length": 64, "recalls": 0, "score": "divergence"}
+    kept, freed = (
+        find_plan(small, byte_tokenizer(), [TEXT], name, repair=False, **settings) for name in ("top_k:k=3", "elu1")
+    )
+    assert kept.heads and kept.groups == () and kept.memory["saved_per_token"] == 0
+    assert freed.groups and freed.memory["saved_per_token"] > 0
+
+
 def test_a_tighter_budget_gives_a_smaller_plan() -> None:
     assert [largest(budget) for budget in (0.01, 0.1, 1.0, 3.99, 9.0)] == [1, 3, 10, 19, 20]
     assert [largest(3.99, recall) for recall in (None, 1.0, 0.1, 0.05, 0.0)] == [19, 19, 11, 8, 6]

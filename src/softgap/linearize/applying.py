@@ -25,7 +25,7 @@ from softgap.probe.state_cache import StateLayer, state_cache
 from softgap.probe.tap import AttentionCall, stood_in
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
-__all__ = ["Applied", "apply", "freed_groups"]
+__all__ = ["Applied", "apply", "freed_groups", "streams"]
 
 
 @contextmanager
@@ -48,6 +48,11 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
     return [g for g in range(layer.kv_heads) if set(range(g * size, (g + 1) * size)) <= set(heads)]
 
 
+def streams(chosen: Substitute) -> bool:
+    """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
+    return chosen.mechanism.factorable(64) or chosen.mechanism.kind == "constant"
+
+
 @dataclass(frozen=True, eq=False)
 class _Split:
     """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones."""
@@ -65,7 +70,7 @@ class Applied:
         self._model = model
         layers = attention_layers(model)
         self._window = chosen.window
-        self._streams = chosen.mechanism.factorable(64) or chosen.mechanism.kind == "constant"
+        self._streams = streams(chosen)
         self._name = chosen.mechanism.name
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError, unknown_name
-from softgap.linearize.applying import freed_groups
+from softgap.linearize.applying import freed_groups, streams
 from softgap.linearize.budget import Budget
 from softgap.linearize.frontier import BEST
 from softgap.linearize.heads import Head, heads_by_layer
@@ -254,7 +254,8 @@ def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute,
     """The plan of these heads, with what they cost on text that the search never saw."""
     original, swapped = (read_swapped(model, text.check, text.check_asked, some, used) for some in ([], heads))
     chosen = heads_by_layer(attention_layers(model), heads)
-    groups = tuple((layer.number, group) for layer, own in chosen for group in freed_groups(layer, own))
+    freed = chosen if streams(used) else []
+    groups = tuple((layer.number, group) for layer, own in freed for group in freed_groups(layer, own))
     return Plan(
         model=model.name_or_path or model.config.model_type,
         fingerprint=model_fingerprint(model),
