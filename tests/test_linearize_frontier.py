@@ -179,8 +179,11 @@ def test_a_plan_of_heads_without_a_state_frees_no_memory(small: Any) -> None:
     kept, freed = (
         find_plan(small, byte_tokenizer(), [TEXT], name, repair=False, **settings) for name in ("top_k:k=3", "elu1")
     )
-    assert kept.heads and kept.groups == () and kept.memory["saved_per_token"] == 0
-    assert freed.groups and freed.memory["saved_per_token"] > 0
+    assert kept.heads
+    assert kept.groups == ()
+    assert kept.memory["saved_per_token"] == 0
+    assert freed.groups
+    assert freed.memory["saved_per_token"] > 0
 
 
 def test_a_tighter_budget_gives_a_smaller_plan() -> None:
