@@ -1,6 +1,6 @@
 """What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
 
-Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 600] [--only reach|cost|elsewhere]
+Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 400] [--only reach|cost|elsewhere]
 
 The first half of the file is fitted on, the second half is held out: give text whose halves share no article.
 """

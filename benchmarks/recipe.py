@@ -116,7 +116,7 @@ def write_minutes(layers: Layers, own: Layers, whole: int, options: argparse.Nam
         rows.append(f"| {steps:,} | {sum(fits) / len(layers) * whole / 60:.1f} {row}")
         print(rows[-1], flush=True)
     for name, texts in (("the file, 2,048 tokens at most", layers), ("the model's own, as long", own)):
-        rows.append(f"| 600 |  {judged(Variant(name, Recipe(), longest=2048), texts, [])}")
+        rows.append(f"| 600 |  {judged(Variant(name, Recipe(steps=600), longest=2048), texts, [])}")
         print(rows[-1], flush=True)
     write_section(
         "calibration-minutes",
