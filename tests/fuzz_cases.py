@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,26 +29,38 @@ STRANGE = st.one_of(
 )
 
 
-@st.composite
-def damaged_bytes(draw: st.DrawFn, content: bytes) -> bytes:
+# What happens to bytes, where (in millionths of the file), how many of them, and what is put in their place. What is
+# drawn does not depend on the file.
+Damage = tuple[str, int, int, bytes]
+DAMAGES = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "repeat", "zero", "replace"]),
+        st.integers(0, 999_999),
+        st.integers(1, 64),
+        st.binary(max_size=200),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def damaged_bytes(content: bytes, damages: Sequence[Damage]) -> bytes:
     """A file with some of its bytes changed, cut off, repeated or replaced."""
     found = bytearray(content)
-    for _ in range(draw(st.integers(1, 3))):
-        how = draw(st.sampled_from(["flip", "cut", "insert", "repeat", "zero", "replace"]))
-        at = draw(st.integers(0, max(0, len(found) - 1)))
-        size = draw(st.integers(1, 64))
+    for how, place, size, other in damages:
+        at = place * len(found) // 1_000_000
         if how == "flip" and found:
-            found[at] ^= 1 << draw(st.integers(0, 7))
+            found[at] ^= 1 << size % 8
         elif how == "cut":
             del found[at:]
         elif how == "insert":
-            found[at:at] = draw(st.binary(max_size=16))
+            found[at:at] = other[:16]
         elif how == "repeat":
             found[at:at] = found[at : at + size]
         elif how == "zero":
             found[at : at + size] = bytes(len(found[at : at + size]))
         else:
-            found = bytearray(draw(st.binary(max_size=200)))
+            found = bytearray(other)
     return bytes(found)
 
 

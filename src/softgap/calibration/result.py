@@ -82,6 +82,7 @@ class Calibration:
         stored = load_calibration(Path(path).expanduser())
         metadata = dict(stored.metadata)
         try:
+            metadata["fingerprint"] = str(metadata["fingerprint"])
             held_out = HeldOut.from_json(metadata.pop("held_out"))
             ladders = Ladders.from_json(metadata.pop("ladders"))
             elsewhere, curve = (
