@@ -36,6 +36,8 @@ Case = tuple[str, str, str]
 Table = Mapping[str, Case]
 
 BOATS = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(60))
+# More than any machine holds.
+NINES = "99999999999999999999"
 LONG_NAME = "x" * 5000
 LAB = {
     "lab": "position",

@@ -119,8 +119,7 @@ def _found(
     from softgap.probe.layout import attention_layers
     from softgap.probe.progress import quiet_transformers, reporter
 
-    checked = ("budget", "score", "length", "tokens", "recall_budget")
-    check_search(**{name: settings[name] for name in checked})
+    check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
     check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
     parts = out.with_name(f"{out.name}.parts")

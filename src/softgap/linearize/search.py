@@ -86,11 +86,9 @@ def find_plan(
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
-    limits = check_search(budget, score, length, tokens, recall_budget)
-    if tune < 0 or (tune and not repair):
-        raise ValueInputError(
-            f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}; leave one out"
-        )
+    limits = check_search(
+        budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
+    )
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
@@ -117,12 +115,23 @@ def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> d
 
 
 def check_search(
-    budget: float, score: str, length: int, tokens: int | None, recall_budget: float | None = None
+    *,
+    budget: float,
+    recall_budget: float | None,
+    score: str,
+    repair: bool,
+    tune: int,
+    length: int,
+    tokens: int | None,
 ) -> Budget:
     """Refuse what no search can be made with; a command asks before it loads a model."""
     limits = Budget(budget, recall_budget)
     if score not in SCORES:
         raise unknown_name("score", score, SCORES)
+    if tune < 0 or (tune and not repair):
+        raise ValueInputError(
+            f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}; leave one out"
+        )
     check_length(length)
     if tokens is not None and tokens < 1:
         raise ValueInputError(f"tokens must be at least 1, got {tokens}; {TOKENS} are usual")

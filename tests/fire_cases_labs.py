@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from fire_examples import NINES, Table
 
-from fire_examples import Table, World, check_refused
-
-NINES = "99999999999999999999"
-
-CASES: Table = {
+WITHOUT_MODEL: Table = {
     "no lab": ("lab", "lab", "missing command; the commands are: focus, injectivity, position, separation; given"),
     "an unknown lab": ("lab foci", "'foci'", "no such command 'foci'; the commands are: focus, injectivity, "),
     **{
@@ -52,8 +48,3 @@ CASES: Table = {
     ),
     "separation: no models": ("lab separation --train --seeds 0", "0", "invalid value for '--seeds': .* greater than"),
 }
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_refused_before_anything_runs(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, CASES[case], capsys)

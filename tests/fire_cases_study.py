@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fire_examples import Table, World, check_refused
-
-NINES = "99999999999999999999"
+from fire_examples import NINES, Table
 
 WITHOUT_MODEL: Table = {
     "no command": ("study", "study", "missing command; the commands are: label, run, task; given 'softgap study'"),
@@ -81,13 +77,3 @@ WITH_MODEL: Table = {
     ),
     "a text as model": ("study task lookup --model fox.txt", "fox.txt", "'fox.txt' is a file, and of files only"),
 }
-
-
-@pytest.mark.parametrize("case", WITHOUT_MODEL)
-def test_refused_before_a_model_is_loaded(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, WITHOUT_MODEL[case], capsys)
-
-
-@pytest.mark.parametrize("case", WITH_MODEL)
-def test_refused_with_the_model_at_hand(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, WITH_MODEL[case], capsys, model=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fire_examples import Table, World, check_refused
+from fire_examples import Table
 
 WITHOUT_MODEL: Table = {
     "run: an empty --out": ("run fox --out ''", "''", "the path of a study must be a folder or a URI, got ''; give"),
@@ -139,13 +137,3 @@ WITH_MODEL: Table = {
     "calibrate: a short text": ("calibrate tiny --text fox.txt", "12", "a calibration needs at least 2048 tokens of"),
     "doctor: a study": ("doctor s", "'s'", "the folder 's' is no model: it has no config.json; give"),
 }
-
-
-@pytest.mark.parametrize("case", WITHOUT_MODEL)
-def test_refused_before_a_model_is_loaded(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, WITHOUT_MODEL[case], capsys)
-
-
-@pytest.mark.parametrize("case", WITH_MODEL)
-def test_refused_with_the_model_at_hand(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, WITH_MODEL[case], capsys, model=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from fire_examples import NINES, Table
 
-from fire_examples import Table, World, check_refused
-
-NINES = "99999999999999999999"
 # Everything that a study is not.
 NO_STUDY = {
     "nothing": ("''", "''", "the path of a study must be a folder or a URI, got ''; give"),
@@ -148,6 +145,8 @@ PLANS: Table = {
     ),
     "no number": (f"{START} --budget nan", "nan", "the budget must be above 0 nats per token and finite, got nan; 0.1"),
     "an endless budget": (f"{START} --budget inf", "inf", "the budget must be above 0 .* and finite, got inf; 0.1 is"),
+    "much recall": (f"{START} --recall-budget 5", "5", "the recall budget must be between 0 and 1, the largest drop"),
+    "a tuning alone": (f"{START} --tune 3 --no-repair", "3", "tuning takes 0 steps or more and begins with a repair"),
     "no length": (f"{START} --length 0", "0", "passages must have at least 16 tokens, got 0; 512 is usual"),
     "no tokens": (f"{START} --tokens 0", "0", "tokens must be at least 1, got 0; 16384 are usual"),
     "no window": (f"{START} --window 0", "0", "window must be from 1 to 1048576 keys, got 0; leave it out for none"),
@@ -178,7 +177,7 @@ PLANS: Table = {
     "a missing text": (f"{START} --text none.txt", "none.txt", "cannot read 'none.txt': No such file or directory;"),
     "an empty text": ("linearize tiny --text empty", "'empty'", "'empty' must hold some text, got ''; write"),
 }
-PLANS_WITH_MODEL: Table = {
+WITH_MODEL: Table = {
     "long passages": (START, "512", "passages can have at most the model's context of 64 tokens, got 512; shorten"),
     "a short text": (
         "linearize tiny --text fox.txt --length 64",
@@ -197,13 +196,3 @@ WITHOUT_MODEL: Table = {
     **FINDINGS,
     **{f"linearize: {name}": case for name, case in PLANS.items()},
 }
-
-
-@pytest.mark.parametrize("case", WITHOUT_MODEL)
-def test_refused_before_a_model_is_loaded(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, WITHOUT_MODEL[case], capsys)
-
-
-@pytest.mark.parametrize("case", PLANS_WITH_MODEL)
-def test_refused_with_the_model_at_hand(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    check_refused(world, PLANS_WITH_MODEL[case], capsys, model=True)
