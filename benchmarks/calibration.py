@@ -1,8 +1,9 @@
 """What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
 
-Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 400] [--only reach|cost|elsewhere]
+Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 300] [--only reach|cost|elsewhere]
 
-The first half of the file is fitted on, the second half is held out: give text whose halves share no article.
+The first half of the file is fitted on, the second half is held out: give text whose halves share no article. Fits are
+kept in `--fits` and found there again; only what is timed is always fitted anew.
 """
 
 from __future__ import annotations
@@ -49,13 +50,19 @@ def fitted(file: str | None, features: int, steps: int, path: Path) -> tuple[Cal
     return found, (time.perf_counter() - start) / 60
 
 
-def gaps(calibration: Calibration, model: Any, tokenizer: Any, ids: Sequence[int]) -> HeldOut:
+def kept(options: argparse.Namespace, file: str | None, features: int) -> Path:
+    """Where a fit is kept."""
+    options.fits.mkdir(parents=True, exist_ok=True)
+    return Path(options.fits) / f"{'file' if file else 'own'}-{features}-{options.steps}.safetensors"
+
+
+def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
     """What held-out text says, at positions up to 8,192."""
     texts = sequences(ids, JUDGED)
     controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
     first = calibration.tensors["profile.first"].numpy()
-    short = judge(model, tokenizer, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], first=first)
-    far = judge(model, tokenizer, texts[8192], [calibration.mechanism(), "uniform"])
+    short = judge(model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], first=first)
+    far = judge(model, texts[8192], [calibration.mechanism(), "uniform"])
     far_bins = {name: closed for name, closed in far.by_position.items() if name not in short.by_position}
     return HeldOut(**{**vars(short), "by_position": {**short.by_position, **far_bins}})
 
@@ -153,14 +160,14 @@ def write_reach(options: argparse.Namespace) -> None:
     rows: list[str] = []
     tables: list[str] = []
     own = [] if options.no_own_text else [(None, options.features[0])]
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *own]):
-            found, _ = fitted(file, features, options.steps, Path(folder) / f"{number}.safetensors")
-            source = "the file" if file else "the model's own"
-            rows.append(described(source, features, options.steps, gaps(found, model, tokenizer, held)))
-            print(rows[-1], flush=True)
-            if number == 0:
-                tables = swaps(found, model, tokenizer, fit, held)
+    for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *own]):
+        path = kept(options, file, features)
+        found = Calibration.load(path) if path.exists() else fitted(file, features, options.steps, path)[0]
+        source = "the file" if file else "the model's own"
+        rows.append(described(source, features, options.steps, gaps(found, model, held)))
+        print(rows[-1], flush=True)
+        if number == 0:
+            tables = swaps(found, model, tokenizer, fit, held)
     write_section(
         "calibration-reach",
         "What a calibration reaches",
@@ -201,8 +208,9 @@ def write_cost(options: argparse.Namespace) -> None:
     """Minutes and memory of one calibration, on a quiet machine."""
     require_quiet_machine()
     features = options.features[0]
-    with tempfile.TemporaryDirectory() as folder:
-        _, minutes = fitted(options.text, features, options.steps, Path(folder) / "timed.safetensors")
+    path = kept(options, options.text, features)
+    path.unlink(missing_ok=True)
+    _, minutes = fitted(options.text, features, options.steps, path)
     common = ("--text", options.text, "--features", str(features), "--peak")
     used, plain = (peak_memory(__file__, *common, side) for side in ("calibrate", "forward"))
     ratio = f"{used / plain:.2f} ({used / 1e6:.0f} MB / {plain / 1e6:.0f} MB)" if used and plain else "not known here"
@@ -231,6 +239,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--steps", type=int, default=Recipe().steps)
     parser.add_argument("--no-own-text", action="store_true", help="leave out the calibration on the model's own text")
+    parser.add_argument("--fits", type=Path, default=Path("runs/fits"), help="a folder for finished fits")
     parser.add_argument("--calibration", help="of the first half of the text, for --only elsewhere")
     parser.add_argument("--only", choices=["reach", "cost", "elsewhere"])
     parser.add_argument("--peak", choices=["calibrate", "forward"])

@@ -1,6 +1,6 @@
 """Which heads of the embedded model can go without softmax: scores, repair and the frontier, into docs/findings.md.
 
-Run: python benchmarks/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--only scores]
+Run: python benchmarks/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
 
 The first half of the file is what the calibration was fitted on; scores and repairs use it too. Every cost is measured
 on the second half. `--tokens` is the number of tokens on each side: 16384 for the final table. The work is
@@ -36,7 +36,7 @@ from softgap.probe import load_model
 from softgap.report.linearize_figure import draw_frontier
 from softgap.report.pictures import save_figure
 
-FIXED, FITTED = "elu1", "fitted"
+FITTED = "fitted"
 TOP = 16
 NAMES = tuple(SCORES)
 IMAGES = FINDINGS.parent / "images"
@@ -62,11 +62,11 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
         model(ids, use_cache=False)
     each = (time.perf_counter() - begun) / 512
     points = len(options.shares)
-    sweep = 2 * (0.55 * options.heads * options.tokens if "scores" in options.only else 0)
-    scores = 2 * (40 * min(options.tokens, options.fit_tokens) if "scores" in options.only else 0)
+    each_sweep, each_scores = 0.55 * options.heads * options.tokens, 40 * min(options.tokens, options.fit_tokens)
+    judged = len(options.mechanisms) * (each_sweep + each_scores) * ("scores" in options.only)
     curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
     curve *= len(options.windows)
-    total = each * (sweep + scores + (curve if "frontier" in options.only else 0))
+    total = each * (judged + (curve if "frontier" in options.only else 0))
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
@@ -209,8 +209,9 @@ def main() -> None:
     parser.add_argument("--fit-tokens", type=int, default=8192, help="tokens that scores and repairs come from")
     parser.add_argument("--heads", type=int, default=270, help="heads whose cost is measured alone, drawn at random")
     parser.add_argument("--passages", type=int, help="stop after so many held-out passages")
-    parser.add_argument("--parts", type=Path, default=Path("linearize-parts"))
+    parser.add_argument("--parts", type=Path, default=Path("runs/linearize-table"))
     parser.add_argument("--only", nargs="+", choices=("scores", "frontier"), default=["scores", "frontier"])
+    parser.add_argument("--mechanisms", nargs="+", default=[FITTED, "elu1"], help="whose scores are judged")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--by", nargs="+", default=["heads", "groups"])
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 64])
@@ -225,7 +226,8 @@ def main() -> None:
     estimate(model, options)
     if "scores" in options.only:
         fit, held = (passages_of(model, options.tokenizer, [part], tokens=options.tokens) for part in text)
-        write_scores(model, fit, held.part(slice(0, options.passages)), options, [one, substitute(FIXED, model)])
+        chosen = [one if name == FITTED else substitute(name, model) for name in options.mechanisms]
+        write_scores(model, fit, held.part(slice(0, options.passages)), options, chosen)
     if "frontier" in options.only:
         write_frontier(model, text, options, one)
 

@@ -205,7 +205,7 @@ def test_each_key_is_drawn_once_and_counts_add_up() -> None:
     ("settings", "message"),
     [
         ({"features": 1}, "features must be from 2 to 8192, got 1; 128 is usual"),
-        ({"steps": 0}, "steps must be at least 1, got 0; 400 is usual"),
+        ({"steps": 0}, "steps must be at least 1, got 0; 300 is usual"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:

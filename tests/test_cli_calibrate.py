@@ -72,7 +72,7 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
         (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
         (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' is there already; choose another file, or "),
         (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
-        (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 400 is usual"),
+        (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 300 is usual"),
         (
             ["--text", "boats.txt", "--positions", "4096"],
             "positions must be at most the model's context of 512, got 4096",

@@ -17,7 +17,7 @@ from softgap.calibration.held_out import Closed, gap_closed
 from softgap.probe.models import Model
 from softgap.probe.tensors import LayerTensors, visit_layers
 
-__all__ = ["FEATURES", "LAYERS", "HeldLayer", "divergences", "feature_curve", "held_layers"]
+__all__ = ["FEATURES", "LAYERS", "HeldLayer", "divergences", "feature_curve", "held_layers", "some_layers"]
 
 FEATURES = (16, 32, 64, 128, 256)
 LAYERS = 3
@@ -62,22 +62,25 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
     return tuple(found)
 
 
+def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
+    """Layers spread evenly over a model, on the beginnings of a few held-out texts."""
+    numbers = sorted({int(x) for x in np.linspace(0, layers - 1, LAYERS + 2)[1:-1]})
+    return held_layers(model, [ids[:TOKENS] for ids in held_out[:TEXTS]], numbers)
+
+
 def feature_curve(
-    model: Model,
+    layers: Sequence[HeldLayer],
     gathered: Gathered,
     recipe: Recipe,
-    held_out: Sequence[Sequence[int]],
     *,
     workers: int = 1,
     report: Callable[[float], None] = lambda share: None,
 ) -> Mapping[str, Closed]:
-    """The share of the gap closed on held-out text by number of features, in layers spread evenly over the model.
+    """The share of the gap closed on held-out text by number of features, in these layers.
 
-    It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps, and judged on
-    the beginnings of a few texts. ``workers`` fits run at a time.
+    It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps. ``workers`` of
+    them run at a time, the longest first.
     """
-    numbers = sorted({int(x) for x in np.linspace(0, len(gathered.sites) - 1, LAYERS + 2)[1:-1]})
-    layers = held_layers(model, [ids[:TOKENS] for ids in held_out[:TEXTS]], numbers)
     short = replace(recipe, steps=min(recipe.steps, STEPS))
 
     def divergences_of(layer: HeldLayer, features: int) -> tuple[np.ndarray, ...]:
@@ -94,7 +97,7 @@ def feature_curve(
         return divergences(maps.mechanism(site.rotation), layer.texts)
 
     mine: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
-    asked = list(product(layers, FEATURES))
+    asked = [(layer, features) for features, layer in product(reversed(FEATURES), layers)]
     with ThreadPoolExecutor(workers) as pool:
         for done, (one, found) in enumerate(
             zip(asked, pool.map(divergences_of, *zip(*asked, strict=True)), strict=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from softgap.attention import Mechanism
 from softgap.calibration.domains import DOMAINS
-from softgap.calibration.held_out import Closed, gap_closed
+from softgap.calibration.held_out import Closed, compared, gap_closed, takes_positions
 from softgap.calibration.texts import Corpus
 from softgap.probe.models import Model, Tokenizer
-from softgap.probe.recording import record
 
 __all__ = ["elsewhere"]
 
@@ -25,11 +22,11 @@ PASSAGES = 2
 
 @dataclass(frozen=True)
 class _Reading:
-    """Token sequences of one condition, and the position of the first token of each."""
+    """Token sequences of one condition, and the position of the first token of each where it is not 0."""
 
     name: str
     sequences: Sequence[Sequence[int]]
-    offsets: Sequence[int] | None = None
+    offsets: Sequence[int] = ()
 
 
 def elsewhere(
@@ -69,7 +66,7 @@ def _readings(
         yield _Reading("after a BOS token", [(tokenizer.bos_token_id, *ids[:-1]) for ids in held_out])
     if tokenizer.chat_template is not None:
         yield _Reading("as a chat message", [_as_message(tokenizer, ids)[:length] for ids in held_out])
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if takes_positions(model):
         offsets = rng.integers(1, corpus.longest - length + 1, size=len(held_out)).tolist()
         yield _Reading("at random offsets", held_out, offsets)
     for name, text in DOMAINS.items():
@@ -83,14 +80,10 @@ def _as_message(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 def _closed(model: Model, reading: _Reading, fitted: Mechanism, rng: np.random.Generator) -> Closed | None:
-    mine, uniform = [], []
-    for number, ids in enumerate(reading.sequences):
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=model.device), "use_cache": False}
-        if reading.offsets is not None:
-            inputs["position_ids"] = reading.offsets[number] + torch.arange(len(ids), device=model.device)[None]
-        with record(model, [fitted, "uniform"], logits=False) as recording, torch.inference_mode():
-            model(**inputs)
-        run = recording.trajectories()[0]
-        mine.append(run.divergence)
-        uniform.append(run.select("uniform").divergence)
+    offsets = reading.offsets or [0] * len(reading.sequences)
+    runs = [
+        compared(model, ids, [fitted, "uniform"], offset=offset)
+        for ids, offset in zip(reading.sequences, offsets, strict=True)
+    ]
+    mine, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
     return gap_closed(mine, uniform, rng=rng)

@@ -41,7 +41,7 @@ class Recipe:
     """
 
     features: int = 128
-    steps: int = 400
+    steps: int = 300
     learning_rate: float = 0.1
     sharpness: float = 1.0
     rows: RowPlan = field(default_factory=RowPlan)
@@ -53,7 +53,7 @@ class Recipe:
                 f"features must be from {FEWEST_FEATURES} to {MOST_FEATURES}, got {self.features}; 128 is usual"
             )
         if self.steps < 1:
-            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 400 is usual")
+            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 300 is usual")
 
 
 def fit_maps(

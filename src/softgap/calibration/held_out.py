@@ -7,19 +7,23 @@ of values is already within 0.02: there is no gap to close.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
-from softgap.probe import read_ids
-from softgap.probe.models import Model, Tokenizer
+from softgap.probe.models import Model
+from softgap.probe.recording import record
+from softgap.probe.token_scores import forward_then_logits
+from softgap.trajectories import Trajectories
 
-__all__ = ["Closed", "HeldOut", "gap_closed", "judge"]
+__all__ = ["Closed", "HeldOut", "compared", "gap_closed", "judge", "takes_positions"]
 
 FIRST = 64
 NO_GAP = 0.02
@@ -112,9 +116,25 @@ def gap_closed(
     return Closed(float(1 - top / bottom), float(low), float(high))
 
 
+def takes_positions(model: Model) -> bool:
+    """Whether a model can be told where its tokens are."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def compared(
+    model: Model, ids: Sequence[int], mechanisms: Sequence[str | Mechanism], *, offset: int = 0
+) -> Trajectories:
+    """One sequence measured against mechanisms, its first token at position ``offset``; no logits are computed."""
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=model.device), "use_cache": False}
+    if takes_positions(model):
+        inputs["position_ids"] = offset + torch.arange(len(ids), device=model.device)[None]
+    with record(model, mechanisms, logits=False) as recording, torch.inference_mode():
+        forward_then_logits(model, inputs, len(ids))
+    return recording.trajectories()[0]
+
+
 def judge(
     model: Model,
-    tokenizer: Tokenizer,
     sequences: Sequence[Sequence[int]],
     mechanisms: Sequence[str | Mechanism],
     *,
@@ -129,7 +149,7 @@ def judge(
     divergence: dict[str, list[np.ndarray]] = {}
     energy: list[np.ndarray] = []
     for number, ids in enumerate(sequences):
-        run = read_ids(model, [ids], tokenizer=tokenizer, mechanisms=mechanisms)[0]
+        run = compared(model, ids, mechanisms)
         for name in run.mechanisms:
             divergence.setdefault(name, []).append(run.select(name).divergence)
         energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from softgap.attention import Visible, attend, divergence, resolve
 from softgap.attention.rotation import Rotation
-from softgap.calibration.curve import feature_curve
+from softgap.calibration.curve import feature_curve, some_layers
 from softgap.calibration.elsewhere import elsewhere
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.gather import Gathered, LayerShown, LayerSite, gather
@@ -284,7 +284,6 @@ def _judged(
     fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
     held_out = judge(
         model,
-        tokenizer,
         corpus.held_out,
         [fitted, *JUDGED_BY, *controls],
         first=tensors["profile.first"].numpy(),
@@ -311,12 +310,8 @@ def _judged(
 
 def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
     stage = "fitting with fewer and more features"
+    layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with _one_thread_each() as workers:
         return feature_curve(
-            model,
-            gathered,
-            recipe,
-            corpus.held_out,
-            workers=workers,
-            report=lambda share: progress(stage, 0.7 + 0.16 * share),
+            layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.16 * share)
         )

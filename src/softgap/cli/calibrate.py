@@ -36,7 +36,7 @@ def calibrate_command(
     ] = None,
     features: Annotated[int, typer.Option(help="Features per head.")] = 128,
     steps: Annotated[
-        int | None, typer.Option(help="Steps per layer: the reproducible setting.", show_default="400")
+        int | None, typer.Option(help="Steps per layer: the reproducible setting.", show_default="300")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Choose the steps so that the fit takes about this long.", show_default=False)
