@@ -167,9 +167,9 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
         f"What brings back the loss of swapped heads{kept}{beside}",
         f"`python benchmarks/repair.py --text FILE --calibration CAL{asked}`, {machine()}. The embedded model, heads "
         f"in the order of {SCORE}; scores and the ridge from {bench.fit.tokens:,} tokens, tuning from "
-        f"{bench.long.tokens:,}, one passage of {options.length} a step; every number from {held:,} held-out tokens and "
-        f"{LOOKUPS} lookups, with 95 % over texts. Rise in loss in nats per token; the model as it is gets {recall:.2f} "
-        "of the lookups right."
+        f"{bench.long.tokens:,}, one passage of {options.length} a step; every number from {held:,} held-out "
+        f"tokens and {LOOKUPS} lookups, with 95 % over texts. Rise in loss in nats per token; the model as it is gets "
+        f"{recall:.2f} of the lookups right."
         "\n\n| share of heads | repair | "
         + " | ".join(f"at {length:,} tokens" for length in bench.held)
         + " | change in recall |\n"
