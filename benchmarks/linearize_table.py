@@ -180,9 +180,9 @@ def write_scores(
 
 def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, one: Substitute) -> None:
     """The frontier at every length, by heads and by groups, and with a window."""
+    fit = passages_of(model, options.tokenizer, text[:1], tokens=options.fit_tokens)
     for length in options.lengths:
-        fit, held = (passages_of(model, options.tokenizer, [part], length=length, tokens=n)
-                     for part, n in zip(text, (options.fit_tokens, options.tokens), strict=True))  # fmt: skip
+        held = passages_of(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
         for by in options.by:
             for window in options.windows:
                 used = substitute(one, model, window=window or None)
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
-    parser.add_argument("--fit-tokens", type=int, default=8192, help="tokens that scores and repairs come from")
+    parser.add_argument("--fit-tokens", type=int, default=4096, help="tokens that scores and repairs come from")
     parser.add_argument("--heads", type=int, default=270, help="heads whose cost is measured alone, drawn at random")
     parser.add_argument("--passages", type=int, help="stop after so many held-out passages")
     parser.add_argument("--parts", type=Path, default=Path("runs/linearize-table"))

@@ -21,7 +21,7 @@ import torch
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves, sequences
-from softgap.attention import resolve
+from softgap.attention.rotation import Rotation
 from softgap.calibration import Recipe, fit_maps
 from softgap.calibration.curve import HeldLayer, divergences, held_layers
 from softgap.calibration.maps import Maps, landmark_maps
@@ -30,6 +30,7 @@ from softgap.calibration.rows import LayerText, RowPlan
 from softgap.calibration.texts import corpus_of, tokens_needed
 from softgap.probe import load_model
 from softgap.probe.models import Model, Tokenizer
+from softgap.probe.rotation import layer_rotations
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}
@@ -86,17 +87,21 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
 Layers = Sequence[tuple[list[LayerText], HeldLayer]]
 
 
-def judged(variant: Variant, layers: Layers, seconds: list[float]) -> str:
-    """One row of the table, of layers with the texts to fit on and those to judge by; adds the time of each fit."""
+def judged(variant: Variant, layers: Layers, seconds: list[float], rotations: Sequence[Rotation] | None = None) -> str:
+    """One row of the table, of layers with the texts to fit on and those to judge by; adds the time of each fit.
+
+    With rotations the features see vectors before rotary embedding too, as those of a calibration do.
+    """
     sums = np.zeros((len(BINS), 2))
     for number, (fit, layer) in enumerate(layers):
+        rotation = None if rotations is None else rotations[layer.number]
         texts = [LayerText(x.query[:, : variant.longest], x.key[:, : variant.longest]) for x in fit]
         scale = layer.texts[0].scale
         begun = time.process_time()
-        maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=started(variant, texts, scale))
+        start = started(variant, texts, scale)
+        maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=start, rotation=rotation)
         seconds.append(time.process_time() - begun)
-        mechanism = resolve("fitted").with_parameters(**maps.parameters())
-        for found, uniform in zip(divergences(mechanism, layer.texts), layer.uniform, strict=True):
+        for found, uniform in zip(divergences(maps.mechanism(rotation), layer.texts), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
                 # Long texts judge far positions only, so that near ones weigh equally in all rows.
                 if (found.shape[-1] >= bounds.stop) and (found.shape[-1] <= 2048 or bounds.start >= 2048):
@@ -106,25 +111,26 @@ def judged(variant: Variant, layers: Layers, seconds: list[float]) -> str:
     return f"| {variant.name} | {cells} |"
 
 
-def write_minutes(layers: Layers, own: Layers, whole: int, options: argparse.Namespace) -> None:
+def write_minutes(layers: Layers, own: Layers, model: Model, options: argparse.Namespace) -> None:
     """The gap closed against the time of the fit, with the default recipe, and on text that the model wrote itself."""
     rows = []
+    rotations, whole = layer_rotations(model), model.config.num_hidden_layers
     for steps in (75, 150, 300, 600, 1200):
         variant = Variant("the file", replace(Recipe(), steps=steps))
         fits: list[float] = []
-        row = judged(variant, layers, fits)
+        row = judged(variant, layers, fits, rotations)
         rows.append(f"| {steps:,} | {sum(fits) / len(layers) * whole / 60:.1f} {row}")
         print(rows[-1], flush=True)
     for name, texts in (("the file, 2,048 tokens at most", layers), ("the model's own, as long", own)):
-        rows.append(f"| 600 |  {judged(Variant(name, Recipe(steps=600), longest=2048), texts, [])}")
+        rows.append(f"| {Recipe().steps} |  {judged(Variant(name, Recipe(), longest=2048), texts, [], rotations)}")
         print(rows[-1], flush=True)
     write_section(
-        "calibration-minutes",
+        "recipe-minutes",
         "The gap against the minutes of a fit",
         "`python benchmarks/recipe.py --text FILE --only minutes` on layers "
         f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
         f"held-out text by positions. Minutes of processor time that all {whole} layers would take on one thread "
-        "(two cores fit two layers at a time), without reading and judging. Features of rotated vectors only.\n\n"
+        "(two cores fit two layers at a time), without reading and judging.\n\n"
         "| steps | minutes | text of the fit | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,
@@ -159,7 +165,7 @@ def main() -> None:
             ([LayerText(x.query, x.key) for x in one.texts], other)
             for one, (_, other) in zip(mine, layers, strict=True)
         ]
-        write_minutes(layers, own, model.config.num_hidden_layers, options)
+        write_minutes(layers, own, model, options)
         return
     rows = []
     for variant in VARIANTS:

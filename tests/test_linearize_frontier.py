@@ -115,6 +115,29 @@ def test_an_interrupted_frontier_goes_on(
     assert len(calls) < 5
 
 
+def test_frontiers_of_other_text_share_scores_and_nothing_else(
+    small: Any, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit, held_out, _ = texts
+    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5], "greedy": False, "ablation": False}
+    first = frontier(small, fit, held_out, None, "elu1", folder=tmp_path, **settings)
+    scored: list[Any] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        scored.append(given)
+        return head_scores(*given, **options)
+
+    monkeypatch.setattr(sys.modules["softgap.linearize.frontier"], "head_scores", counted)
+    other = held_out.part(slice(0, 4))
+    second = frontier(small, fit, other, None, "elu1", folder=tmp_path, **settings)
+    assert not scored
+    assert second.points != first.points
+    assert second.points == frontier(small, fit, other, None, "elu1", **settings).points
+    assert len(scored) == 1
+    frontier(small, held_out, fit, None, "elu1", folder=tmp_path, **settings)
+    assert len(scored) == 2, "other text to score on"
+
+
 def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, by="groups", length=64, recalls=2, folder=tmp_path)

@@ -122,7 +122,7 @@ def test_a_seed_decides_the_order_and_every_round_reads_everything() -> None:
 
 
 def test_bad_input_is_one_sentence(small: Any) -> None:
-    with pytest.raises(SoftgapError, match=r"at least 1 step and a rate above 0, got 0 and 0\.002"):
+    with pytest.raises(SoftgapError, match=r"at least 1 step and a rate above 0, got 0 and 0\.0006"):
         tuned(small, FIT, HEADS, "elu1", steps=0)
     with pytest.raises(SoftgapError, match="at least 1 step and a rate above 0, got 2 and -1"):
         tuned(small, FIT, HEADS, "elu1", steps=2, learning_rate=-1)

@@ -36,6 +36,8 @@ __all__ = ["BEST", "frontier"]
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BEST = "gradient+fisher"
 RANDOM = "random"
+# Settings that only what is measured depends on.
+MEASURED = {"held_out", "length", "tokens", "by"}
 PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 
@@ -95,9 +97,12 @@ def frontier(
     if fit_asked is not None:
         settings["fit_asked"] = digest_of_passages(fit_asked)
     expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
+    # Frontiers at other lengths, or by groups, have the same scores.
+    scored = Kept(folder, {name: value for name, value in settings.items() if name not in MEASURED})
     walk = _Walk(
-        model, fit, fit_asked, held_out, asked, one, units, Kept(folder, settings), seed, tune, progress, expected
-    )
+        model, fit, fit_asked, held_out, asked, one, units, Kept(folder, settings), scored, seed, tune, progress,
+        expected,
+    )  # fmt: skip
     also = (PLAIN, *(REPAIRED,) * repair)
     walk.one_shot(orders, counts, (*also, *(TUNED,) * bool(tune), *(ABLATED,) * ablation))
     if greedy:
@@ -124,6 +129,7 @@ class _Walk:
     one: Substitute
     units: Sequence[Unit]
     kept: Kept
+    scored: Kept
     seed: int
     tune: int
     progress: Report
@@ -153,7 +159,7 @@ class _Walk:
             )  # fmt: skip
             return {"heads": found.heads, "values": {name: found.values[name].tolist() for name in names}}
 
-        data = self.kept.made(["scores", list(names), sorted(swapped)], make)
+        data = self.scored.made(["scores", list(names), sorted(swapped)], make)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
         return Scores(heads, {name: np.asarray(values) for name, values in data["values"].items()})
 

@@ -38,7 +38,7 @@ from softgap.probe.progress import Report
 __all__ = ["tuned"]
 
 STEPS = 96
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 6e-4
 WARM_UP = 5
 # Weights of maps are a tenth of a readout's in size, and their biases move freely: logarithms of features.
 PACE = {"query_weight": 0.5, "key_weight": 0.5, "query_bias": 5.0, "key_bias": 5.0}
