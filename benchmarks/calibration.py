@@ -61,10 +61,9 @@ def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
     texts = sequences(ids, JUDGED)
     controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
     first = calibration.tensors["profile.first"].numpy()
-    short = judge(model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], first=first)
-    far = judge(model, texts[8192], [calibration.mechanism(), "uniform"])
-    far_bins = {name: closed for name, closed in far.by_position.items() if name not in short.by_position}
-    return HeldOut(**{**vars(short), "by_position": {**short.by_position, **far_bins}})
+    return judge(
+        model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], far=texts[8192], first=first
+    )
 
 
 def loss(model: Any, texts: Sequence[Sequence[int]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,17 @@ from transformers import LlamaForCausalLM
 import softgap
 from model_examples import byte_tokenizer, tiny_llama
 from probe_cases import tiny_with
-from softgap.calibration import Calibration, Closed, Recipe, calibrate, fit_maps, gap_closed, whole_model
+from softgap.calibration import (
+    Calibration,
+    Closed,
+    HeldOut,
+    Recipe,
+    calibrate,
+    fit_maps,
+    gap_closed,
+    judge,
+    whole_model,
+)
 from softgap.calibration.maps import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
@@ -95,6 +106,32 @@ def test_the_conditions_are_what_they_say(tmp_path: Path) -> None:
     assert found.elsewhere["held-out text"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
     # A rotary model does not see where its text begins, and a map of rotated vectors does.
     assert found.elsewhere["at random offsets"].value != pytest.approx(found.elsewhere["held-out text"].value, abs=1e-6)
+
+
+def test_one_long_text_tells_of_the_positions_that_no_other_reaches(tmp_path: Path) -> None:
+    fitted = made(tmp_path / "tiny.safetensors").mechanism()
+    ids = TOKENIZER(written())["input_ids"]
+    near, far = [ids[:100], ids[100:200]], ids[200:800]
+    alone = judge(model(), near, [fitted, "uniform"])
+    found = judge(model(), near, [fitted, "uniform"], far=[far])
+    assert list(alone.by_position) == ["0-16", "16-64", "64-512"]
+    assert list(found.by_position) == ["0-16", "16-64", "64-512", "512-1024"]
+    assert found.gap_closed == alone.gap_closed
+    run = read_ids(model(), [far], tokenizer=TOKENIZER, mechanisms=[fitted, "uniform"])[0]
+    mine, uniform = (run.select(name).divergence[..., 512:].sum(dtype=float) for name in ("fitted", "uniform"))
+    assert found.by_position["512-1024"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
+    stored = HeldOut.from_json(json.loads(json.dumps(found.to_json(), sort_keys=True)))
+    assert list(stored.by_position) == list(found.by_position)
+
+
+def test_a_corpus_has_a_long_text_to_judge_by_where_it_can() -> None:
+    reader = tiny_llama(0, max_position_embeddings=4096)
+    long, short = (corpus_of(reader, TOKENIZER, [written(n)], positions=2048) for n in (400, 70))
+    whole = TOKENIZER(written(400))["input_ids"]
+    assert [len(ids) for ids in long.far] == [2048]
+    assert list(long.far[0]) == whole[len(whole) - len(whole) // 4 :][:2048]
+    assert short.far == ()
+    assert long.digest != corpus_of(reader, TOKENIZER, [written(400)], positions=1024).digest
 
 
 def test_maps_see_vectors_before_rotary_embedding_where_the_model_has_one(tmp_path: Path) -> None:

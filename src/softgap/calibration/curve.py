@@ -21,8 +21,8 @@ __all__ = ["FEATURES", "LAYERS", "HeldLayer", "divergences", "feature_curve", "h
 
 FEATURES = (16, 32, 64, 128, 256)
 LAYERS = 3
-STEPS = 100
-TEXTS, TOKENS = 4, 1024
+STEPS = 75
+TEXTS, TOKENS = 3, 1024
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ class HeldOut:
     explained
         1 - |l - o|^2 / |o|^2 of the fitted map: the median over heads of the mean over queries.
     texts, tokens
-        How much text that was.
+        How much text that was, without what is read for far positions alone.
     """
 
     gap_closed: Mapping[str, Closed]
@@ -81,6 +81,7 @@ class HeldOut:
     def from_json(cls, data: Mapping[str, Any]) -> HeldOut:
         """From plain data."""
         closed = {name: {key: Closed(**value) for key, value in data[name].items()} for name in _CLOSED}
+        closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda one: int(one[0].split("-")[0])))
         return cls(
             **closed,
             by_head=tuple(tuple(None if x is None else float(x) for x in row) for row in data["by_head"]),
@@ -128,7 +129,7 @@ def compared(
     inputs: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=model.device), "use_cache": False}
     if takes_positions(model):
         inputs["position_ids"] = offset + torch.arange(len(ids), device=model.device)[None]
-    with record(model, mechanisms, logits=False) as recording, torch.inference_mode():
+    with record(model, mechanisms, block=1, logits=False) as recording, torch.inference_mode():
         forward_then_logits(model, inputs, len(ids))
     return recording.trajectories()[0]
 
@@ -138,12 +139,14 @@ def judge(
     sequences: Sequence[Sequence[int]],
     mechanisms: Sequence[str | Mechanism],
     *,
+    far: Sequence[Sequence[int]] = (),
     first: Float[np.ndarray, "layer head"] | None = None,
     seed: int = 0,
     report: Callable[[int], None] = lambda done: None,
 ) -> HeldOut:
     """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms.
 
+    ``far`` are long sequences, which tell of the positions that no other reaches and are compared with these two alone;
     ``first`` is the mean weight of each head on the first token, where it is known.
     """
     divergence: dict[str, list[np.ndarray]] = {}
@@ -154,14 +157,20 @@ def judge(
             divergence.setdefault(name, []).append(run.select(name).divergence)
         energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))
         report(number + 1)
+    both = [one for one in mechanisms if (one if isinstance(one, str) else one.name) in ("fitted", "uniform")]
+    beyond = [compared(model, ids, both) for ids in far]
     rng = np.random.default_rng(seed)
     fitted, uniform = divergence["fitted"], divergence["uniform"]
+    fitted_far, uniform_far = ([run.select(name).divergence for run in beyond] for name in ("fitted", "uniform"))
     closed = {name: gap_closed(found, uniform, rng=rng) for name, found in divergence.items() if name != "uniform"}
     against = {
         name: gap_closed(fitted, found, rng=rng) for name, found in divergence.items() if name not in ("fitted", "elu1")
     }
     ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
-    positions = {name: gap_closed(fitted, uniform, bounds, rng=rng) for name, bounds in ranges.items()}
+    positions = {
+        name: gap_closed(fitted, uniform, bounds, rng=rng) or gap_closed(fitted_far, uniform_far, bounds, rng=rng)
+        for name, bounds in ranges.items()
+    }
     groups = {} if first is None else {SINKS: first > SINK, OTHERS: first <= SINK}
     sinks = {
         name: gap_closed([x[heads] for x in fitted], [x[heads] for x in uniform], rng=rng)

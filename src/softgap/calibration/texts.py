@@ -19,15 +19,17 @@ FEWEST_TOKENS = 2048
 LONGEST = 8192
 # The fit reads about twice the longest context: one sequence of that length, and as many tokens in shorter ones.
 SHORTER = 4
-JUDGED = 8
+# Texts to judge by, and their length; one more is as long as the longest that is fitted on.
+JUDGED, NEAR = 6, 1024
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token sequences to fit on, and others to judge the fit by."""
+    """Token sequences to fit on, and others to judge the fit by, where there is text also one for far positions."""
 
     fitted: tuple[tuple[int, ...], ...]
     held_out: tuple[tuple[int, ...], ...]
+    far: tuple[tuple[int, ...], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -38,7 +40,7 @@ class Corpus:
     def digest(self) -> str:
         """Hash of all tokens, in their order."""
         whole = hashlib.sha256()
-        for part in (self.fitted, self.held_out):
+        for part in (self.fitted, self.held_out, self.far):
             for sequence in part:
                 whole.update(np.asarray([len(sequence), *sequence], dtype=np.int64).tobytes())
         return whole.hexdigest()[:32]
@@ -80,7 +82,9 @@ def corpus_of(
             f"calibrating up to position {positions} needs {tokens_needed(positions)} tokens of text, got {len(ids)}; "
             "give more text or ask for fewer positions"
         )
-    return Corpus(_fitted(ids[:split], positions), _held_out(ids[split:], positions))
+    held_out = ids[split:]
+    far = (tuple(held_out[:positions]),) if min(positions, len(held_out)) > NEAR else ()
+    return Corpus(_fitted(ids[:split], positions), _held_out(held_out, positions), far)
 
 
 def context_of(model: Model) -> int:
@@ -110,8 +114,8 @@ def _fitted(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _held_out(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
-    """Up to eight sequences, evenly spread."""
-    length = min(positions, 1024, len(ids))
+    """Some sequences, evenly spread."""
+    length = min(positions, NEAR, len(ids))
     n = min(JUDGED, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, n).astype(int)
     return tuple(tuple(ids[start : start + length]) for start in starts)

@@ -286,6 +286,7 @@ def _judged(
         model,
         corpus.held_out,
         [fitted, *JUDGED_BY, *controls],
+        far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / len(corpus.held_out)),
