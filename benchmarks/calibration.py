@@ -9,6 +9,7 @@ kept in `--fits` and found there again; only what is timed is always fitted anew
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import tempfile
 import time
@@ -53,7 +54,8 @@ def fitted(file: str | None, features: int, steps: int, path: Path) -> tuple[Cal
 def kept(options: argparse.Namespace, file: str | None, features: int) -> Path:
     """Where a fit is kept."""
     options.fits.mkdir(parents=True, exist_ok=True)
-    return Path(options.fits) / f"{'file' if file else 'own'}-{features}-{options.steps}.safetensors"
+    text = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] if file else "own"
+    return Path(options.fits) / f"{text}-{features}-{options.steps}.safetensors"
 
 
 def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
@@ -228,7 +230,8 @@ def write_cost(options: argparse.Namespace) -> None:
 def command(options: argparse.Namespace, only: str) -> str:
     """The command that writes a section."""
     features = " ".join(map(str, options.features))
-    return f"`python benchmarks/calibration.py --text FILE --features {features} --only {only}`"
+    extra = " --no-own-text" * (options.no_own_text and only == "reach")
+    return f"`python benchmarks/calibration.py --text FILE --features {features} --only {only}{extra}`"
 
 
 def main() -> None:

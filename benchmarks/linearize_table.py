@@ -2,9 +2,9 @@
 
 Run: python benchmarks/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
 
-The first half of the file is what the calibration was fitted on; scores and repairs use it too. Every cost is measured
-on the second half. `--tokens` is the number of tokens on each side: 16384 for the final table. The work is
-kept in `--parts`, so an interrupted run goes on. An estimate of the time is printed first.
+The first half of the file is what the calibration was fitted on; scores and repairs use `--fit-tokens` of it. Every
+cost is measured on `--tokens` of the second half: 16384 for the final table. The work is kept in `--parts`, so an
+interrupted run goes on. An estimate of the time is printed first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves
-from softgap.linearize import SCORES, frontier, head_scores, lookups, passages_of, rank_agreement, substitute
+from softgap.linearize import frontier, head_scores, lookups, passages_of, rank_agreement, substitute
 from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.frontier_result import Frontier
 from softgap.linearize.heads import Head
@@ -38,9 +38,9 @@ from softgap.report.pictures import save_figure
 
 FITTED = "fitted"
 TOP = 16
-# A sweep over all heads, in passes over its text: 270 heads, with the reuse that benchmarks/impact.py measures.
-SWEEP = 270 * 0.53
-NAMES = tuple(SCORES)
+# What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
+REUSE = 0.53
+SWEEP = 270 * REUSE
 IMAGES = FINDINGS.parent / "images"
 
 
@@ -64,7 +64,7 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
         model(ids, use_cache=False)
     each = (time.perf_counter() - begun) / 512
     points = len(options.shares)
-    each_sweep, each_scores = 0.55 * options.heads * options.tokens, 40 * min(options.tokens, options.fit_tokens)
+    each_sweep, each_scores = REUSE * options.heads * options.tokens, 40 * options.fit_tokens
     judged = len(options.mechanisms) * (each_sweep + each_scores) * ("scores" in options.only)
     curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
     curve *= len(options.windows)
@@ -162,15 +162,14 @@ def write_scores(
     drawn = np.random.default_rng(0).choice(len(everything), size=min(options.heads, len(everything)), replace=False)
     heads = [everything[i] for i in sorted(drawn)]
     for one in chosen:
-        text = fit.part(slice(0, options.fit_tokens // 512))
-        scores = scored(model, text, one, options.parts)
-        table = score_table(scores, measured(model, held, one, heads, options), text.tokens / held.tokens)
+        scores = scored(model, fit, one, options.parts)
+        table = score_table(scores, measured(model, held, one, heads, options), fit.tokens / held.tokens)
         write_section(
             f"linearize_table-scores-{one.mechanism.name}",
             f"Which score predicts what a head's swap costs: {one.mechanism.name}",
             f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens} --heads {len(heads)}` on the "
             f"embedded model; {machine()}. Spearman's correlation over {len(heads)} of 270 heads, drawn at random, "
-            f"between a score from {text.tokens:,} tokens and the rise in loss (and the KL divergence) measured on "
+            f"between a score from {fit.tokens:,} tokens and the rise in loss (and the KL divergence) measured on "
             f"{held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
             f"disattenuated is divided by what the measurement allows. A sweep takes the time of {SWEEP:.0f} passes "
             "over the text that is measured on; a backward pass counts as two.\n\n" + table,
@@ -230,7 +229,10 @@ def main() -> None:
     one = substitute(f"{FITTED}@{options.calibration}", model)
     estimate(model, options)
     if "scores" in options.only:
-        fit, held = (passages_of(model, options.tokenizer, [part], tokens=options.tokens) for part in text)
+        sizes = (options.fit_tokens, options.tokens)
+        fit, held = (
+            passages_of(model, options.tokenizer, [part], tokens=n) for part, n in zip(text, sizes, strict=True)
+        )
         chosen = [one if name == FITTED else substitute(name, model) for name in options.mechanisms]
         write_scores(model, fit, held.part(slice(0, options.passages)), options, chosen)
     if "frontier" in options.only:

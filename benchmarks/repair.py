@@ -2,9 +2,9 @@
 
 Run: python benchmarks/repair.py --text FILE --calibration CAL [--shares 0.5 0.75] [--steps 96] [--dry]
 
-The first half of the file is what the calibration was fitted on; scores, repairs and tuning use passages of `--length`
-tokens of it, every number is measured on the second half, at all `--lengths`. Finished readings are kept in `--parts`.
-`--dry` prints the table and writes nothing.
+The first half of the file is what the calibration was fitted on; scores and repairs use passages of 512 tokens of it,
+tuning passages of each of `--tune-lengths`. Every number is measured on the second half, at all `--lengths`. Finished
+readings are kept in `--parts`. `--dry` prints the table and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from softgap.probe import load_model
 
 SCORE = "gradient+fisher"
 LOOKUPS = 16
+SHARES = [0.5, 0.75]
 
 
 def say(stage: str, share: float) -> None:
@@ -49,10 +50,11 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.model, tokenizer = load_model()
         first, second = halves(Path(options.text).read_text())
-        self.fit, self.long = (
-            passages_of(self.model, tokenizer, [first], length=options.length, tokens=n)
-            for n in (options.fit_tokens, options.tune_tokens)
-        )
+        self.fit = passages_of(self.model, tokenizer, [first], tokens=options.fit_tokens)
+        self.long = {
+            length: passages_of(self.model, tokenizer, [first], length=length, tokens=options.tune_tokens)
+            for length in options.tune_lengths
+        }
         self.held = {
             length: passages_of(self.model, tokenizer, [second], length=length, tokens=options.tokens)
             for length in options.lengths
@@ -61,7 +63,7 @@ class Bench:
         self.trained = lookups(self.model, tokenizer, options.lookups, seed=1) if options.lookups else None
         self.tag = [] if self.trained is None else [f"{options.lookups} lookups"]
         self.one = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
-        digest = digest_of_passages(self.fit, self.long, *self.held.values(), self.asked)
+        digest = digest_of_passages(self.fit, *self.held.values(), self.asked)
         about = {"text": digest, "cal": self.one.mechanism.origin}
         self.kept = Kept(options.parts, about if options.window is None else {**about, "window": options.window})
         self.original = self.readings("original", [], lambda: None)
@@ -95,8 +97,13 @@ class Bench:
         kept = self.kept.made([name, heads] if heads else name, read)
         return {int(length): Reading.from_json(found) for length, found in kept.items()}
 
-    def ways(self, heads: list[Head], options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Substitute]]]:
-        """Every repair by its name; each begins with the ridge, which is computed once and only if it is needed."""
+    def ways(
+        self, heads: list[Head], options: argparse.Namespace
+    ) -> Iterator[tuple[str, list[str], Callable[[], Substitute]]]:
+        """Every repair: its name, what else it depends on, and how to make it.
+
+        Each begins with the ridge, which is computed once and only if it is needed.
+        """
         found: list[Substitute] = []
 
         def ridge() -> Substitute:
@@ -104,19 +111,21 @@ class Bench:
                 found.append(repaired(self.model, self.fit, heads, self.one, progress=say))
             return found[0]
 
-        yield "mean output instead", lambda: substitute(mean_outputs(self.model, self.fit), self.model)
-        yield "none", lambda: self.one
-        yield "ridge", ridge
-        for what, steps, rate in product(options.what, options.steps, options.rates):
+        yield "mean output instead", [], lambda: substitute(mean_outputs(self.model, self.fit), self.model)
+        yield "none", [], lambda: self.one
+        yield "ridge", [], ridge
+        settings = product(options.what, self.long, options.steps, options.rates)
+        for what, length, steps, rate in settings:
 
-            def tune(what: str = what, steps: int = steps, rate: float = rate) -> Substitute:
+            def tune(what: str = what, length: int = length, steps: int = steps, rate: float = rate) -> Substitute:
                 maps = what == "maps"
                 return tuned(
-                    self.model, self.long, heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
+                    self.model, self.long[length], heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
                     maps=maps, progress=say,
                 )  # fmt: skip
 
-            yield f"ridge, then {what} tuned by {steps} steps of {rate:g}", tune
+            name = f"ridge, then {what} tuned by {steps} steps of {rate:g} on {length:,} tokens each"
+            yield name, [digest_of_passages(self.long[length])], tune
 
 
 def main() -> None:
@@ -124,11 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.75])
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--fit-tokens", type=int, default=4096, help="tokens that scores and the ridge come from")
     parser.add_argument("--tune-tokens", type=int, default=65536)
     parser.add_argument("--tokens", type=int, default=8192, help="held-out tokens")
-    parser.add_argument("--length", type=int, default=512, help="of the passages to score, repair and tune on")
+    parser.add_argument("--tune-lengths", type=int, nargs="+", default=[512], help="of the passages to tune on")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of the passages to measure on")
     parser.add_argument("--lookups", type=int, default=0, help="also score and tune on so many lookups")
     parser.add_argument("--window", type=int, default=None)
@@ -143,8 +152,8 @@ def main() -> None:
     rows = []
     for share in options.shares:
         heads = taken(order, round(share * len(order)))
-        for name, make in bench.ways(heads, options):
-            found = bench.readings([share, name, *bench.tag], heads, make)
+        for name, seen, make in bench.ways(heads, options):
+            found = bench.readings([share, name, *seen, *bench.tag], heads, make)
             changes = [found[length].change_from(bench.original[length]) for length in found]
             rises = " | ".join(str(change["loss"]) for change in changes)
             rows.append(f"| {share:.0%} | {name} | {rises} | {changes[0]['recall']} |")
@@ -160,6 +169,8 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
     beside = f", with {bench.tag[0]} beside the text" if bench.tag else ""
     name = "repair" + "-lookups" * bool(bench.tag) + f"-window-{options.window}" * bool(kept)
     asked = f" --window {options.window}" * bool(kept) + f" --lookups {options.lookups}" * bool(beside)
+    asked += f" --tune-lengths {' '.join(map(str, options.tune_lengths))} --steps {' '.join(map(str, options.steps))}"
+    asked += f" --shares {' '.join(f'{share:g}' for share in options.shares)}" * (options.shares != SHARES)
     recall = np.mean(next(iter(bench.original.values())).recall)
     held = next(iter(bench.held.values())).tokens
     write_section(
@@ -167,7 +178,7 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
         f"What brings back the loss of swapped heads{kept}{beside}",
         f"`python benchmarks/repair.py --text FILE --calibration CAL{asked}`, {machine()}. The embedded model, heads "
         f"in the order of {SCORE}; scores and the ridge from {bench.fit.tokens:,} tokens, tuning from "
-        f"{bench.long.tokens:,}, one passage of {options.length} a step; every number from {held:,} held-out "
+        f"{next(iter(bench.long.values())).tokens:,}, one passage a step; every number from {held:,} held-out "
         f"tokens and {LOOKUPS} lookups, with 95 % over texts. Rise in loss in nats per token; the model as it is gets "
         f"{recall:.2f} of the lookups right."
         "\n\n| share of heads | repair | "

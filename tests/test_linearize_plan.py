@@ -18,6 +18,7 @@ from probe_cases import tiny_with, written
 from softgap.attention import Mechanism, resolve
 from softgap.errors import SoftgapError
 from softgap.linearize import Plan, Readout, Substitute, apply, load_plan, swap
+from softgap.linearize.memory import memory_of
 from softgap.linearize.resampling import Interval
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
@@ -89,6 +90,22 @@ def test_freed_groups_take_no_memory_that_grows() -> None:
     # One of four KV heads is kept: 8 keys and 8 values of 4 bytes per token.
     assert sizes[1] - sizes[0] == 50 * 64
     assert sizes[2] - sizes[1] == 100 * 64
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_a_plan_foretells_the_bytes_of_its_cache(window: int | None, key_heads: int) -> None:
+    model = tiny_llama(max_position_embeddings=256)
+    chosen = Substitute(with_random_parameters("fitted", 2, 4, key_heads, 8, 8), window=window)
+    plan = plan_for(model, chosen)
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        for part in IDS.repeat(1, 10)[:1].split(120, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+    told = memory_of(model, plan.groups, chosen)
+    assert told["saved_per_token"] == 3 * 64
+    # What is left: which positions are no padding, a byte each.
+    assert 0 <= cache_bytes(cache) - told["states"] - 190 * told["per_token"] <= 3 * 100
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "gpt_neox"])

@@ -80,12 +80,18 @@ def chunk_length(rate: Float[Tensor, "n r"] | None, positions: int, window: int 
     return longest if window is not None else max(1, min(longest, positions))
 
 
-def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool) -> Carry:
+def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool, window: int | None = None) -> Carry:
     """The carry before the first key."""
-    scale = like.new_full((n, r), LOG_ZERO) if log else None
-    age = like.new_zeros(n, r) if log else None
+    stated = r if window is None else 0
+    scale = like.new_full((n, stated), LOG_ZERO) if log else None
+    age = like.new_zeros(n, stated) if log else None
     return Carry(
-        like.new_zeros(n, r, e), like.new_zeros(n, r), scale, age, like.new_zeros(n, 0, r), like.new_zeros(n, 0, e)
+        like.new_zeros(n, stated, e),
+        like.new_zeros(n, stated),
+        scale,
+        age,
+        like.new_zeros(n, 0, r),
+        like.new_zeros(n, 0, e),
     )
 
 
@@ -108,6 +114,8 @@ def block_sums(
         return _prefix_sums(query, key, value, carry)
     if t == 1 and window is None:
         return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
+    if t == 1 and window is not None:
+        return _one_step_within(query, key, value, carry, rate, log, window)
     c = chunk_length(rate, t, window)
     chunks = -(-t // c)
     full, edges = _window_chunks(window, c)
@@ -130,11 +138,12 @@ def block_sums(
         lagged = slice(before - shift, before - shift + chunks)
         parts.append(_edge_chunk(queries, to_border[:, lagged], values[:, lagged], rate, log, geometry, shift))
     if window is None or full:
-        whole, carry = _whole_chunks(queries, to_border, values, carry, rate, log, geometry)
+        whole, after = _whole_chunks(queries, to_border, values, carry, rate, log, geometry)
         parts.append(whole)
+        carry = after if window is None else carry
     if window is not None:
         tail = slice(key.shape[1] - (window - 1), None)
-        carry = replace(carry, tail_key=key[:, tail], tail_value=value[:, tail])
+        carry = replace(carry, tail_key=key[:, tail].clone(), tail_value=value[:, tail].clone())
     total = _total(parts)
 
     def by_position(x: Tensor) -> Tensor:
@@ -151,7 +160,7 @@ def _prefix_sums(
     """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
     sums = (value * key).cumsum(dim=1) + carry.sums
     totals = key.cumsum(dim=1) + carry.totals[:, None]
-    after = replace(carry, sums=sums[:, -1:], totals=totals[:, -1])
+    after = _last(carry, sums[:, :, None], totals)
     return query * sums[:, None], query * totals[:, None], None, after
 
 
@@ -188,6 +197,26 @@ def _one_step(
         query = (query - scale).exp_()
         scale = scale[:, :, None]
     return (query @ states)[:, :, None], (query @ totals[:, :, None])[:, :, None], scale, after
+
+
+def _one_step_within(
+    query: Float[Tensor, "n g 1 r"],
+    key: Float[Tensor, "n 1 r"],
+    value: Float[Tensor, "n 1 e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    window: int,
+) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
+    """The same for a single position under a window: one row of weights."""
+    key, value = torch.cat([carry.tail_key, key], dim=1), torch.cat([carry.tail_value, value], dim=1)
+    oldest = max(0, key.shape[1] - (window - 1))
+    carry = replace(carry, tail_key=key[:, oldest:], tail_value=value[:, oldest:])
+    distance = torch.arange(key.shape[1] - 1, -1, -1, device=key.device, dtype=key.dtype)[:, None]
+    keys = _decayed(key, rate, distance, -1)
+    seen = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
+    sums, totals, scale = _masked_product(query[:, None], keys[:, None], value[:, None], seen, log)
+    return sums.transpose(1, 2), totals.transpose(1, 2), None if scale is None else scale.transpose(1, 2), carry
 
 
 class _Geometry(NamedTuple):
@@ -333,12 +362,18 @@ def _whole_chunks(
         combined = (allowed.to(dtype) @ states.flatten(2)).unflatten(2, states.shape[2:])
         totals = allowed.to(dtype) @ totals
         part = _asked(queries, combined, totals, None)
-        return part, replace(carry, sums=combined[:, -1], totals=totals[:, -1])
+        return part, _last(carry, combined, totals)
     combined, totals, scale, after = _combined(states, totals, scales, age, allowed, rate)
     shifted = _decayed(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
     top = shifted.amax(-1, keepdim=True)
     part = _asked((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
-    return part, replace(carry, sums=combined[:, -1], totals=totals[:, -1], scale=after[0], age=after[1])
+    return part, replace(_last(carry, combined, totals), scale=after[0], age=after[1])
+
+
+def _last(carry: Carry, states: Float[Tensor, "n rows r e"], totals: Float[Tensor, "n rows r"]) -> Carry:
+    """The carry behind a block: a copy, since a slice would keep the states of the whole block alive."""
+    sums, total = (x[:, -1].clone(memory_format=torch.contiguous_format) for x in (states, totals))
+    return replace(carry, sums=sums, totals=total)
 
 
 def _asked(

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from softgap.attention.attend import attend, choose_form
 from softgap.attention.mechanism import Mechanism
@@ -83,8 +84,7 @@ class HybridState:
         self.near = near
         self.dtype = dtype
         self._scale = scale
-        self._all = LinearState(chosen, scale=scale, dtype=dtype, origin=origin)
-        self._near = LinearState(chosen, window=near, scale=scale, dtype=dtype, origin=origin)
+        self._state = LinearState(chosen, near=near, scale=scale, dtype=dtype, origin=origin)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._valid: Bool[Tensor, "batch tail"] | None = None
@@ -93,12 +93,12 @@ class HybridState:
     def nbytes(self) -> int:
         """Bytes of memory that the state holds."""
         tail = (self._keys, self._values, self._valid)
-        return self._all.nbytes + self._near.nbytes + sum(x.nbytes for x in tail if x is not None)
+        return self._state.nbytes + sum(x.nbytes for x in tail if x is not None)
 
     @property
     def length(self) -> int:
         """Keys appended so far."""
-        return self._all.length
+        return self._state.length
 
     def attend(
         self,
@@ -108,8 +108,7 @@ class HybridState:
         key_valid: Bool[Tensor, "batch key"] | None = None,
     ) -> Attention:
         """Append keys, then answer the queries, which stand at the last of these keys."""
-        whole, seen = self._all.sums(q, k, v, key_valid)
-        near, _ = self._near.sums(q, k, v, key_valid)
+        whole, near, seen = self._state.sums(q, k, v, key_valid)
         softmax = self._softmax(q, k, v, key_valid)
         tiny = torch.finfo(whole.totals.dtype).tiny
         lost = whole.totals.abs() <= tiny
@@ -123,7 +122,7 @@ class HybridState:
     def _softmax(
         self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
     ) -> Float[Tensor, "batch head query value_dim"]:
-        k, v = k.to(self.dtype), v.to(self.dtype)
+        q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
         valid = (
             torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_valid is None else key_valid
         )
@@ -133,7 +132,13 @@ class HybridState:
         kept = slice(max(0, k.shape[2] - self.near + 1), None)
         # Copies: a slice would keep the whole text alive.
         self._keys, self._values, self._valid = k[:, :, kept].clone(), v[:, :, kept].clone(), valid[:, kept].clone()
-        visible = Visible(window=self.near, key_valid=None if bool(valid.all()) else valid)
+        complete = bool(valid.all())
+        if complete and q.shape[2] == 1:
+            # A generation asks one query a step, of just the keys that are here.
+            return functional.scaled_dot_product_attention(
+                q, k, v, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        visible = Visible(window=self.near, key_valid=None if complete else valid)
         return attend("softmax", q, k, v, visible=visible, scale=self._scale, dtype=self.dtype, check=False).output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,8 @@ class LinearState:
         Any mechanism whose weights factor, by name or as a :class:`Mechanism`.
     window
         Number of positions a query sees, itself included; None for all.
+    near
+        Also take the sums over so many of the newest keys apart, for :meth:`sums`.
     scale
         The model's scaling; None is 1 / sqrt(d).
     dtype
@@ -60,12 +62,14 @@ class LinearState:
         mechanism: str | Mechanism,
         *,
         window: int | None = None,
+        near: int | None = None,
         scale: float | None = None,
         dtype: torch.dtype = torch.float32,
         origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
         self.mechanism = resolve(mechanism)
         self.window = window
+        self.near = near
         self.dtype = dtype
         self.length = 0
         self._scale = scale
@@ -85,7 +89,7 @@ class LinearState:
     def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
         """Several states of one length as one, along the batch; ``mechanism`` carries the parameters of all of them."""
         first = states[0]
-        whole = cls(mechanism, window=first.window, scale=first._scale, dtype=first.dtype)
+        whole = cls(mechanism, window=first.window, near=first.near, scale=first._scale, dtype=first.dtype)
         whole.length = first.length
         whole._carries = {name: _joined([state._carries[name] for state in states]) for name in first._carries}
         whole._seen = _cat([state._seen for state in states])
@@ -146,16 +150,14 @@ class LinearState:
         k: Float[Tensor, "batch kv_head key dim"],
         v: Float[Tensor, "batch kv_head key value_dim"],
         key_valid: Bool[Tensor, "batch key"] | None = None,
-    ) -> tuple[Sums, Bool[Tensor, "batch query"]]:
-        """Append keys; the weighted sums of the queries, which :meth:`attend` divides, and which see any key."""
+    ) -> tuple[Sums, Sums, Bool[Tensor, "batch query"]]:
+        """Append keys; the weighted sums of the queries, which :meth:`attend` divides, and which see any key.
+
+        Over all keys, and over the nearest ones alone.
+        """
         found = list(self._blocks(q, k, v, key_valid))
-        group = q.shape[1] // found[0][0]["weights"].values.shape[1]
-        parts = [torch.cat(x, dim=2) for x in zip(*(sums["weights"][:2] for sums, _ in found), strict=True)]
-        scales = [sums["weights"].scale for sums, _ in found]
-        scale = None if scales[0] is None else torch.cat([x for x in scales if x is not None], dim=2)
-        # A mechanism that ignores the query answers once per KV head.
-        whole = (x if x is None or group == 1 else x.repeat_interleave(group, dim=1) for x in (*parts, scale))
-        return Sums(*whole), torch.cat([seen for _, seen in found], dim=1)  # type: ignore[arg-type]
+        whole, near = (_side_by_side([sums[name] for sums, _ in found], q.shape[1]) for name in ("weights", "near"))
+        return whole, near, torch.cat([seen for _, seen in found], dim=1)
 
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
@@ -164,7 +166,7 @@ class LinearState:
         self._check(q, k)
         ahead = k.shape[2] - q.shape[2]
         r = self.mechanism.feature_dim(k.shape[-1]) or 1
-        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0)
+        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0, self.near or 0)
         bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
         for start, stop in itertools.pairwise(bounds):
             part = slice(start, stop)
@@ -203,9 +205,7 @@ class LinearState:
         carry = self._carries.get("weights")
         if carry is None:
             carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
-        # The pass writes into the carry, which must be this state's own: a chunk's carry is a view of its block.
-        carry = replace(carry, sums=carry.sums.contiguous(), totals=carry.totals.contiguous())
-        self._carries["weights"] = carry
+        self._carries["weights"] = carry  # the pass writes into it
         valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
         found = torch.empty(batch, output.shape[1], t, 3)
         by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
@@ -230,6 +230,8 @@ class LinearState:
         v = v.to(self.dtype)
         values = v if key_valid is None else v.masked_fill(~key_valid[:, None, :, None], 0)
         sums = {"weights": self._sums("weights", features, values)}
+        if self.near is not None:
+            sums["near"] = self._sums("near", features, values, self.near)
         if self.mechanism.normaliser == "centred":
             query, key = (x.new_ones(*x.shape[:-1], 1) for x in (features.query, features.key))
             if key_valid is not None:
@@ -269,7 +271,13 @@ class LinearState:
     def _next_of(self, rows: int) -> Int[Tensor, " batch"]:
         return torch.full((rows,), self.length) if self._next is None else self._next.expand(rows)
 
-    def _sums(self, name: str, features: Features, values: Float[Tensor, "batch kv_head key value_dim"]) -> Sums:
+    def _sums(
+        self,
+        name: str,
+        features: Features,
+        values: Float[Tensor, "batch kv_head key value_dim"],
+        near: int | None = None,
+    ) -> Sums:
         """The block's weighted sums of values and of ones, carrying the state of this name forward."""
         batch, heads, t, r = features.key.shape
         if heads > values.shape[1]:  # one key map per query head: every head has its own state
@@ -278,9 +286,9 @@ class LinearState:
         group = features.query.shape[1] // heads if asked else 0
         query = features.query if asked else features.key[:, :0]
         key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
-        carry = self._carries.get(name)
+        carry, window = self._carries.get(name), near or self.window
         if carry is None:
-            carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log)
+            carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log, window=window)
         sums, totals, scale, self._carries[name] = block_sums(
             query.reshape(batch * heads, group, t, r),
             key,
@@ -288,7 +296,7 @@ class LinearState:
             carry,
             rate=None if features.rate is None else features.rate.reshape(-1, r),
             log=features.log,
-            window=self.window,
+            window=window,
         )
         shape = (batch, heads * group, t)
         scale = None if scale is None else scale.reshape(*shape, 1)
@@ -320,7 +328,7 @@ class LinearState:
         self.length += t
         valid = torch.ones(batch, t, dtype=torch.bool, device=device) if key_valid is None else key_valid
         if self.window is None:
-            seen = valid.long().cumsum(dim=1) > 0
+            seen = valid if key_valid is None else valid.long().cumsum(dim=1) > 0
             if self._seen is not None:
                 seen = seen | self._seen[:, None]
             self._seen = seen[:, -1]
@@ -330,6 +338,20 @@ class LinearState:
         self._tail_valid = whole[:, whole.shape[1] - (self.window - 1) :]
         count = torch.nn.functional.pad(whole.long().cumsum(dim=1), (1, 0))
         return count[:, self.window :] > count[:, :t]
+
+
+def _side_by_side(blocks: Sequence[Sums], heads: int) -> Sums:
+    """The sums of consecutive blocks as those of one, per query head: a mechanism that ignores queries gives fewer."""
+    group = heads // blocks[0].values.shape[1]
+    if len(blocks) == group == 1:
+        return blocks[0]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), dim=2).repeat_interleave(group, dim=1)
+
+    scales = [block.scale for block in blocks if block.scale is not None]
+    values, totals = joined([block.values for block in blocks]), joined([block.totals for block in blocks])
+    return Sums(values, totals, joined(scales) if scales else None)
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:

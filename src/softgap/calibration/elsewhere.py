@@ -10,8 +10,9 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.calibration.domains import DOMAINS
-from softgap.calibration.held_out import Closed, compared, gap_closed, takes_positions
+from softgap.calibration.held_out import Closed, compared, gap_closed
 from softgap.calibration.texts import Corpus
+from softgap.probe.arguments import takes_positions
 from softgap.probe.models import Model, Tokenizer
 
 __all__ = ["elsewhere"]

@@ -7,7 +7,6 @@ of values is already within 0.02: there is no gap to close.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -18,12 +17,13 @@ import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
+from softgap.probe.arguments import takes_positions
 from softgap.probe.models import Model
 from softgap.probe.recording import record
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
 
-__all__ = ["Closed", "HeldOut", "compared", "gap_closed", "judge", "takes_positions"]
+__all__ = ["Closed", "HeldOut", "compared", "gap_closed", "judge"]
 
 FIRST = 64
 NO_GAP = 0.02
@@ -117,11 +117,6 @@ def gap_closed(
     return Closed(float(1 - top / bottom), float(low), float(high))
 
 
-def takes_positions(model: Model) -> bool:
-    """Whether a model can be told where its tokens are."""
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
 def compared(
     model: Model, ids: Sequence[int], mechanisms: Sequence[str | Mechanism], *, offset: int = 0
 ) -> Trajectories:
@@ -147,7 +142,8 @@ def judge(
     """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms.
 
     ``far`` are long sequences, which tell of the positions that no other reaches and are compared with these two alone;
-    ``first`` is the mean weight of each head on the first token, where it is known.
+    ``first`` is the mean weight of each head on the first token, where it is known; ``report`` hears how many sequences
+    are read, the far ones last.
     """
     divergence: dict[str, list[np.ndarray]] = {}
     energy: list[np.ndarray] = []
@@ -158,7 +154,10 @@ def judge(
         energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))
         report(number + 1)
     both = [one for one in mechanisms if (one if isinstance(one, str) else one.name) in ("fitted", "uniform")]
-    beyond = [compared(model, ids, both) for ids in far]
+    beyond = []
+    for number, ids in enumerate(far, start=len(sequences)):
+        beyond.append(compared(model, ids, both))
+        report(number + 1)
     rng = np.random.default_rng(seed)
     fitted, uniform = divergence["fitted"], divergence["uniform"]
     fitted_far, uniform_far = ([run.select(name).divergence for run in beyond] for name in ("fitted", "uniform"))

@@ -289,7 +289,7 @@ def _judged(
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,
-        report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / len(corpus.held_out)),
+        report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / (len(corpus.held_out) + len(corpus.far))),
     )
     other = elsewhere(
         model,

@@ -20,10 +20,14 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute)
     each = 2 * dim * model.dtype.itemsize
     total = sum(layer.kv_heads for layer in layers)
     features = used.mechanism.feature_dim(dim) or 0
-    near = 0 if used.window is None else (used.window - 1) * (2 * dim + features + dim) * 4
+    maps = used.mechanism.parameters.get("key_weight")
+    # Key maps of query heads have a state each.
+    copies = 1 if maps is None else max(1, maps.shape[1] // layers[0].kv_heads)
+    state = copies * features * (dim + 1 + 2 * used.mechanism.log) * 4
+    near = 0 if used.window is None else (used.window - 1) * (2 * dim + copies * (features + dim)) * 4
     return {
         "per_token_original": float(each * total),
         "per_token": float(each * (total - len(groups))),
         "saved_per_token": float(each * len(groups)),
-        "states": float(len(groups) * (features * (dim + 1) * 4 + near)),
+        "states": float(len(groups) * (state + near)),
     }

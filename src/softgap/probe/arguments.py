@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from softgap.errors import ModelError, UnsupportedError
+from softgap.probe.models import Model
 
 __all__ = [
     "by_name",
@@ -23,6 +24,7 @@ __all__ = [
     "new_valid",
     "prompt_length",
     "row_lengths",
+    "takes_positions",
 ]
 
 
@@ -31,6 +33,11 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not args:
         return kwargs
     return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+
+
+def takes_positions(model: Model) -> bool:
+    """Whether a model can be told where its tokens are."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def fed_tokens(given: dict[str, Any]) -> Int[Tensor, "batch time"]:

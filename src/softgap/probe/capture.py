@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.probe.arguments import takes_positions
 from softgap.probe.provenance import live_options, manifest_of, replay_options
 from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
 from softgap.probe.sampling import sampling_settings, seeded, stopping
@@ -232,7 +232,7 @@ def read_ids(
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not bool(mask.all()):
         inputs["attention_mask"] = mask
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if takes_positions(model):
         # What generate passes; some types would count otherwise by themselves.
         inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     whole = [[*p, *c] for p, c in zip(prompts, followed, strict=True)]

@@ -11,7 +11,6 @@ model; the instrument itself always computes in float32.
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.errors import SoftgapError
+from softgap.probe.arguments import takes_positions
 from softgap.probe.capture import read_ids
 from softgap.probe.recording import DEFAULT_MECHANISMS, record
 from softgap.probe.softmax import softmax_output
@@ -284,14 +284,10 @@ def _calls(subject: Subject) -> list[AttentionCall]:
     """Every attention call of one forward over the subject's tokens."""
     calls: list[AttentionCall] = []
     positions = torch.arange(len(subject.ids), device=subject.model.device)[None]
-    accepted = {"position_ids": positions} if _accepts_positions(subject.model) else {}
+    accepted = {"position_ids": positions} if takes_positions(subject.model) else {}
     with torch.inference_mode(), tapped(subject.model, calls.append):
         subject.model(subject.prompt, use_cache=False, **accepted)
     return calls
-
-
-def _accepts_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _reference(name: str, call: AttentionCall) -> np.ndarray:
