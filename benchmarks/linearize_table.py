@@ -29,7 +29,7 @@ from softgap.linearize.frontier_result import Frontier
 from softgap.linearize.heads import Head
 from softgap.linearize.impact import impact_on
 from softgap.linearize.impact_result import Impact
-from softgap.linearize.passages import Passages
+from softgap.linearize.passages import Passages, digest_of_passages
 from softgap.linearize.scores import Scores
 from softgap.linearize.substitute import Substitute
 from softgap.probe import load_model
@@ -38,6 +38,7 @@ from softgap.report.pictures import save_figure
 
 FITTED = "fitted"
 TOP = 16
+LOOKUPS = 16
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -72,12 +73,16 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
+def kept_as(read: Passages, one: Substitute) -> str:
+    """A name for what was measured on passages with a substitute."""
+    return f"{one.mechanism.name}-{one.digest[:8]}-{digest_of_passages(read)[:8]}"
+
+
 def measured(model: Any, held: Passages, one: Substitute, heads: Sequence[Head], options: argparse.Namespace) -> Impact:
     """Heads swapped one at a time over held-out text, kept on disk passage by passage."""
     found = []
     for number in range(len(held)):
-        name = f"impact-{one.mechanism.name}-{one.mechanism.origin[:8]}-{len(heads)}-{options.tokens}-{number}.npz"
-        path = options.parts / name
+        path = options.parts / f"impact-{kept_as(held, one)}-{len(heads)}-{number}.npz"
         if not path.exists():
             impact_on(model, held.part(slice(number, number + 1)), None, one, controls=[], heads=heads).save(path)
             print(f"{time.strftime('%H:%M:%S')} {one.mechanism.name}: passage {number + 1} of {len(held)}", flush=True)
@@ -90,7 +95,7 @@ def measured(model: Any, held: Passages, one: Substitute, heads: Sequence[Head],
 
 def scored(model: Any, fit: Passages, one: Substitute, parts: Path) -> Scores:
     """All scores of one substitute, kept on disk."""
-    path = parts / f"scores-{one.mechanism.name}-{one.mechanism.origin[:8]}-{fit.tokens}.npz"
+    path = parts / f"scores-{kept_as(fit, one)}.npz"
     if not path.exists():
         found = with_finite_steps(model, fit, one, head_scores(model, fit, one, progress=say), top=TOP, progress=say)
         passes = np.array([found.passes[name] for name in found.values])
@@ -154,6 +159,12 @@ def frontier_table(found: Frontier) -> str:
     return "\n".join([*lines, "", f"Of the model as it is: {original}."])
 
 
+def command(options: argparse.Namespace) -> str:
+    """The beginning of the command that writes a section."""
+    sizes = f"--tokens {options.tokens} --fit-tokens {options.fit_tokens}"
+    return f"python benchmarks/linearize_table.py --text FILE --calibration CAL {sizes}"
+
+
 def write_scores(
     model: Any, fit: Passages, held: Passages, options: argparse.Namespace, chosen: list[Substitute]
 ) -> None:
@@ -167,7 +178,7 @@ def write_scores(
         write_section(
             f"linearize_table-scores-{one.mechanism.name}",
             f"Which score predicts what a head's swap costs: {one.mechanism.name}",
-            f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens} --heads {len(heads)}` on the "
+            f"`{command(options)} --only scores --mechanisms {one.mechanism.name} --heads {len(heads)}` on the "
             f"embedded model; {machine()}. Spearman's correlation over {len(heads)} of 270 heads, drawn at random, "
             f"between a score from {fit.tokens:,} tokens and the rise in loss (and the KL divergence) measured on "
             f"{held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
@@ -186,7 +197,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
             for window in options.windows:
                 used = substitute(one, model, window=window or None)
                 found = frontier(
-                    model, fit, held, lookups(model, options.tokenizer, 16), used, by=by, shares=options.shares,
+                    model, fit, held, lookups(model, options.tokenizer, LOOKUPS), used, by=by, shares=options.shares,
                     orders=options.orders, folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
@@ -195,10 +206,10 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
                 write_section(
                     f"linearize_table-{name}",
                     f"The frontier by {by}, {length:,} tokens{extra}",
-                    f"`python benchmarks/linearize_table.py --text FILE --tokens {options.tokens}`, {machine()}. The "
-                    f"embedded model with its calibration ({one.mechanism.name}); scores and repairs from "
-                    f"{fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {16} lookups: rise "
-                    f"in loss (nats per token) and change in recall, 95 % over texts.\n\n"
+                    f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window}`, "
+                    f"{machine()}. The embedded model with its calibration ({one.mechanism.name}); scores and repairs "
+                    f"from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {LOOKUPS} "
+                    f"lookups: rise in loss (nats per token) and change in recall, 95 % over texts.\n\n"
                     f"![The frontier](images/{name}.svg)\n\n" + frontier_table(found),
                     page=FINDINGS,
                 )

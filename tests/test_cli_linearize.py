@@ -99,3 +99,7 @@ def test_bad_input_is_one_sentence(
     )
     Path("there.json").write_text("{}", encoding="utf-8")
     assert "is there already" in failure([*start, "--text", "boats.txt", "--out", "there.json"], capsys)
+    Path("weights.safetensors").write_text("precious", encoding="utf-8")
+    for extra in ([], ["--overwrite"]):
+        said = failure([*start, "--text", "boats.txt", "--out", "weights.json", *extra], capsys)
+        assert "'weights.safetensors' is there already, where the plan's numbers go" in said

@@ -60,6 +60,12 @@ def test_every_form_is_the_formula(mechanism: Any, padded: bool) -> None:
         for form in ("auto", "quadratic"):
             found = attend_hybrid(mechanism, q, k, v, window=window, visible=visible, form=form, dtype=torch.float64)
             assert apart(found.output, truth) < DOUBLE
+            for last in (1, 3):
+                asked = q[:, :, -last:]
+                few = attend_hybrid(
+                    mechanism, asked, k, v, window=window, visible=visible, form=form, dtype=torch.float64
+                )
+                assert apart(few.output, truth[:, :, -last:]) < DOUBLE
         state = HybridState(mechanism, near=window, dtype=torch.float64)
         cuts = ((0, 40), (40, 41), (41, 69), (69, T))
         valid = [PADDED[:, a:b] if padded else None for a, b in cuts]

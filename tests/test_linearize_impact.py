@@ -140,6 +140,14 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
     (tmp_path / "no.npz").write_text("no")
     with pytest.raises(SoftgapError, match="cannot read an impact"):
         Impact.load(tmp_path / "no.npz")
+    alone = Impact(("elu1",), ((0, 0),), {}, {"loss": np.zeros((1, 1, 2))})
+    with pytest.raises(SoftgapError, match="no control to compare with"):
+        alone.linearizable()
+    whole = alone.save(tmp_path / "cut.npz").read_bytes()
+    for length in range(0, len(whole), 97):
+        (tmp_path / "cut.npz").write_bytes(whole[:length])
+        with pytest.raises(SoftgapError, match="cannot read an impact"):
+            Impact.load(tmp_path / "cut.npz")
     mechanism = with_random_parameters("fitted", 2, 4, 2, 8, 8)
     with pytest.raises(SoftgapError, match="must be for 3 layers"):
         impact(small, tokenizer, [TEXT], mechanism, length=48)

@@ -22,7 +22,7 @@ from softgap.linearize.memory import memory_of
 from softgap.linearize.resampling import Interval
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
-from softgap.probe.state_cache import cache_bytes
+from softgap.probe.state_cache import bounded_layers, cache_bytes
 
 # Layer 0: all of KV head 1, and one query head of KV head 0; layer 1: everything.
 HEADS = ((0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3))
@@ -44,6 +44,7 @@ def substitutes() -> list[Any]:
         pytest.param(Substitute(fitted, window=4, readout=readout), id="hybrid, repaired"),
         pytest.param(Substitute(resolve("uniform"), readout=readout), id="uniform, repaired"),
         pytest.param(Substitute(with_random_parameters("mean_ablation", 2, 4, 2, 8, 8)), id="mean"),
+        pytest.param(Substitute(resolve("zero"), readout=readout), id="zero, repaired"),
     ]
 
 
@@ -92,6 +93,39 @@ def test_freed_groups_take_no_memory_that_grows() -> None:
     assert sizes[2] - sizes[1] == 100 * 64
 
 
+@pytest.mark.parametrize("chosen", [x for x in substitutes() if x.id in ("fitted", "hybrid, repaired")])
+def test_autocast_leaves_the_state_alone(chosen: Substitute) -> None:
+    model = tiny_llama()
+    with torch.no_grad(), apply(model, plan_for(model, chosen)) as applied, torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = applied.cache()
+        for part in IDS.split(1, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+    state = cache.layers[1].state
+    state = getattr(state, "_state", state)
+    assert {x.sums.dtype for x in state._carries.values()} == {torch.float32}
+
+
+def test_a_cache_outlives_its_plan_only_to_say_so() -> None:
+    model = tiny_llama()
+    with torch.no_grad(), apply(model, plan_for(model, Substitute(resolve("elu1")))) as applied:
+        cache = applied.cache()
+        model(IDS, past_key_values=cache, use_cache=True)
+    with torch.no_grad(), pytest.raises(SoftgapError, match="belongs to a plan that is not applied any more"):
+        model(IDS[:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_layers_of_constant_size_keep_their_cache() -> None:
+    model = tiny_with("phi3")
+    heads = [(layer.number, head) for layer in attention_layers(model) for head in range(layer.heads)]
+    plan = Plan("tiny", model_fingerprint(model), tuple(heads), (), (), Substitute(resolve("elu1")))
+    assert bounded_layers(model) == {layer.number for layer in attention_layers(model)}
+    assert memory_of(model, [], plan.substitute)["per_token_original"] == 0
+    with torch.no_grad(), apply(model, plan) as applied:
+        stated = written(model, IDS, 8, past_key_values=applied.cache(), do_sample=False)
+        plain = written(model, IDS, 8, do_sample=False)
+    assert torch.equal(stated, plain)
+
+
 @pytest.mark.parametrize("window", [None, 4, 100])
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_a_plan_foretells_the_bytes_of_its_cache(window: int | None, key_heads: int) -> None:
@@ -117,6 +151,14 @@ def test_other_families_generate_under_a_plan(model_type: str) -> None:
         stated = written(model, IDS, 8, past_key_values=applied.cache(), do_sample=False)
         plain = written(model, IDS, 8, do_sample=False)
     assert torch.equal(stated, plain)
+
+
+def test_a_search_goes_on_only_with_the_same_numbers() -> None:
+    """What is kept of a search lies under a hash of these."""
+    digests = [x.values[0].digest for x in substitutes()]
+    assert digests[0] == ""
+    assert digests[1] == digests[2] != digests[3]  # a window is no number, a readout is
+    assert len({digests[3], *digests[4:6]}) == 3
 
 
 def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
@@ -224,7 +266,3 @@ def test_what_cannot_stream_says_so() -> None:
         pytest.raises(SoftgapError, match="cannot follow beam search"),
     ):
         written(model, IDS, 3, past_key_values=applied.cache(), num_beams=2)
-    windowed = tiny_with("phi3")
-    plan = plan_for(windowed, Substitute(resolve("elu1")), heads=[(0, 0), (0, 1)])
-    with apply(windowed, plan) as applied, pytest.raises(SoftgapError, match="size does not grow with the text"):
-        applied.cache()

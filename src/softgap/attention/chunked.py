@@ -18,7 +18,7 @@ Axes: n = batch x key head, g = query heads per key head, chunk, c = position in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,33 +26,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from softgap.attention.carry import Carry, carry_after
 from softgap.attention.features import LOG_ZERO
 from softgap.errors import ValueInputError
 
-__all__ = ["Carry", "block_sums", "chunk_length", "empty_carry"]
+__all__ = ["block_sums", "chunk_length"]
 
 CHUNK = 64
 # Log-features above this belong to a key that is there.
 PRESENT = LOG_ZERO / 2
 # exp(-RATE_SPREAD * 16 / 2) is the smallest factor a chunk of 16 must hold: e^-40, far inside float32.
 RATE_SPREAD = 5.0
-
-
-@dataclass(frozen=True, eq=False)
-class Carry:
-    """What one block of positions leaves for the next.
-
-    Without a window: ``sums``, the state of all keys so far, relative to ``exp(scale - rate * age)`` per feature. The
-    scale stays as the largest key set it and only its age grows: subtracting the rate at every step would add up 8192
-    roundings. With a window of w: the features and values of the last w - 1 keys.
-    """
-
-    sums: Float[Tensor, "n r e"]
-    totals: Float[Tensor, "n r"]
-    scale: Float[Tensor, "n r"] | None
-    age: Float[Tensor, "n r"] | None
-    tail_key: Float[Tensor, "n tail r"]
-    tail_value: Float[Tensor, "n tail e"]
 
 
 class Part(NamedTuple):
@@ -78,21 +62,6 @@ def chunk_length(rate: Float[Tensor, "n r"] | None, positions: int, window: int 
             longest //= 2
     # A short block under a window still sums window / C states: keep C long there.
     return longest if window is not None else max(1, min(longest, positions))
-
-
-def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool, window: int | None = None) -> Carry:
-    """The carry before the first key."""
-    stated = r if window is None else 0
-    scale = like.new_full((n, stated), LOG_ZERO) if log else None
-    age = like.new_zeros(n, stated) if log else None
-    return Carry(
-        like.new_zeros(n, stated, e),
-        like.new_zeros(n, stated),
-        scale,
-        age,
-        like.new_zeros(n, 0, r),
-        like.new_zeros(n, 0, e),
-    )
 
 
 def block_sums(
@@ -160,7 +129,7 @@ def _prefix_sums(
     """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
     sums = (value * key).cumsum(dim=1) + carry.sums
     totals = key.cumsum(dim=1) + carry.totals[:, None]
-    after = _last(carry, sums[:, :, None], totals)
+    after = carry_after(carry, sums[:, :, None], totals)
     return query * sums[:, None], query * totals[:, None], None, after
 
 
@@ -362,18 +331,12 @@ def _whole_chunks(
         combined = (allowed.to(dtype) @ states.flatten(2)).unflatten(2, states.shape[2:])
         totals = allowed.to(dtype) @ totals
         part = _asked(queries, combined, totals, None)
-        return part, _last(carry, combined, totals)
+        return part, carry_after(carry, combined, totals)
     combined, totals, scale, after = _combined(states, totals, scales, age, allowed, rate)
     shifted = _decayed(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
     top = shifted.amax(-1, keepdim=True)
     part = _asked((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
-    return part, replace(_last(carry, combined, totals), scale=after[0], age=after[1])
-
-
-def _last(carry: Carry, states: Float[Tensor, "n rows r e"], totals: Float[Tensor, "n rows r"]) -> Carry:
-    """The carry behind a block: a copy, since a slice would keep the states of the whole block alive."""
-    sums, total = (x[:, -1].clone(memory_format=torch.contiguous_format) for x in (states, totals))
-    return replace(carry, sums=sums, totals=total)
+    return part, replace(carry_after(carry, combined, totals), scale=after[0], age=after[1])
 
 
 def _asked(

@@ -56,7 +56,7 @@ def attend_hybrid(
         return _quadratic(chosen, q, k, v, window, shown, q.shape[-1] ** -0.5 if scale is None else scale)
     stop = (shown.offset or 0) + q.shape[2]
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
-    state = HybridState(chosen, near=window, scale=scale, dtype=dtype, origin=shown.origin)
+    state = HybridState(chosen, near=max(1, min(window, stop)), scale=scale, dtype=dtype, origin=shown.origin)
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 
 
@@ -132,13 +132,13 @@ class HybridState:
         kept = slice(max(0, k.shape[2] - self.near + 1), None)
         # Copies: a slice would keep the whole text alive.
         self._keys, self._values, self._valid = k[:, :, kept].clone(), v[:, :, kept].clone(), valid[:, kept].clone()
-        complete = bool(valid.all())
-        if complete and q.shape[2] == 1:
-            # A generation asks one query a step, of just the keys that are here.
+        near = slice(max(0, k.shape[2] - self.near), None)
+        if q.shape[2] == 1 and bool(valid[:, near].all()):
+            # A generation asks one query a step: no mask is needed.
             return functional.scaled_dot_product_attention(
-                q, k, v, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k[:, :, near], v[:, :, near], scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-        visible = Visible(window=self.near, key_valid=None if complete else valid)
+        visible = Visible(window=self.near, key_valid=None if bool(valid.all()) else valid)
         return attend("softmax", q, k, v, visible=visible, scale=self._scale, dtype=self.dtype, check=False).output
 
 

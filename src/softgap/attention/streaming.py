@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.carry import Carry, empty_carry
+from softgap.attention.chunked import block_sums
 from softgap.attention.divergence import compare_heads
 from softgap.attention.features import Features, featurise
 from softgap.attention.fused import compare_positions, served

@@ -28,11 +28,11 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
         f"{groups} KV groups are freed, {len(plan.layers)} layers whole."
     )
     console.print(_costs(plan))
-    saved = plan.memory["saved_per_token"] / plan.memory["per_token_original"]
+    saved = plan.memory["saved_per_token"] / max(1.0, plan.memory["per_token_original"])
     console.print(
         f"The KV cache takes {plan.memory['per_token']:,.0f} bytes per token instead of "
         f"{plan.memory['per_token_original']:,.0f} ({saved:.0%} less), and "
-        f"{plan.memory['states'] / 1e6:.1f} MB of states."
+        f"{plan.memory['states'] / 1e6:.1f} MB of states; the plan itself is {plan.memory['parameters'] / 1e6:.1f} MB."
     )
     console.print(
         Text("Heads (down) by layer (across): . softmax, o swapped, # swapped and its KV group freed", "bold")

@@ -13,7 +13,7 @@ from softgap.cli._new_file import check_new
 from softgap.cli._options import Attn, Device, Dtype, Json
 from softgap.cli._plan import show_plan
 from softgap.cli._texts import given_text, plain_text
-from softgap.errors import ValueInputError
+from softgap.errors import StoreError, ValueInputError
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
@@ -92,6 +92,9 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
     if out.suffix != ".json":
         raise ValueInputError(f"a plan must end in .json, got '{out.name}'; choose another name")
     check_new(out, overwrite)
+    parameters = out.with_suffix(".safetensors")
+    if parameters.exists() and not out.exists():
+        raise StoreError(f"'{parameters}' is there already, where the plan's numbers go; choose another --out")
     if picture is not None:
         from softgap.report.files import check_place
         from softgap.report.pictures import check_ending, require_matplotlib

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from softgap.attention import HybridState, LinearState, Visible
+from softgap.attention import HybridState, LinearState, Visible, attend
 from softgap.errors import UnsupportedError
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.part import Part, part_of
@@ -21,7 +22,7 @@ from softgap.linearize.substitute import Substitute
 from softgap.linearize.swapping import swap
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.models import Model
-from softgap.probe.state_cache import StateLayer, state_cache
+from softgap.probe.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.probe.tap import AttentionCall, stood_in
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
@@ -38,8 +39,11 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     """
     plan.check(model)
     applied = Applied(model, plan.heads, plan.substitute)
-    with swap(model, plan.heads, plan.substitute), stood_in(model, applied._stand):
-        yield applied
+    try:
+        with swap(model, plan.heads, plan.substitute), stood_in(model, applied._stand):
+            yield applied
+    finally:
+        applied._close()
 
 
 def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
@@ -74,9 +78,10 @@ class Applied:
         self._name = chosen.mechanism.name
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
+        bounded = bounded_layers(model)
         for layer, own in heads_by_layer(layers, heads):
             groups = freed_groups(layer, own)
-            if groups:
+            if groups and layer.number not in bounded:
                 self._splits[id(layer.module)] = _split(layer, own, groups, chosen, len(layers))
                 self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,6 +96,13 @@ class Applied:
         made = state_cache(self._model, {self._indices[key]: split.groups for key, split in self._splits.items()})
         self._caches.add(made)
         return made
+
+    def _close(self) -> None:
+        """Caches are of no use to a model without the plan: it would miss the freed heads and not say so."""
+        for cache in self._caches:
+            for layer in cache.layers:
+                if isinstance(layer, StateLayer):
+                    layer.closed = True
 
     def _stand(
         self,
@@ -113,10 +125,11 @@ class Applied:
         call = AttentionCall(module, query, key, value, mask, kwargs, query)
         freed = self._freed(split.freed, layer, call, new_key, new_value)
         batch, heads, n, _ = query.shape
-        output = query.new_empty(batch, n, heads, freed.shape[-1])
+        kept = _kept(split, original, call, args, kwargs) if len(split.kept) else None
+        output = (query if kept is None else kept).new_empty(batch, n, heads, freed.shape[-1])
         output[:, :, split.freed.heads] = freed.to(output.dtype)
-        if len(split.kept):
-            output[:, :, split.kept] = _kept(split, original, call, args, kwargs)
+        if kept is not None:
+            output[:, :, split.kept] = kept
         return output, None
 
     def _held(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
@@ -135,18 +148,32 @@ class Applied:
         if call.mask is not None:
             seen = seen_by_mask(call.mask, q.shape[2], layer.length)
             valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
-        if part.mechanism.kind == "constant":
-            return _constant(part, q, v)
+        with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
+            if part.mechanism.kind == "constant":
+                found = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
+            else:
+                found = self._state(part, layer, call, valid, k.shape[2], dtype).attend(q, k, v, valid).output
+            return part.read_out(found).transpose(1, 2)
+
+    def _state(
+        self,
+        part: Part,
+        layer: StateLayer,
+        call: AttentionCall,
+        valid: Bool[Tensor, "batch key"] | None,
+        n_keys: int,
+        dtype: torch.dtype,
+    ) -> LinearState | HybridState:
+        """The state of a layer's freed heads, made when it is first asked for."""
         if layer.state is None:
-            origin = _origin(call, valid, k.shape[2])
+            origin = _origin(call, valid, n_keys)
             layer.state = (
                 LinearState(part.mechanism, scale=call.scale, dtype=dtype, origin=origin)
                 if self._window is None
                 else HybridState(part.mechanism, near=self._window, scale=call.scale, dtype=dtype, origin=origin)
             )
-        with torch.inference_mode():
-            found = layer.state.attend(q, k, v, valid).output
-        return part.read_out(found).transpose(1, 2)
+        made: LinearState | HybridState = layer.state
+        return made
 
 
 def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
@@ -157,22 +184,23 @@ def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | 
     return with_origin(Visible(key_valid=valid), told, call.query.shape[0], call.query.shape[2], n_keys).origin
 
 
-def _constant(part: Part, q: Tensor, v: Tensor) -> Tensor:
-    site = part.mechanism.site(torch.arange(q.shape[2], device=q.device), torch.float32)
-    zero = v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-    return zero if part.mechanism.constant is None else zero + part.mechanism.constant(site)[:, None]
-
-
 def _kept(
     split: _Split, original: Callable[..., Any], call: AttentionCall, args: tuple[Any, ...], kwargs: Any
 ) -> Tensor:
     """The kept heads: the model's own attention on what the cache holds, some of them swapped."""
     query = call.query.index_select(1, split.kept.to(call.query.device))
-    output: Tensor = original(call.module, query, call.key, call.value, *args, **kwargs)[0]
+    try:
+        output: Tensor = original(call.module, query, call.key, call.value, *args, **kwargs)[0]
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"this model's attention cannot be computed for {query.shape[1]} of its {call.query.shape[1]} heads alone "
+            f"({str(error).splitlines()[0]}); free whole layers, or leave the plan's cache out"
+        ) from error
     if split.among_kept is None:
         return output
     inner = call._replace(query=query, output=output)
-    return output.index_copy(2, split.among_kept.heads, split.among_kept.output(inner, VisibleSets(2**62).of(inner)))
+    found = split.among_kept.output(inner, VisibleSets(2**62).of(inner))
+    return output.index_copy(2, split.among_kept.heads.to(output.device), found)
 
 
 def _split(

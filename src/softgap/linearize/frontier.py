@@ -26,7 +26,6 @@ from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.substitute import Substitute, substitute
 from softgap.linearize.together import Reading, read_swapped
 from softgap.linearize.tuning import tuned
-from softgap.probe.calibrations import digest_of
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
@@ -221,7 +220,7 @@ def _settings(
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
-        "parameters": digest_of(dict(one.mechanism.parameters)) if one.mechanism.parameters else "",
+        "parameters": one.digest,
         "fit": digest_of_passages(fit),
         "held_out": digest_of_passages(*([held_out] if asked is None else [held_out, asked])),
         "length": int(held_out.ids.shape[1]),

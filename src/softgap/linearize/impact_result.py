@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from softgap.errors import StoreError, unknown_name
+from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.linearize.heads import Head
 from softgap.linearize.resampling import Interval, interval_of, resampled
 
@@ -61,6 +62,8 @@ class Impact:
 
     def linearizable(self, control: str | None = None) -> Bool[np.ndarray, " head"]:
         """Heads where the mechanism costs less than the control (the last one), in 97.5 % of resampled texts."""
+        if len(self.mechanisms) == 1:
+            raise ValueInputError("this impact has no control to compare with; measure it with controls")
         other = self.mechanisms[-1] if control is None else control
         gained = self._of("loss", other) - self._of("loss", None)
         drawn = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
@@ -72,9 +75,11 @@ class Impact:
         target = Path(path)
         about = {"format": FORMAT, "mechanisms": self.mechanisms, "heads": self.heads, "settings": dict(self.settings)}
         arrays = {f"{kind}.{name}": x for kind in ("original", "change") for name, x in getattr(self, kind).items()}
+        partial = target.with_name(f".{target.name}.partial")
         try:
-            with target.open("wb") as file:
+            with partial.open("wb") as file:
                 np.savez_compressed(file, about=np.array(json.dumps(about)), allow_pickle=False, **arrays)
+            partial.replace(target)
         except OSError as error:
             raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
         return target
@@ -97,10 +102,11 @@ class Impact:
     def load(cls, path: str | os.PathLike[str]) -> Impact:
         """Read one from a file."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            # Opened here: numpy leaves a broken archive open.
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(str(stored["about"]))
                 arrays = {name: stored[name] for name in stored.files if "." in name}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise StoreError(f"cannot read an impact from '{path}': {error}; measure it again") from error
         parts: dict[str, dict[str, np.ndarray]] = {"original": {}, "change": {}}
         for name, array in arrays.items():

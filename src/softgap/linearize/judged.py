@@ -30,7 +30,7 @@ class Judged:
 
     def means(self, passages: Passages, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
         """Means over the next tokens that count, for every copy and text."""
-        scored = passages.scored.to(self.loss.dtype)
+        scored = passages.scored.to(self.loss)
         values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
         found: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
         return found

@@ -43,7 +43,8 @@ class Plan:
         Loss, accuracy and recall of the model, and their changes under the plan with intervals over texts, on text
         that the search for the plan never saw.
     memory
-        Bytes per token of context that the KV cache of the model takes and under the plan, and bytes of all states.
+        Bytes per token of context that the KV cache of the model takes and under the plan, and bytes of all states and
+        of the plan's parameters.
     provenance
         How the plan was found.
     """
@@ -72,7 +73,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, and its parameters, where it has some, beside it as safetensors."""
         target = Path(path)
-        tensors = self._tensors()
+        tensors = {name: x.contiguous() for name, x in self.substitute.tensors().items()}
         parameters = target.with_suffix(".safetensors") if tensors else None
         mechanism = self.substitute.mechanism
         document = {
@@ -105,12 +106,6 @@ class Plan:
         except OSError as error:
             raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
         return target
-
-    def _tensors(self) -> dict[str, Tensor]:
-        found = {f"mechanism.{name}": x.contiguous() for name, x in self.substitute.mechanism.parameters.items()}
-        if self.substitute.readout is not None:
-            found |= {f"readout.{name}": x.contiguous() for name, x in self.substitute.readout.tensors().items()}
-        return found
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -246,7 +246,8 @@ class _Gates:
         found = []
         for module, gradient in zip(self._order, gradients, strict=True):
             at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
-            found.append((at_heads * self._steps[module]).sum(dim=(0, 1, 3)))
+            # Sums over tokens, and then squared: more than half precision holds.
+            found.append((_wide(at_heads) * _wide(self._steps[module])).sum(dim=(0, 1, 3)))
         return torch.cat(found)
 
     def _gated(self, call: AttentionCall) -> Tensor:
@@ -260,6 +261,10 @@ class _Gates:
             output = output.detach().requires_grad_(True)
         self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
         return output
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -294,7 +299,7 @@ def _looked_at(
             "divergence": compared.divergence.mean(dim=(0, 1)),
             "relative_l2": compared.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
             "output_l2": step.square().sum(dim=-1).mean(dim=(0, 1)).sqrt(),
-            **({name: x[heads] for name, x in head_shapes(call).items()} if shapes else {}),
+            **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }
 
     below = {id(part.layer.module): part for part in under}

@@ -34,6 +34,7 @@ from softgap.probe.layout import attention_layers
 from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
+from softgap.probe.state_cache import bounded_layers
 
 __all__ = ["check_search", "find_plan"]
 
@@ -108,6 +109,7 @@ def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> d
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
         "calibration": one.mechanism.origin,
+        "parameters": one.digest,
         "text": digest_of_passages(read),
         "tokens": read.tokens,
         **chosen,
@@ -262,15 +264,16 @@ def _largest(
 def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute, provenance: dict[str, Any]) -> Plan:
     """The plan of these heads, with what they cost on text that the search never saw."""
     original, swapped = (read_swapped(model, text.check, text.check_asked, some, used) for some in ([], heads))
+    bounded = bounded_layers(model)
     chosen = heads_by_layer(attention_layers(model), heads)
-    freed = chosen if streams(used) else []
+    freed = [(layer, own) for layer, own in chosen if streams(used) and layer.number not in bounded]
     groups = tuple((layer.number, group) for layer, own in freed for group in freed_groups(layer, own))
     return Plan(
         model=model.name_or_path or model.config.model_type,
         fingerprint=model_fingerprint(model),
         heads=tuple(heads),
         groups=groups,
-        layers=tuple(layer.number for layer, own in chosen if len(own) == layer.heads),
+        layers=tuple(layer.number for layer, own in freed if len(own) == layer.heads),
         substitute=used,
         original=original.means(),
         expected=swapped.change_from(original),

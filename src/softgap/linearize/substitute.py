@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
 from softgap.errors import ShapeError, ValueInputError
-from softgap.probe.calibrations import load_calibration
+from softgap.probe.calibrations import digest_of, load_calibration
 from softgap.probe.models import Model
 from softgap.probe.recording import ready
 
@@ -70,6 +70,19 @@ class Substitute:
         options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
         window = "" if self.window is None else f" + softmax on {self.window}"
         return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its numbers by name: those of the mechanism, and those of the readout."""
+        found = {f"mechanism.{name}": x for name, x in self.mechanism.parameters.items()}
+        if self.readout is not None:
+            found |= {f"readout.{name}": x for name, x in self.readout.tensors().items()}
+        return found
+
+    @property
+    def digest(self) -> str:
+        """A hash of its numbers; empty where it has none."""
+        tensors = self.tensors()
+        return digest_of(tensors) if tensors else ""
 
 
 def check_substitute(mechanism: str | None, window: int | None) -> None:

@@ -141,7 +141,8 @@ def _divergence(model: Model, text: Passages, heads: Sequence[Head], chosen: Sub
         wanted = _logs(model, text)
     with torch.enable_grad(), swap(model, heads, chosen):
         found = _logs(model, text)
-        apart = (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
+        # A token that the model rules out counts as 0.
+        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - found), 0.0).sum(dim=-1).mean()
         apart.backward()
     return apart.item()
 

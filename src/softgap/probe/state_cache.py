@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from softgap.errors import UnsupportedError
 
-__all__ = ["StateLayer", "cache_bytes", "state_cache"]
+__all__ = ["StateLayer", "bounded_layers", "cache_bytes", "state_cache"]
 
 
 class StateLayer(DynamicLayer):
@@ -31,6 +31,8 @@ class StateLayer(DynamicLayer):
         Newest keys and values of the freed heads, until they are taken.
     state
         Whatever computes the freed heads keeps it here, so that it lives and dies with the cache.
+    closed
+        Whether nobody computes the freed heads any more.
     """
 
     is_croppable = False
@@ -41,9 +43,14 @@ class StateLayer(DynamicLayer):
         self.fresh: tuple[Tensor, Tensor] | None = None
         self.state: Any = None
         self.length = 0
+        self.closed = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the columns of the kept heads; all keys and values of those are returned."""
+        if self.closed:
+            raise UnsupportedError(
+                "this cache belongs to a plan that is not applied any more; use it inside the block of its apply()"
+            )
         self.length += key_states.shape[2]
         kept, freed = (torch.tensor(x, dtype=torch.long, device=key_states.device) for x in (self.kept, self.freed))
         self.fresh = (key_states.index_select(1, freed), value_states.index_select(1, freed))
@@ -91,13 +98,14 @@ def state_cache(model: PreTrainedModel, freed: Mapping[int, tuple[Sequence[int],
     for index, (kept, gone) in freed.items():
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
-        if type(cache.layers[index]) is not DynamicLayer:
-            raise UnsupportedError(
-                f"layer {index} keeps a {type(cache.layers[index]).__name__}, whose size does not grow with the text, "
-                "so freeing its heads saves nothing; leave the plan's cache out"
-            )
         cache.layers[index] = StateLayer(kept, gone)
     return cache
+
+
+def bounded_layers(model: PreTrainedModel) -> set[int]:
+    """Indices of layers whose cache does not grow with the text, such as sliding windows: freeing it saves nothing."""
+    layers = DynamicCache(config=model.config).layers
+    return {index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer}
 
 
 def cache_bytes(cache: Any) -> int:

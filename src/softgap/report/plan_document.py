@@ -34,7 +34,8 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
             (
                 "Memory",
                 f"The KV cache takes {memory['per_token']:,.0f} bytes per token instead of "
-                f"{memory['per_token_original']:,.0f}, and {memory['states'] / 1e6:.1f} MB of states.",
+                f"{memory['per_token_original']:,.0f}, and {memory['states'] / 1e6:.1f} MB of states; the plan itself "
+                f"is {memory['parameters'] / 1e6:.1f} MB.",
             ),
             *((name, str(value)) for name, value in plan.provenance.items()),
         ),
