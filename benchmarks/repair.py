@@ -167,7 +167,11 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
     """The section of the findings."""
     kept = f", softmax kept on the nearest {options.window} keys" if options.window else ""
     beside = f", with {bench.tag[0]} beside the text" if bench.tag else ""
+    longer = f", tuned on {' and '.join(f'{n:,}' for n in options.tune_lengths)} tokens" * (
+        options.tune_lengths != [512]
+    )
     name = "repair" + "-lookups" * bool(bench.tag) + f"-window-{options.window}" * bool(kept)
+    name += f"-tuned-{'-'.join(map(str, options.tune_lengths))}" * bool(longer)
     asked = f" --window {options.window}" * bool(kept) + f" --lookups {options.lookups}" * bool(beside)
     asked += f" --tune-lengths {' '.join(map(str, options.tune_lengths))} --steps {' '.join(map(str, options.steps))}"
     asked += f" --shares {' '.join(f'{share:g}' for share in options.shares)}" * (options.shares != SHARES)
@@ -175,7 +179,7 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
     held = next(iter(bench.held.values())).tokens
     write_section(
         name,
-        f"What brings back the loss of swapped heads{kept}{beside}",
+        f"What brings back the loss of swapped heads{kept}{beside}{longer}",
         f"`python benchmarks/repair.py --text FILE --calibration CAL{asked}`, {machine()}. The embedded model, heads "
         f"in the order of {SCORE}; scores and the ridge from {bench.fit.tokens:,} tokens, tuning from "
         f"{next(iter(bench.long.values())).tokens:,}, one passage a step; every number from {held:,} held-out "
