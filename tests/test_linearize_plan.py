@@ -142,7 +142,7 @@ def test_a_plan_foretells_the_bytes_of_its_cache(window: int | None, key_heads: 
     assert 0 <= cache_bytes(cache) - told["states"] - 190 * told["per_token"] <= 3 * 100
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "gpt_neox", "gemma3_text"])
 def test_other_families_generate_under_a_plan(model_type: str) -> None:
     model = tiny_with(model_type)
     heads = [(layer.number, head) for layer in attention_layers(model) for head in range(layer.heads)][:-1]
@@ -266,3 +266,10 @@ def test_what_cannot_stream_says_so() -> None:
         pytest.raises(SoftgapError, match="cannot follow beam search"),
     ):
         written(model, IDS, 3, past_key_values=applied.cache(), num_beams=2)
+    sinks = tiny_with("gpt_oss", attn="eager")  # one learned number per head, which its attention wants all of
+    plan = Plan("tiny", model_fingerprint(sinks), ((1, 0), (1, 1)), (), (), Substitute(resolve("elu1")))
+    with (
+        apply(sinks, plan) as applied,
+        pytest.raises(SoftgapError, match=r"cannot be computed for 2 of its 4 heads alone .*; free whole layers"),
+    ):
+        written(sinks, IDS, 3, past_key_values=applied.cache())
