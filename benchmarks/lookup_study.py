@@ -1,6 +1,6 @@
 """A real study: whether divergence tells right from wrong answers of the embedded model to lookup prompts.
 
-Run: python benchmarks/lookup_study.py [--n 480] [--out runs/lookup-study]
+Run: python benchmarks/lookup_study.py [--n 960] [--out runs/lookup-study]
 
 lookup_plan.toml, beside this file, decides everything; its hash goes into the study's log before a label is read. The
 samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run again,
@@ -26,15 +26,15 @@ from softgap.trajectories import open_study
 
 PLAN = Path(__file__).with_name("lookup_plan.toml")
 DIFFICULTIES = (4, 5, 6, 8)
-# Prompts of seed 0 were looked at when difficulties and plan were settled (a pilot, and a study of 320), and 40 of
-# seed 1 when this script was tried.
-SEED, SEEN, SEEN_PROMPTS = 2, 0, 320
+# Prompts of seed 0 were looked at when the difficulties were settled (a pilot, and a study of 320), 40 of seed 1 when
+# this script was tried, and 480 of seed 2 in the study of 0.1, whose controls were applied one at a time.
+SEED, SEEN = 3, ((0, 320), (1, 40), (2, 480))
 
 
 def main() -> None:
     """Measure, explore, confirm, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=int, default=480)
+    parser.add_argument("--n", type=int, default=960)
     parser.add_argument("--out", default="runs/lookup-study")
     options = parser.parse_args()
     task = TASKS["lookup"]
@@ -83,22 +83,24 @@ def _section(
 ) -> str:
     """The section from two documents: before and after the locked samples were opened."""
     (first, second), sizes = found["groups"], found["sizes"]
-    locked = found["controls"].get("confirmation", {}).get("sizes")
+    locked = next((v["sizes"] for name, v in found["controls"].items() if name.startswith("confirmation")), None)
     held = f"{locked[0]} {first} and {locked[1]} {second}" if locked else "what could not be compared"
-    seen = {p.prompt for p in generate_prompts("lookup", SEEN_PROMPTS, seed=SEEN, difficulties=DIFFICULTIES)}
+    seen = {p.prompt for seed, n in SEEN for p in generate_prompts("lookup", n, seed=seed, difficulties=DIFFICULTIES)}
     impossible = "".join(f" {name} could not be computed ({why})." for name, why in found["impossible"].items())
     return (
+        f"**{_fragility(found)}{found['verdict']['sentence']}** The analysis was {found['status']} "
+        f"(`benchmarks/{PLAN.name}`, {found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers "
+        f"were explored, then {held} that had been locked were opened, once. Before that the verdict read: "
+        f"{explored['verdict']['sentence']}\n\n"
         f"`python benchmarks/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
-        f"with four-digit codes and asks for one of them; the answer counts as right if it holds the code. Right are "
-        f"{_right_by_difficulty(out, prompts)} ({failed} samples failed).\n\n"
-        f"**{found['verdict']['sentence']}** The analysis was {found['status']} (`benchmarks/{PLAN.name}`, "
-        f"{found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers were explored, then {held} "
-        f"that had been locked were opened, once. Before that the verdict read: {explored['verdict']['sentence']} "
-        f"Difficulties and plan were settled on prompts of another seed, of which "
-        f"{sum(p.prompt in seen for p in prompts)} are among these. The family is mean and slope of the divergence of "
+        f"with four-digit codes and asks for one of them; the answer counts as right if it contains the code. Right "
+        f"are {_right_by_difficulty(out, prompts)} ({failed} samples failed). "
+        f"The plan was settled on prompts of other seeds, of which {sum(p.prompt in seen for p in prompts)} are among "
+        f"these. The family is mean and slope of the divergence of "
         f"{_mechanisms(found)} over the answer in {found['family']['heads']} heads: {found['family']['units']:,} "
         f"units. Effects are {first} minus {second}.{impossible}\n\n"
-        "| comparison | convincing | p for any difference | units found | finds effects from | none larger than |\n"
+        "| comparison | convincing | p for any difference | units found | finds effects from | none larger than, with "
+        "95 % confidence |\n"
         f"|---|---|---|---|---|---|\n{_steps(found)}\n\n"
         "| head | feature | Hedges' g | AUROC | p, max-T | q |\n|---|---|---|---|---|---|\n"
         f"{_units(found)}\n\n{_beyond(found)} {_flipped(found)}"
@@ -141,15 +143,23 @@ def _beyond(found: dict[str, Any]) -> str:
     )
 
 
-def _flipped(found: dict[str, Any]) -> str:
+def _fragility(found: dict[str, Any]) -> str:
+    """Say so where flipping the fewest labels changes the verdict in at least half of the draws."""
     noise = found["reliability"]["noise"]
+    if noise is None or noise["outcomes"][found["verdict"]["outcome"]][0] > 0.5:
+        return ""
+    return f"Fragile, since flipping {noise['rates'][0]:.0%} of the labels usually changes it. "
+
+
+def _flipped(found: dict[str, Any]) -> str:
+    noise, draws = found["reliability"]["noise"], found["plan"]["draws"]
     if noise is None:
         return ""
     words = [
-        f"{max(noise['outcomes'], key=lambda name: noise['outcomes'][name][i])} at {rate:.0%}"
+        f"{rate:.0%}: " + ", ".join(f"{share[i]:.0%} {name}" for name, share in noise["outcomes"].items() if share[i])
         for i, rate in enumerate(noise["rates"])
     ]
-    return f"With labels flipped at random the commonest verdict is {', '.join(words)}."
+    return f"The verdict with labels flipped at random, {draws} draws at each rate: {'; '.join(words)}."
 
 
 def _between(found: dict[str, Any], form: str) -> str:

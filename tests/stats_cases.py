@@ -62,6 +62,37 @@ def length_confound(
     return x, labels, length
 
 
+def confounded(
+    rng: np.random.Generator, samples: int, kind: str, units: int = 30
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Heads without any effect, labels, confounders by name, and the difficulty; confounders drive heads and labels.
+
+    "two": length drives head 0, difficulty head 1. "three": entropy drives head 2 as well. "skewed": heads 0 and 1
+    follow 1 / length and log length, whose distribution is skewed. "noisy copy": head 0 is length plus 5 % noise.
+    """
+    spread = 0.8 if kind == "skewed" else 0.4
+    length = np.round(np.exp(rng.normal(4.5, spread, samples))).clip(2)
+    z = (np.log(length) - 4.5) / spread
+    x, hard = rng.standard_normal((samples, units)), rng.integers(0, 4, samples)
+    confounders, tendency = {"length": length}, 1.2 * z
+    if kind in ("two", "three"):
+        x[:, 0] += z
+        x[:, 1] += hard - 1.5
+        tendency = tendency + 0.8 * (hard - 1.5)
+    else:
+        hard = np.zeros(samples, np.int64)
+    if kind == "three":
+        confounders["entropy"] = rng.standard_normal(samples)
+        x[:, 2] += confounders["entropy"]
+        tendency = tendency + confounders["entropy"]
+    if kind == "skewed":
+        x[:, 0] = 1 / length / np.std(1 / length) + 0.3 * x[:, 0]
+        x[:, 1] = z + 0.3 * x[:, 1]
+    if kind == "noisy copy":
+        x[:, 0] = length / np.std(length) + 0.05 * x[:, 0]
+    return x, rng.random(samples) < 1 / (1 + np.exp(-tendency)), confounders, hard
+
+
 def randomised(p: Sequence[float], permutations: int, rng: np.random.Generator) -> np.ndarray:
     """p-values spread over their steps: exactly uniform under the null if (k + 1) / (n + 1) is."""
     return np.asarray(p) - rng.random(len(p)) / (permutations + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 
 from softgap import stats
-from softgap.analysis import ComparisonPlan, compare_study
+from softgap.analysis import ComparisonFindings, ComparisonPlan, compare_study
 from softgap.analysis.baselines import BASELINES, baseline_table
 from softgap.errors import SoftgapError
 from softgap.signal import complexity_entropy
 from softgap.trajectories import open_study
-from stats_cases import RNG, heads, labels_of, length_confound, planted, questions
+from stats_cases import RNG, confounded, heads, labels_of, length_confound, planted, questions
 from study_examples import LAYERS, named, simulated_study
 
 QUICK = ComparisonPlan(features=("mean",), permutations=199, refits=19, draws=1)
@@ -40,7 +41,7 @@ def test_planted_effects_are_found_in_the_right_heads_and_no_others(tmp_path: Pa
 
 
 def test_a_pure_length_confound_is_separated_before_matching_and_not_after(tmp_path: Path) -> None:
-    x, labels, length = length_confound(4, 400, 30, slope=0.8)
+    x, labels, length = length_confound(4, 500, 30, slope=0.8)
     study = simulated_study(tmp_path / "a", x, named(labels), lengths=[int(n) // 4 + 2 for n in length])
     before = compare_study(str(study), replace(QUICK, match=(), margin=0.6))
     after = compare_study(str(study), replace(QUICK, match=("length",), margin=0.6))
@@ -119,6 +120,95 @@ def test_baselines_are_read_off_the_tokens(tmp_path: Path) -> None:
     assert len(BASELINES) == table.shape[1]
 
 
+def test_two_confounders_that_drive_two_heads_are_not_separated(tmp_path: Path) -> None:
+    """Length drives head 0, difficulty head 1: each control alone leaves the other, and so does a bare confirmation."""
+    for seed in range(3):
+        x, labels, confounders, hard = confounded(RNG(seed), 800, "two", units=30)
+        study = simulated_study(
+            tmp_path / str(seed),
+            x,
+            named(labels),
+            lengths=[int(n) // 4 + 2 for n in confounders["length"]],
+            fields={"difficulty": hard.tolist(), "measured": confounders["length"].tolist()},
+        )
+        plan = replace(QUICK, match=("measured",), strata=("difficulty",), confirm=0.4, margin=0.9)
+        found = compare_study(str(study), plan, open_confirmation=True)
+        assert found.verdict.steps[0].convincing, "the confounders do separate the groups"
+        assert [step.name for step in found.verdict.steps[1:]] == [
+            "matched on measured within difficulty",
+            "confirmation, matched on measured within difficulty",
+        ]
+        assert found.verdict.outcome == "not separated"
+
+
+def test_an_effect_beyond_two_confounders_is_separated(tmp_path: Path) -> None:
+    x, labels, confounders, hard = confounded(RNG(5), 900, "two", units=30)
+    x[labels, 12] += 1.5
+    fields = {"difficulty": hard.tolist(), "measured": confounders["length"].tolist()}
+    study = simulated_study(tmp_path / "a", x, named(labels), fields=fields)
+    plan = replace(QUICK, match=("measured",), strata=("difficulty",), confirm=0.4, margin=0.9)
+    found = compare_study(str(study), plan, open_confirmation=True)
+    assert found.verdict.outcome == "separated"
+    assert found.found() == [{"mode": "elu1 mean", "layer": 2, "head": 2}]
+
+
+@pytest.mark.parametrize("copies", ["identical", "nearly identical"])
+def test_copies_of_samples_change_nothing(tmp_path: Path, copies: str) -> None:
+    """Tripled samples would find effects in most null studies: they count once."""
+    x, labels = planted(1, 80, 30, {})
+    plan = replace(QUICK, match=())
+    once = compare_study(str(simulated_study(tmp_path / "once", x, named(labels))), plan)
+    noise = 1e-3 * RNG(2).standard_normal((240, 30)) if copies == "nearly identical" else np.zeros((240, 30))
+    noise[::3] = 0
+    tripled = simulated_study(tmp_path / "thrice", np.repeat(x, 3, axis=0) + noise, named(np.repeat(labels, 3)))
+    thrice = compare_study(str(tripled), plan)
+    assert thrice.comparison.contrast.sizes == once.comparison.contrast.sizes
+    assert thrice.left_out["repeats of another sample"] == 160
+    np.testing.assert_allclose(thrice.comparison.contrast.t, once.comparison.contrast.t, atol=0.05)
+
+
+def test_samples_of_one_prompt_are_kept_together_though_nobody_said_so(tmp_path: Path) -> None:
+    x, labels, cluster = questions(RNG(3), 30, 6, 30, mixed=False)
+    prompts = [f"What is {c}?" if i % 2 else f"what is  {c}" for i, c in enumerate(cluster)]
+    study = simulated_study(tmp_path / "a", x, named(labels), fields={"prompt": prompts})
+    found = compare_study(str(study), replace(QUICK, match=()))
+    assert (found.comparison.contrast.kind, sum(found.comparison.contrast.sizes)) == ("between", 30)
+    split = compare_study(
+        str(simulated_study(tmp_path / "b", x, named(labels), fields={"prompt": prompts})),
+        replace(QUICK, match=(), confirm=0.4),
+    ).split
+    assert split is not None
+    assert all(len(set(split.confirmation[cluster == c])) == 1 for c in range(30))
+
+
+def test_a_later_look_at_other_samples_is_not_planned(tmp_path: Path) -> None:
+    x, labels = planted(0, 90, 30, {})
+    names: list[str | None] = list(named(labels))
+    folder = tmp_path / "a"
+    study = str(simulated_study(folder, x, [*names[:60], *[None] * 30]))
+
+    def look(plan: ComparisonPlan, labelled: int) -> ComparisonFindings:
+        log = (folder / "comparisons/log.jsonl").read_bytes() if (folder / "comparisons").exists() else None
+        shutil.rmtree(folder)
+        simulated_study(folder, x, [*names[:labelled], *[None] * (90 - labelled)])
+        if log is not None:
+            (folder / "comparisons").mkdir()
+            (folder / "comparisons/log.jsonl").write_bytes(log)
+        return compare_study(study, plan, planned="plan.toml")
+
+    plan = replace(QUICK, match=())
+    assert look(plan, 60).status == "planned"
+    assert look(plan, 60).status == "planned", "the same samples again are the same look"
+    assert look(plan, 90).status.startswith("exploratory: look 2 with other samples or labels, and the plan allows 1")
+    shutil.rmtree(folder / "comparisons")
+    several = replace(plan, looks=3, permutations=999)
+    assert look(several, 60).status == "planned, look 1 of 3"
+    second = look(several, 90)
+    assert second.status == "planned, look 2 of 3"
+    assert second.comparison.alpha == pytest.approx(0.05 / 3)
+    assert [entry["samples"] for entry in second.tried if entry["event"] == "looked"] == [60, 90]
+
+
 def test_a_plan_is_planned_only_before_the_labels_are_read(tmp_path: Path) -> None:
     x, labels = planted(0, 60, 30, {})
     study = str(simulated_study(tmp_path / "a", x, named(labels)))
@@ -173,7 +263,7 @@ def test_a_second_scorer_and_flipped_labels(tmp_path: Path) -> None:
 
 
 def test_flipped_labels_are_judged_after_the_same_controls_as_the_headline(tmp_path: Path) -> None:
-    x, labels, length = length_confound(4, 400, 30, slope=0.8)
+    x, labels, length = length_confound(4, 500, 30, slope=0.8)
     study = str(simulated_study(tmp_path / "a", x, named(labels), lengths=[int(n) // 4 + 2 for n in length]))
     for match, outcome in (((), "separated"), (("length",), "not separated")):
         found = compare_study(study, replace(QUICK, match=match, margin=0.6, draws=3))

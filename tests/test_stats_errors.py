@@ -66,6 +66,23 @@ CASES: Values = {
         "values must be finite, got nan at sample 4, unit (1, 0) (1 such values); leave out units or samples that "
         "were not measured",
     ),
+    "covariates of wrong length": (
+        lambda: stats.compare_table(x, labels, covariates=np.zeros((11, 1)), rng=rng),
+        ShapeError,
+        "covariates must have one row per sample, got 11 for 12 samples",
+    ),
+    "as many covariates as samples": (
+        lambda: stats.compare_table(x, labels, covariates=RNG(2).standard_normal((12, 9)), rng=rng),
+        ValueInputError,
+        "covariates must leave degrees of freedom, got 9 independent ones for 12 rows in 1 blocks; use fewer covariates "
+        "or more samples",
+    ),
+    "a covariate that is the label": (
+        lambda: stats.compare_table(x, labels, covariates=labels[:, None].astype(float), rng=rng),
+        ValueInputError,
+        "the covariates explain the labels completely within blocks, so that no difference is left to measure; use "
+        "fewer covariates or samples that overlap",
+    ),
     "NaN in a group": (lambda: stats.auroc(x, spoilt), ValueInputError, "group b must be finite, got nan at sample 4"),
     "labels of wrong length": (
         lambda: stats.compare_table(x, labels[:-1], rng=rng),

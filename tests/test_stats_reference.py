@@ -74,6 +74,40 @@ def test_unequal_blocks_are_the_regression(seed: int) -> None:
         assert ours.t[unit] == pytest.approx(effect / error, rel=1e-11)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_covariates_are_those_of_the_regression(seed: int) -> None:
+    """One dummy per block, the covariates and the label by least squares, with HC2 from the hat matrix."""
+    x, labels = blocked(seed)
+    z = RNG(seed + 50).standard_normal((len(x), 3)) + labels[:, None]
+    ours = stats.contrast_table(x, labels, strata=BLOCKS, covariates=z)
+    dummies = (BLOCKS[:, None] == np.unique(BLOCKS)).astype(float)
+    regressors = np.column_stack([labels.astype(float), dummies, z])
+    inverse = np.linalg.inv(regressors.T @ regressors)
+    leverage = np.einsum("ij,jk,ik->i", regressors, inverse, regressors)
+    for unit in range(x.shape[1]):
+        beta = inverse @ regressors.T @ x[:, unit]
+        squared = (x[:, unit] - regressors @ beta) ** 2 / (1 - leverage)
+        variance = inverse @ (regressors.T * squared) @ regressors @ inverse
+        assert ours.effect[unit] == pytest.approx(beta[0], rel=1e-9)
+        assert ours.standard_error[unit] == pytest.approx(np.sqrt(variance[0, 0]), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_covariates_explain_makes_no_difference(seed: int) -> None:
+    """Adding any linear function of the covariates, and of the blocks, to the values changes no number."""
+    x, labels = blocked(seed, units=6)
+    rng = RNG(seed)
+    z = rng.standard_normal((len(x), 2)) + labels[:, None]
+    added = z @ rng.standard_normal((2, 6)) + rng.standard_normal((4, 6))[BLOCKS]
+    options = stats.ComparisonOptions(strata=BLOCKS, covariates=z, permutations=99)
+    plain = stats.compare_table(x, labels, rng=RNG(9), **options)
+    moved = stats.compare_table(x + 5 * added, labels, rng=RNG(9), **options)
+    np.testing.assert_allclose(moved.contrast.t, plain.contrast.t, rtol=1e-8)
+    np.testing.assert_allclose(moved.p, plain.p)
+    without = stats.compare_table(x + 5 * added, labels, strata=BLOCKS, permutations=99, rng=RNG(9))
+    assert np.abs(without.contrast.t - plain.contrast.t).max() > 0.5
+
+
 def test_clusters_of_one_label_are_their_means() -> None:
     x, labels, clusters = questions(RNG(2), 14, 3, 4, mixed=False)
     means = np.stack([x[clusters == c].mean(axis=0) for c in range(14)])

@@ -71,7 +71,7 @@ def read_study(place: Path) -> None:
     stored_prompts(Folder.at(place))
     read_failures(Folder.at(place))
     log = Tried(Folder.at(place))
-    log.status(ComparisonPlan(), from_file=True)
+    log.status(ComparisonPlan(), "labels", from_file=True)
     assert log.locked_share is None or 0 < log.locked_share < 1
 
 

@@ -1,8 +1,11 @@
-"""Which samples a comparison is about: their features, groups, clusters and fields, one row each."""
+"""Which samples a comparison is about: features, groups, clusters and fields, one row each; repeats count once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +20,15 @@ from softgap.study.files import stored_prompts
 from softgap.trajectories import Study
 from softgap.trajectories.folder import Folder
 
-__all__ = ["ComparedSamples", "compared_samples", "samples_frame"]
+__all__ = ["ComparedSamples", "compared_samples", "repeated_prompts", "samples_frame", "without_repeats"]
 
 # Columns of a study's samples that are known without any field of its prompts.
 _LENGTHS = {"length": "steps", "prompt_length": "n_prompt"}
+# Two samples are the same if all features agree to single precision, and nearly the same if they are closer to each
+# other than this share of the usual distance to the nearest sample; the second needs this many units to mean anything.
+_SAME, _NEAR, _NEAR_UNITS = 1e-5, 0.05, 10
+# Pairs of samples whose distance is held at once.
+_PAIRS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +68,12 @@ class ComparedSamples:
     def relabelled(self, labels: np.ndarray) -> ComparedSamples:
         """The same samples with other labels."""
         return replace(self, labels=labels)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of which sample has which label."""
+        pairs = sorted(zip(self.frame["sample_id"].tolist(), self.labels.tolist(), strict=True))
+        return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()
 
     def numbers(self, name: str) -> Float64[np.ndarray, " sample"]:
         """A number that every sample has."""
@@ -134,16 +148,58 @@ def compared_samples(
             "quantity or feature"
         )
     chosen = frame[used].reset_index(drop=True)
-    clusters = None
-    if plan.clusters in chosen.columns and chosen[plan.clusters].notna().any():
+    names = labels[used].astype(str)
+    clusters = _clusters(chosen, names, plan)
+    return ComparedSamples(table, table.values[:, kept], kept, chosen, names, clusters), left_out
+
+
+def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: ComparisonPlan) -> np.ndarray | None:
+    """What samples belong to: the field that the plan names, or their prompts where no sample has it and some repeat.
+
+    Repeated prompts that nobody declared: if most samples share their prompt with one of the other group, labels are
+    exchanged within prompts, as for a declared cluster; else a prompt's samples of one group belong together.
+    """
+    if plan.clusters in frame.columns and frame[plan.clusters].notna().any():
         # A sample without a group belongs to nobody but itself.
-        clusters = np.array(
-            [f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(chosen[plan.clusters])]
-        )
-        if len(set(clusters)) == len(clusters):
-            clusters = None
-    values = table.values[:, kept]
-    return ComparedSamples(table, values, kept, chosen, labels[used].astype(str), clusters), left_out
+        given = frame[plan.clusters]
+        clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(given)])
+    else:
+        prompts = repeated_prompts(frame)
+        if prompts is None:
+            return None
+        clusters = np.array([f"prompt/{text}" for text in prompts])
+        mixed = pd.Series(labels).groupby(clusters).transform("nunique").to_numpy() > 1
+        if mixed.mean() < 0.5 and plan.exchange == "auto":
+            clusters = np.array([f"{cluster}/{label}" for cluster, label in zip(clusters, labels, strict=True)])
+    return None if len(set(clusters)) == len(clusters) else clusters
+
+
+def repeated_prompts(frame: pd.DataFrame) -> list[str] | None:
+    """The prompt of every sample, letters and digits only, where some repeat; None if none does, or all are one."""
+    if "prompt" not in frame.columns or frame["prompt"].isna().any():
+        return None
+    texts = ["".join(filter(str.isalnum, str(text).casefold())) or str(text) for text in frame["prompt"]]
+    return texts if 1 < len(set(texts)) < len(texts) else None
+
+
+def without_repeats(data: ComparedSamples) -> tuple[ComparedSamples, int]:
+    """Samples that are the same or nearly the same in all features count once; also how many were left out.
+
+    Only samples of one group and cluster are joined. Copies carry no new evidence, and counted as samples they would
+    make any difference significant.
+    """
+    scale = data.values.std(axis=0)
+    scaled = (data.values - data.values.mean(axis=0)) / np.where(scale > 0, scale, 1.0)
+    within = [f"{label}/{'' if data.clusters is None else data.clusters[i]}" for i, label in enumerate(data.labels)]
+    codes = np.unique(within, return_inverse=True)[1]
+    rounding = _SAME * math.sqrt(scaled.shape[1])
+    same = _joined(scaled, codes, rounding)
+    distinct = np.unique(same, return_index=True)[1]
+    if len(distinct) > 2 and scaled.shape[1] >= _NEAR_UNITS:
+        usual = float(np.median(_nearest(scaled[distinct])))
+        same = _joined(scaled, codes, max(_NEAR * usual, rounding))
+        distinct = np.unique(same, return_index=True)[1]
+    return (data.rows(np.sort(distinct)), len(same) - len(distinct)) if len(distinct) < len(same) else (data, 0)
 
 
 def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[str, int]) -> None:
@@ -169,3 +225,33 @@ def _varying(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray
     if len(values) < 2:
         return np.ones(values.shape[1:], bool)
     return np.asarray(np.ptp(values, axis=0) > 1e-9 * np.maximum(np.abs(values).max(axis=0), 1e-300))
+
+
+def _distances(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Euclidean distances of some rows to all rows, with the number of the first of them."""
+    squares = (values**2).sum(axis=1)
+    step = max(1, _PAIRS // len(values))
+    for start in range(0, len(values), step):
+        rows = slice(start, start + step)
+        yield start, np.sqrt(np.maximum(squares[rows, None] + squares - 2 * values[rows] @ values.T, 0))
+
+
+def _nearest(values: np.ndarray) -> np.ndarray:
+    """The distance of every row to the nearest other one."""
+    nearest = np.empty(len(values))
+    for start, found in _distances(values):
+        rows = np.arange(len(found))
+        found[rows, start + rows] = np.inf
+        nearest[start : start + len(found)] = found.min(axis=1)
+    return nearest
+
+
+def _joined(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
+    """The first row within reach of each row, among rows of the same code."""
+    first = np.arange(len(values))
+    for start, found in _distances(values):
+        for row, distance in enumerate(found, start):
+            like = np.flatnonzero((distance[:row] <= reach) & (codes[:row] == codes[row]))
+            if len(like):
+                first[row] = first[like[0]]
+    return first

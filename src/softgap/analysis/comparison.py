@@ -10,7 +10,13 @@ import numpy as np
 import pandas as pd
 
 from softgap.analysis.baselines import baseline_table
-from softgap.analysis.compared_samples import ComparedSamples, compared_samples, samples_frame
+from softgap.analysis.compared_samples import (
+    ComparedSamples,
+    compared_samples,
+    repeated_prompts,
+    samples_frame,
+    without_repeats,
+)
 from softgap.analysis.comparison_findings import ComparisonFindings, Reliability, top_units
 from softgap.analysis.plan import ComparisonPlan
 from softgap.analysis.tried import Tried
@@ -18,6 +24,7 @@ from softgap.errors import SoftgapError, ValueInputError
 from softgap.stats import (
     Comparison,
     Incremental,
+    JointControl,
     Kappa,
     Recurrence,
     Split,
@@ -27,8 +34,8 @@ from softgap.stats import (
     confirmation_split,
     equivalence,
     incremental_auroc,
+    joint_control,
     label_noise,
-    match,
     recurrence,
     verdict,
 )
@@ -87,14 +94,28 @@ def compare_study(
     if split is not None:
         held = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
         confirmation, data = data.rows(held) if open_confirmation else None, data.rows(~held)
+    data, repeats = without_repeats(data)
+    if confirmation is not None:
+        confirmation, more = without_repeats(confirmation)
+        repeats += more
+    left_out["repeats of another sample"] = repeats
     kappa = None if second is None else _agreement(data, second)
     if split is not None and open_confirmation:  # everything that can be refused has been: this cannot be taken back
         log.open(split)
     found = _found(data, confirmation, plan, tell)
     tell("flipping labels", 0.0)
     reliability = _reliability(data, confirmation, found.comparison.contrast.groups, plan, kappa)
-    status = log.status(plan, from_file=planned is not None)
-    log.add("looked", hash=plan.hash, status=status, outcome=found.verdict.outcome, plan=plan.to_json())
+    seen = data.fingerprint
+    status = log.status(plan, seen, from_file=planned is not None)
+    log.add(
+        "looked",
+        hash=plan.hash,
+        status=status,
+        outcome=found.verdict.outcome,
+        samples=len(data.labels),
+        labels=seen,
+        plan=plan.to_json(),
+    )
     return ComparisonFindings(
         plan=plan,
         status=status,
@@ -136,7 +157,7 @@ def _found(data: ComparedSamples, confirmation: ComparedSamples | None, plan: Co
 
     beyond = attempt("beyond baselines", lambda: _beyond(data, plan))
     recurring = attempt("recurrence", lambda: _recurring(data, plan)) if len(data.table.modes) > 1 else None
-    tested = equivalence(first.contrast, plan.margin, alpha=plan.alpha)
+    tested = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
     rng = np.random.default_rng([plan.seed, 5])
     top = top_units(first, data.values, data.labels == first.contrast.groups[0], data.clusters, rng)
     return _Found(first, judged.controls, impossible, judged.verdict, tested, beyond, recurring, top)
@@ -156,13 +177,12 @@ def _judged(
     """All samples compared, then every control of the plan, then the verdict: the same for any labels."""
     tell("comparing", 0.0)
     first = _compared(data, plan)
+    control = plan.control_name
     wanted: dict[str, Callable[[], Comparison]] = {}
-    if plan.match:
-        wanted[f"matched on {', '.join(plan.match)}"] = lambda: _matched(data, plan)
-    if plan.strata:
-        wanted[f"within {', '.join(plan.strata)}"] = lambda: _stratified(data, plan)
+    if control:
+        wanted[control] = lambda: _controlled(data, plan)
     if confirmation is not None:
-        wanted["confirmation"] = lambda: _compared(confirmation, plan)
+        wanted[f"confirmation, {control}" if control else "confirmation"] = lambda: _controlled(confirmation, plan)
     controls: dict[str, Comparison] = {}
     impossible: dict[str, str] = {}
     for name, work in wanted.items():
@@ -171,42 +191,49 @@ def _judged(
             controls[name] = work()
         except SoftgapError as error:
             impossible[name] = str(error)
-    found = verdict(first, margin=plan.margin, controls=controls, impossible=impossible)
+    joint = tuple(wanted) if control else ()
+    found = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
     return _Judged(first, controls, impossible, found)
 
 
 def _locked(log: Tried, frame: pd.DataFrame, share: float) -> Split:
-    """The split by sample ids, or by groups where every sample has one."""
+    """The split by groups where every sample has one, else by prompts where some repeat, else by sample ids."""
+    ids = frame["sample_id"].tolist()
     groups = frame["group"].tolist() if "group" in frame.columns and frame["group"].notna().all() else None
-    split = confirmation_split(frame["sample_id"].tolist(), fraction=share, clusters=groups)
+    split = confirmation_split(ids, fraction=share, clusters=groups)
+    if groups is None and log.locked_hash != split.hash:  # a lock of 0.1 knew no prompts, and stays as it is
+        split = confirmation_split(ids, fraction=share, clusters=repeated_prompts(frame))
     log.lock(split)
     return split
 
 
-def _compared(data: ComparedSamples, plan: ComparisonPlan, strata: Any = None, rows: Any = None) -> Comparison:
-    chosen = np.arange(len(data.labels)) if rows is None else rows
+def _compared(data: ComparedSamples, plan: ComparisonPlan, control: JointControl | None = None) -> Comparison:
+    rows = np.arange(len(data.labels)) if control is None else control.kept
     return compare_table(
-        data.values[chosen],
-        data.labels[chosen],
+        data.values[rows],
+        data.labels[rows],
         rng=np.random.default_rng([plan.seed, 1]),
         first=plan.first,
-        clusters=None if data.clusters is None else data.clusters[chosen],
-        strata=strata,
+        clusters=None if data.clusters is None else data.clusters[rows],
+        strata=None if control is None else control.stratum,
+        covariates=None if control is None else control.covariates,
         exchange=plan.exchange if data.clusters is not None else "auto",
         permutations=plan.permutations,
-        alpha=plan.alpha,
+        alpha=plan.alpha_per_look,
         power=plan.power,
     )
 
 
-def _matched(data: ComparedSamples, plan: ComparisonPlan) -> Comparison:
-    columns = np.stack([data.numbers(name) for name in plan.match], axis=1)
-    like = match(data.labels, columns, clusters=data.clusters, first=plan.first)
-    return _compared(data, plan, like.stratum, like.kept)
-
-
-def _stratified(data: ComparedSamples, plan: ComparisonPlan) -> Comparison:
-    return _compared(data, plan, {name: data.words(name) for name in plan.strata})
+def _controlled(data: ComparedSamples, plan: ComparisonPlan) -> Comparison:
+    """The comparison with every named confounder held fixed at once."""
+    control = joint_control(
+        data.labels,
+        {name: data.numbers(name) for name in plan.match},
+        strata={name: data.words(name) for name in plan.strata} or None,
+        clusters=data.clusters,
+        first=plan.first,
+    )
+    return _compared(data, plan, control)
 
 
 def _beyond(data: ComparedSamples, plan: ComparisonPlan) -> Incremental:

@@ -30,6 +30,7 @@ _COUNTS = (
     ("permutations", 19, 1_000_000),
     ("refits", 19, 100_000),
     ("draws", 1, 10_000),
+    ("looks", 1, 1000),
     ("min_steps", 1, None),
     ("seed", 0, None),
 )
@@ -51,9 +52,11 @@ class ComparisonPlan:
     clusters, exchange
         The field that says which samples belong together (passed over where no sample has it), and how labels move.
     match, strata
-        Controls: numbers that samples are matched on, and fields within whose values labels are exchanged.
+        Confounders, all held fixed at once: numbers that samples are matched on, and fields whose values pairs share.
     margin, alpha, power
         The smallest effect that would matter, in standard deviations; error rate; and the power a study must have.
+    looks
+        How often the plan may be applied as samples come in; every look is tested at alpha / looks.
     confirm
         The share of samples that is locked for confirmation; None for no split.
     min_steps, eligibility
@@ -80,6 +83,7 @@ class ComparisonPlan:
     margin: float = 0.5
     alpha: float = 0.05
     power: float = 0.8
+    looks: int = 1
     confirm: float | None = None
     min_steps: int = 1
     eligibility: str | int = "2*order!"
@@ -119,9 +123,23 @@ class ComparisonPlan:
             checked_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
 
     @property
+    def alpha_per_look(self) -> float:
+        """The error rate of one look: alpha spent in equal shares."""
+        return self.alpha / self.looks
+
+    @property
+    def control_name(self) -> str:
+        """What the joint control holds fixed, in words; empty where nothing is named."""
+        matched = f"matched on {', '.join(self.match)}" if self.match else ""
+        return " ".join(part for part in (matched, f"within {', '.join(self.strata)}" if self.strata else "") if part)
+
+    @property
     def hash(self) -> str:
-        """SHA-256 of everything that is decided here."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of everything that is decided here; a field added after 0.1 counts where it is not the default."""
+        decided = self.to_json()
+        if self.looks == 1:
+            del decided["looks"]
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

@@ -3,7 +3,7 @@
 comparisons/log.jsonl in the study, one object per line:
     plan      a plan's hash, written before the labels are read
     locked    the samples kept back for confirmation: share and hash
-    looked    a comparison was made: what was compared and what came of it
+    looked    a comparison was made: of how many samples, the hash of their labels, and what came of it
     opened    the confirmation samples were looked at, once
 """
 
@@ -47,16 +47,30 @@ class Tried:
         if not any(entry["hash"] == plan.hash for entry in self._of("plan")):
             self.add("plan", hash=plan.hash, source=source, plan=plan.to_json())
 
-    def status(self, plan: ComparisonPlan, *, from_file: bool) -> str:
-        """Whether it was "planned", or "exploratory" with the reason."""
+    def status(self, plan: ComparisonPlan, labels: str, *, from_file: bool) -> str:
+        """Whether this look at the labels with that hash is "planned", or "exploratory" with the reason."""
         if not from_file:
             return "exploratory: no plan was written down before the labels were read"
         for entry in self.entries:
             if entry["event"] == "plan" and entry["hash"] == plan.hash:
-                return "planned"
+                return self._planned(plan, labels)
             if entry["event"] == "looked":
                 return f"exploratory: the labels were looked at on {entry['time']}, before this plan was written down"
         return "exploratory: the plan was not written down"
+
+    def _planned(self, plan: ComparisonPlan, labels: str) -> str:
+        """Which look of a plan that was written down in time this is; the same samples again are the same look."""
+        # A line of 0.1 holds no hash of labels: it may have seen anything, so it counts as a look of its own.
+        earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == plan.hash]
+        seen = list(dict.fromkeys([*earlier, labels]))
+        look, plans = seen.index(labels) + 1, len({entry["hash"] for entry in self._of("plan")})
+        if look > plan.looks:
+            return (
+                f"exploratory: look {look} with other samples or labels, and the plan allows {plan.looks}; allow more "
+                "with looks before the first"
+            )
+        among = f", one of {plans} plans" if plans > 1 else ""
+        return f"planned{among}" if plan.looks == 1 else f"planned, look {look} of {plan.looks}{among}"
 
     @property
     def looks(self) -> list[dict[str, Any]]:
@@ -85,6 +99,12 @@ class Tried:
         known = self._of("locked")
         return None if not known else float(known[0]["fraction"])
 
+    @property
+    def locked_hash(self) -> str | None:
+        """The hash of the locked split; None where none is."""
+        known = self._of("locked")
+        return None if not known else str(known[0]["hash"])
+
     def refuse_second_opening(self) -> None:
         """Refuse to look at confirmation samples that were looked at before."""
         known = self._of("opened")
@@ -106,7 +126,7 @@ class Tried:
 def _is_whole(entry: Mapping[str, Any]) -> bool:
     """Whether a line holds what is read again of its event."""
     event, share = entry.get("event"), entry.get("fraction")
-    texts = ("event", "time", *(("hash",) if event in ("plan", "locked") else ()))
+    texts = ("event", "time", *(("hash",) if event in ("plan", "locked", "looked") else ()))
     if not all(isinstance(entry.get(name), str) for name in texts):
         return False
     return event != "locked" or (isinstance(share, float) and 0 < share < 1)

@@ -65,9 +65,17 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
         console.print(f"{name}: not computed, {reason}", style="yellow", soft_wrap=True)
     equal = document["equivalence"]
     console.print(
-        f"no effect is larger than {equal['bound_all']:.2f} deviations; {equal['equivalent']:,} of "
-        f"{document['family']['units']:,} units lie within {equal['margin']:g}"
+        f"With {equal['confidence']:.0%} confidence no effect is larger than {equal['bound_all']:.2f} standard "
+        f"deviations. {equal['equivalent']:,} of {document['family']['units']:,} units lie within "
+        f"{equal['margin']:g}, each tested by itself.",
+        soft_wrap=True,
     )
+    unequal = document["family"]["unequal_spread"]
+    if unequal:
+        console.print(
+            f"The groups differ in spread in {unequal:,} units; there p-values are larger than plain permutation.",
+            soft_wrap=True,
+        )
     console.print(_units(document))
     _show_beyond(console, document)
     _show_labels(console, document)

@@ -55,11 +55,11 @@ class PlanOptions:
     ] = None
     match: Annotated[
         list[str] | None,
-        typer.Option(help="Match on this number; may be repeated, length by default.", show_default=False),
+        typer.Option(help="Confounder (a number) to match on; may be repeated. Default: length.", show_default=False),
     ] = None
     strata: Annotated[
         list[str] | None,
-        typer.Option("--stratum", help="Exchange labels within this field; may be repeated.", show_default=False),
+        typer.Option("--stratum", help="Confounder (a field) to match within; may be repeated.", show_default=False),
     ] = None
     margin: Annotated[
         float | None,

@@ -10,7 +10,7 @@ from softgap.stats.design import EXCHANGES
 from softgap.stats.effects import EffectSize, hedges_g
 from softgap.stats.equivalence import Equivalence, equivalence
 from softgap.stats.incremental import Incremental, incremental_auroc
-from softgap.stats.matching import MATCHINGS, Matched, match
+from softgap.stats.matching import MATCHINGS, JointControl, Matched, joint_control, match
 from softgap.stats.nulls import Null, Omnibus
 from softgap.stats.power import Power
 from softgap.stats.recurrence import Recurrence, recurrence
@@ -30,6 +30,7 @@ __all__ = [
     "EffectSize",
     "Equivalence",
     "Incremental",
+    "JointControl",
     "Kappa",
     "LabelNoise",
     "Matched",
@@ -50,6 +51,7 @@ __all__ = [
     "equivalence",
     "hedges_g",
     "incremental_auroc",
+    "joint_control",
     "label_noise",
     "match",
     "recurrence",

@@ -1,4 +1,4 @@
-"""The difference between two groups, its standard error and its size: one formula for Welch, strata and pairs."""
+"""The difference between two groups, its standard error and its size: Welch, strata, pairs, and with covariates."""
 
 from __future__ import annotations
 
@@ -7,19 +7,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from scipy import stats
 from scipy.special import gammaln
 
-from softgap.errors import ValueInputError
+from softgap.errors import ShapeError, ValueInputError
 from softgap.stats.checked import checked_codes, checked_labels, checked_share, checked_strata, checked_values
 from softgap.stats.design import Design, design_of
 
-__all__ = ["Contrast", "Weights", "centred_rows", "contrast_of", "contrast_table", "small_sample_factor", "weights_of"]
+__all__ = [
+    "Contrast",
+    "Weights",
+    "centred_rows",
+    "checked_basis",
+    "contrast_of",
+    "contrast_table",
+    "covariate_basis",
+    "label_share",
+    "residual_rows",
+    "small_sample_factor",
+    "weights_of",
+]
 
 # Residual variance below this share of the total is rounding, in single precision: the statistic stops growing there.
 LEAST_RESIDUAL = 1e-3
+# The groups differ in spread: Welch's degrees of freedom are below this share of those with equal spread, and the
+# variances differ at this level.
+_UNEQUAL, _SPREAD_LEVEL = 0.8, 0.01
 _EQUAL = 1e-13
+# A covariate column adds nothing if less than this share of its length is left beside the others.
+_COLLINEAR = 1e-8
+# One minus leverage is no smaller: a row that covariates fit exactly has no residual to divide.
+_LEAST_FREEDOM = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +58,8 @@ class Contrast:
         Hedges' g: effect / deviation, times the small-sample factor.
     t
         The studentised effect that relabelling is applied to: effect over its heteroscedastic standard error.
+    unequal
+        Whether the groups differ so much in spread that the null of relabelled samples has shorter tails than ``t``.
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
@@ -55,6 +76,7 @@ class Contrast:
     deviation: Float[np.ndarray, "*unit"]
     g: Float[np.ndarray, "*unit"]
     t: Float[np.ndarray, "*unit"]
+    unequal: Bool[np.ndarray, "*unit"]
     groups: tuple[str, str]
     sizes: tuple[int, int]
     kind: str
@@ -96,12 +118,40 @@ def centred_rows(rows: Float64[np.ndarray, "row unit"], design: Design) -> Float
     return np.asarray(rows - means[design.block])
 
 
+def covariate_basis(
+    covariates: Float64[np.ndarray, "sample covariate"], design: Design
+) -> Float64[np.ndarray, "row dimension"]:
+    """An orthonormal basis of what covariates vary in within blocks; collinear columns are dropped."""
+    centred = centred_rows(design.reduce(covariates), design)
+    scale = np.sqrt((centred**2).sum(axis=0))
+    moving = scale > _EQUAL * np.maximum(np.abs(covariates).max(axis=0), 1e-300) * math.sqrt(design.rows)
+    if not moving.any():
+        return np.zeros((design.rows, 0))
+    basis, singular, _ = np.linalg.svd(centred[:, moving] / scale[moving], full_matrices=False)
+    return np.asarray(basis[:, singular > _COLLINEAR * singular[0]])
+
+
+def residual_rows(
+    rows: Float64[np.ndarray, "row unit"], design: Design, basis: Float64[np.ndarray, "row dimension"]
+) -> Float64[np.ndarray, "row unit"]:
+    """Rows minus their block's mean and minus what the covariates explain within blocks, by least squares."""
+    centred = centred_rows(rows, design)
+    return np.asarray(centred - basis @ (basis.T @ centred))
+
+
+def label_share(design: Design, basis: Float64[np.ndarray, "row dimension"]) -> float:
+    """The share of the labels' variation within blocks that the covariates leave."""
+    y = residual_rows(design.labels[:, None].astype(np.float64), design, basis)[:, 0]
+    return float(y @ y) / weights_of(design).total
+
+
 def contrast_table(
     values: Any,
     labels: Any,
     *,
     clusters: Any = None,
     strata: Any = None,
+    covariates: Any = None,
     exchange: str = "auto",
     first: Any = None,
     level: float = 0.95,
@@ -115,7 +165,8 @@ def contrast_table(
 
     yc_i the label minus its block's mean and h_i the leverage of row i (HC2; MacKinnon and White 1985, eq. 12). With
     one block this is Welch's t exactly, with pairs as blocks it is the paired t exactly; both are tested. Degrees of
-    freedom are Welch's, and no more than rows minus blocks minus 1 where there are several blocks.
+    freedom are Welch's, and no more than rows minus blocks minus 1 where there are several blocks. With covariates z
+    the model is x = alpha_block + beta y + gamma z + e: yc and e are residuals of both, and h counts z too.
 
     Parameters
     ----------
@@ -126,6 +177,8 @@ def contrast_table(
         What samples belong together, such as a question's id.
     strata
         A blocking factor, or several by name (a mapping), crossed.
+    covariates
+        Numbers [sample, covariate] whose linear effect within blocks is removed.
     exchange
         What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
@@ -134,41 +187,93 @@ def contrast_table(
     chosen, groups = checked_labels(labels, len(table), first)
     codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
     design = design_of(chosen, codes, checked_strata(strata, len(table)), exchange)
-    return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95))
+    basis = checked_basis(covariates, design, len(table))
+    return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95), basis)
+
+
+def checked_basis(covariates: Any, design: Design, samples: int) -> Float64[np.ndarray, "row dimension"] | None:
+    """The basis of the covariates of a table, or None without any; refused where it leaves no residual."""
+    if covariates is None:
+        return None
+    columns = checked_values(covariates, "the covariates")[0]
+    if len(columns) != samples:
+        raise ShapeError(f"covariates must have one row per sample, got {len(columns)} for {samples} samples")
+    basis = covariate_basis(columns, design)
+    if design.rows - design.blocks - 1 - basis.shape[1] < 2:
+        raise ValueInputError(
+            f"covariates must leave degrees of freedom, got {basis.shape[1]} independent ones for {design.rows} rows "
+            f"in {design.blocks} blocks; use fewer covariates or more samples"
+        )
+    return basis
 
 
 def contrast_of(
-    rows: Float64[np.ndarray, "row unit"], design: Design, groups: tuple[str, str], shape: tuple[int, ...], level: float
+    rows: Float64[np.ndarray, "row unit"],
+    design: Design,
+    groups: tuple[str, str],
+    shape: tuple[int, ...],
+    level: float,
+    basis: Float64[np.ndarray, "row dimension"] | None = None,
 ) -> Contrast:
-    """The contrast of reduced rows."""
+    """The contrast of reduced rows, beside covariates where their basis is given."""
     weights = weights_of(design)
-    centred = centred_rows(rows, design)
+    if basis is None:
+        basis = np.zeros((design.rows, 0))
+    centred = residual_rows(rows, design, basis)
     _raise_if_equal(rows, centred, shape)
-    y = design.labels - weights.share
-    effect = y @ centred / weights.total
+    y = residual_rows(design.labels[:, None].astype(np.float64), design, basis)[:, 0]
+    total = float(y @ y)
+    if total < LEAST_RESIDUAL * weights.total:
+        raise ValueInputError(
+            "the covariates explain the labels completely within blocks, so that no difference is left to measure; "
+            "use fewer covariates or samples that overlap"
+        )
+    effect = y @ centred / total
     squared = (centred - y[:, None] * effect) ** 2
-    parts = [factor @ squared for factor in (design.labels * weights.first, ~design.labels * weights.second)]
-    variance, size = (parts[0] + parts[1]) / weights.total**2, design.sizes
-    left = design.rows - design.blocks - 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        satterthwaite = (parts[0] + parts[1]) ** 2 / (parts[0] ** 2 / (size[0] - 1) + parts[1] ** 2 / (size[1] - 1))
-    df = np.where(np.isfinite(satterthwaite), satterthwaite, left)
-    df = df if design.blocks == 1 else np.minimum(df, left)
-    whole = np.where(design.labels, weights.first, weights.second) @ centred**2 / weights.total**2
+    leverage = 1 / np.bincount(design.block)[design.block] + (basis**2).sum(axis=1) + y**2 / total
+    factor = y**2 / np.maximum(1 - leverage, _LEAST_FREEDOM)
+    parts = [(side * factor) @ squared for side in (design.labels, ~design.labels)]
+    variance, size = (parts[0] + parts[1]) / total**2, design.sizes
+    left = design.rows - design.blocks - 1 - basis.shape[1]
+    most = math.inf if design.blocks == 1 and not basis.shape[1] else left
+    df = np.minimum(_satterthwaite(parts, size, left), most)
+    equal = [np.atleast_1d(float(y[side] @ y[side])) for side in (design.labels, ~design.labels)]
+    whole = factor @ centred**2 / total**2
     t = effect / np.sqrt(np.maximum(variance, LEAST_RESIDUAL * whole))
+    unequal = df < _UNEQUAL * min(float(_satterthwaite(equal, size, left)[0]), most)
+    unequal &= _spread_p(squared, design) < _SPREAD_LEVEL
     error = np.sqrt(variance)
     if design.kind == "whole":
-        error, df = _cluster_robust(centred - y[:, None] * effect, y, design, weights.total)
+        error, df = _cluster_robust(centred - y[:, None] * effect, y, design, total)
     deviation = np.sqrt(squared.sum(axis=0) / left)
     reach = stats.t.ppf((1 + level) / 2, df) * error
     with np.errstate(divide="ignore", invalid="ignore"):
         g = effect / deviation * small_sample_factor(float(left))
-    arrays = (effect, error, df, effect - reach, effect + reach, deviation, g, t)
-    effect, error, df, low, high, deviation, g, t = (array.reshape(shape) for array in arrays)
+    arrays = (effect, error, df, effect - reach, effect + reach, deviation, g, t, unequal)
+    effect, error, df, low, high, deviation, g, t, unequal = (array.reshape(shape) for array in arrays)
     return Contrast(
-        effect, error, df, low, high, level, deviation, g, t,
+        effect, error, df, low, high, level, deviation, g, t, unequal,
         groups, size, design.kind, design.blocks, design.dropped, design.arrangements,
     )  # fmt: skip
+
+
+def _satterthwaite(parts: list[np.ndarray], size: tuple[int, int], otherwise: float) -> np.ndarray:
+    """Welch's degrees of freedom from the two groups' parts of the variance."""
+    first, second = parts
+    with np.errstate(divide="ignore", invalid="ignore"):
+        df = (first + second) ** 2 / (first**2 / (size[0] - 1) + second**2 / (size[1] - 1))
+    return np.where(np.isfinite(df), df, otherwise)
+
+
+def _spread_p(squared: np.ndarray, design: Design) -> np.ndarray:
+    """Two-sided p of the F test of equal variances of the residuals in both groups."""
+    freedom = [max(size - 1, 1) for size in design.sizes]
+    first, second = (
+        squared[side].sum(axis=0) / n for side, n in zip((design.labels, ~design.labels), freedom, strict=True)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(second > 0, first / second, math.inf)
+    return np.asarray(2 * np.minimum(stats.f.sf(ratio, *freedom), stats.f.cdf(ratio, *freedom)))
 
 
 def small_sample_factor(df: float) -> float:

@@ -42,12 +42,21 @@ class Power:
         return float((self.needed <= effect).mean())
 
 
-def detectable(prepared: Prepared, design: Design, critical: float, target: float, rng: np.random.Generator) -> Power:
+def detectable(
+    prepared: Prepared,
+    design: Design,
+    critical: float,
+    target: float,
+    rng: np.random.Generator,
+    *,
+    label_share: float = 1.0,
+) -> Power:
     """Plant effects in relabelled data and see from what size on max-T finds them.
 
     Relabelled data hold no effect but all else: the distributions, the sizes of groups, blocks and clusters. An effect
     d in one unit moves t by d / standard error and leaves the residuals as they are, so that the least d with
     t + d / error >= critical is known for each relabelling without trying. The quantile of those is the answer.
+    ``label_share`` is the share of the labels' variation that covariates leave: the error grows by its square root.
     """
     chosen = rng.permutation(prepared.units)[:_UNITS]
     subset = Prepared(
@@ -65,5 +74,6 @@ def detectable(prepared: Prepared, design: Design, critical: float, target: floa
     # x has mean square 1, so that its residual sum of squares is rows - s^2 / total.
     deviation = np.sqrt(np.maximum(design.rows - s**2 / total, LEAST_RESIDUAL * design.rows) / left)
     sign = rng.choice([-1.0, 1.0], size=s.shape)
-    needed = np.sort(np.maximum((critical - sign * s / root) * root / total / deviation, 0).ravel())
+    error = root / total / math.sqrt(label_share)
+    needed = np.sort(np.maximum((critical - sign * s / root) * error / deviation, 0).ravel())
     return Power(float(needed[math.ceil(target * len(needed)) - 1]), target, critical, needed)

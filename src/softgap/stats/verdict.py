@@ -6,11 +6,12 @@ that would matter, in standard deviations within groups.
 1. A comparison is *able* if it finds an effect of the margin with the power it was asked for (``power.smallest`` is at
    most the margin).
 2. It is *convincing* if it is able and p for any difference is at most alpha; or if it is not able, but the near end
-   of a unit's simultaneous interval, |effect| - critical x error, lies beyond the margin. For a control, the units that
-   the first comparison found must be found again, with the same sign; if that found none by itself, p decides here too.
-3. **Separated**: the first comparison and every control are convincing. A control that was wanted and could not be made
-   is not.
-4. **Not separated**: one of them is able, and not convincing.
+   of a simultaneous interval, |effect| - critical x error, lies beyond the margin in a unit that the first comparison
+   found with the same sign.
+3. **Separated**: the first comparison and every control are convincing, and either a unit survives every one of them
+   with the same sign, or the controls hold all named confounders fixed at once (``joint``), so that p for any
+   difference speaks for the units together. A control that was wanted and could not be made is not convincing.
+4. **Not separated**: one of them is able and not convincing, or all are convincing and no unit survives.
 5. **Not enough data**: otherwise.
 
 So a small study cannot be believed on a small p alone, and a study that could not have found the effect cannot say that
@@ -20,7 +21,7 @@ there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -42,8 +43,8 @@ Unit = tuple[int, ...]
 class Step:
     """One comparison under the rule.
 
-    ``smallest`` is the effect it could find, ``bound`` the one that no unit exceeds (both in standard deviations),
-    ``units`` those that it found and that the first comparison found with the same sign.
+    ``smallest`` is the effect it could find, ``bound`` the one that no unit exceeds with this ``confidence`` (both in
+    standard deviations), ``units`` those that it found and that the first comparison found with the same sign.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Step:
     p: float
     smallest: float
     bound: float
+    confidence: float
     units: tuple[Unit, ...]
 
     def __str__(self) -> str:
@@ -59,7 +61,8 @@ class Step:
         reach = "no effect" if math.isinf(self.smallest) else f"effects from {self.smallest:.2f} standard deviations"
         return (
             f"{self.name}: {'convincing' if self.convincing else 'not convincing'}, p = {self.p:.2g} for any "
-            f"difference, {found}; it could find {reach}, and no effect is larger than {self.bound:.2f}"
+            f"difference, {found}; it could find {reach}, and with {self.confidence:.0%} confidence no effect is "
+            f"larger than {self.bound:.2f}"
         )
 
 
@@ -84,11 +87,12 @@ def verdict(
     margin: float,
     controls: Mapping[str, Comparison] = MappingProxyType({}),
     impossible: Mapping[str, str] = MappingProxyType({}),
+    joint: Collection[str] = (),
 ) -> Verdict:
     """Apply the rule of this page to a comparison and its controls by name: "length matched", "confirmation", ...
 
     All comparisons must be of the same units, alpha and power. ``impossible`` are controls that were wanted and could
-    not be made, with the reason.
+    not be made, with the reason. ``joint`` names the controls that hold every confounder fixed at once.
     """
     if not (np.isfinite(margin) and margin > 0):
         raise ValueInputError(f"margin must be a positive number, got {margin!r}; 0.5 standard deviations are usual")
@@ -105,15 +109,21 @@ def verdict(
             )
     first = _step("all samples", comparison, comparison, margin)
     steps = (first, *(_step(name, control, comparison, margin) for name, control in controls.items()))
-    failed = [step for step in steps if not step.convincing]
-    undecided = "not separated" if any(step.able for step in failed) else "not enough data"
-    outcome = undecided if failed else "separated"
     units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
+    controlled = bool(joint) and set(joint) <= set(controls)
+    outcome = _outcome(steps, survives=bool(units) or not first.units or controlled)
     sentence = _sentence(outcome, steps, units, margin)
     if outcome == "separated" and impossible:
         name, reason = next(iter(impossible.items()))
         outcome, sentence = OUTCOMES[2], f"Not enough data: the control '{name}' could not be made ({reason})."
     return Verdict(outcome, sentence, steps, units, float(margin), comparison.alpha)
+
+
+def _outcome(steps: tuple[Step, ...], *, survives: bool) -> str:
+    failed = [step for step in steps if not step.convincing]
+    if not failed:
+        return "separated" if survives else "not separated"
+    return "not separated" if any(step.able for step in failed) else "not enough data"
 
 
 def _step(name: str, comparison: Comparison, first: Comparison, margin: float) -> Step:
@@ -123,13 +133,13 @@ def _step(name: str, comparison: Comparison, first: Comparison, margin: float) -
     units = tuple(unit for unit in comparison.found() if unit in claimed and bool(same[unit]))
     p = comparison.omnibus.any.p
     if able:
-        convincing = p <= comparison.alpha and (bool(units) or not claimed)
+        convincing = p <= comparison.alpha
     else:
         beyond = _near_end(comparison) >= margin
         units = tuple(unit for unit in units if bool(beyond[unit]))
         convincing = bool(units)
     bound = equivalence(comparison.contrast, margin, alpha=comparison.alpha).bound_all
-    return Step(name, able, convincing, p, comparison.power.smallest, bound, units)
+    return Step(name, able, convincing, p, comparison.power.smallest, bound, 1 - comparison.alpha, units)
 
 
 def _near_end(comparison: Comparison) -> np.ndarray:
@@ -153,10 +163,17 @@ def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], ma
         what = _units(units) if units else "the units together"
         return f"Separated: the groups differ in {what}{after}."
     if outcome == "not separated":
-        step = next(step for step in steps if step.able and not step.convincing)
+        silent = [step for step in steps if step.able and not step.convincing]
+        if not silent:
+            step = next((step for step in steps if not step.units), steps[-1])
+            return (
+                f"Not separated: {step.name} differs as a whole (p = {step.p:.2g}), but in none of the "
+                f"{_units(steps[0].units)} found in all samples."
+            )
+        step = silent[0]
         return (
             f"Not separated: {step.name} could have found an effect of {margin:g} standard deviations in one unit and "
-            f"did not; no effect is larger than {step.bound:.2f}."
+            f"did not; with {step.confidence:.0%} confidence no effect there is larger than {step.bound:.2f}."
         )
     step = next(step for step in steps if not step.convincing)
     reach = "no effect at all" if math.isinf(step.smallest) else f"only effects from {step.smallest:.2f} on"
