@@ -22,12 +22,14 @@ def simulated_study(
     lengths: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
+    prompts: Sequence[str] | None = None,
     scatter: float = 0.1,
     seed: int = 0,
 ) -> Path:
     """A study whose samples have these mean divergences [sample, layer * head] around which the steps scatter."""
     rng = np.random.default_rng(seed)
     samples, units = means.shape
+    asked = list(prompts) if prompts is not None else ["q"] * samples
     steps = list(lengths) if lengths is not None else [6] * samples
     shape = (LAYERS, units // LAYERS)
     kv_group = np.tile(np.arange(shape[1], dtype=np.int32) // 2, (LAYERS, 1))
@@ -51,7 +53,7 @@ def simulated_study(
                         logprob=-rng.exponential(size=steps[i]),
                         entropy=rng.exponential(size=steps[i]),
                         sample_id=f"s{i}",
-                        prompt_text="q",
+                        prompt_text=asked[i],
                         completion_text="a" * steps[i],
                         label=labels[i],
                         n_prompt=3,
@@ -59,7 +61,7 @@ def simulated_study(
                 )
             writer.append(runs)
     given = {**({"group": groups} if groups is not None else {}), **(fields or {})}
-    lines = [{"id": f"s{i}", "prompt": "q", **{k: v[i] for k, v in given.items()}} for i in range(samples)]
+    lines = [{"id": f"s{i}", "prompt": asked[i], **{k: v[i] for k, v in given.items()}} for i in range(samples)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 

@@ -170,11 +170,11 @@ def test_copies_of_samples_change_nothing(tmp_path: Path, copies: str) -> None:
 def test_samples_of_one_prompt_are_kept_together_though_nobody_said_so(tmp_path: Path) -> None:
     x, labels, cluster = questions(RNG(3), 30, 6, 30, mixed=False)
     prompts = [f"What is {c}?" if i % 2 else f"what is  {c}" for i, c in enumerate(cluster)]
-    study = simulated_study(tmp_path / "a", x, named(labels), fields={"prompt": prompts})
+    study = simulated_study(tmp_path / "a", x, named(labels), prompts=prompts)
     found = compare_study(str(study), replace(QUICK, match=()))
     assert (found.comparison.contrast.kind, sum(found.comparison.contrast.sizes)) == ("between", 30)
     split = compare_study(
-        str(simulated_study(tmp_path / "b", x, named(labels), fields={"prompt": prompts})),
+        str(simulated_study(tmp_path / "b", x, named(labels), prompts=prompts)),
         replace(QUICK, match=(), confirm=0.4),
     ).split
     assert split is not None

@@ -24,9 +24,9 @@ __all__ = ["ComparedSamples", "compared_samples", "repeated_prompts", "samples_f
 
 # Columns of a study's samples that are known without any field of its prompts.
 _LENGTHS = {"length": "steps", "prompt_length": "n_prompt"}
-# Two samples are the same if all features agree to single precision, and nearly the same if they are closer to each
-# other than this share of the usual distance to the nearest sample; the second needs this many units to mean anything.
-_SAME, _NEAR, _NEAR_UNITS = 1e-5, 0.05, 10
+# Two samples are the same if all features agree to single precision. They are nearly the same if they are closer than
+# this share of the usual distance to the tenth neighbour (or the tenth part of all), and features are at least so many.
+_SAME, _NEAR, _NEIGHBOUR, _NEAR_UNITS = 1e-5, 0.05, 10, 10
 # Pairs of samples whose distance is held at once.
 _PAIRS = 2**24
 
@@ -192,14 +192,12 @@ def without_repeats(data: ComparedSamples) -> tuple[ComparedSamples, int]:
     scaled = (data.values - data.values.mean(axis=0)) / np.where(scale > 0, scale, 1.0)
     within = [f"{label}/{'' if data.clusters is None else data.clusters[i]}" for i, label in enumerate(data.labels)]
     codes = np.unique(within, return_inverse=True)[1]
-    rounding = _SAME * math.sqrt(scaled.shape[1])
-    same = _joined(scaled, codes, rounding)
-    distinct = np.unique(same, return_index=True)[1]
-    if len(distinct) > 2 and scaled.shape[1] >= _NEAR_UNITS:
-        usual = float(np.median(_nearest(scaled[distinct])))
-        same = _joined(scaled, codes, max(_NEAR * usual, rounding))
-        distinct = np.unique(same, return_index=True)[1]
-    return (data.rows(np.sort(distinct)), len(same) - len(distinct)) if len(distinct) < len(same) else (data, 0)
+    reach = _SAME * math.sqrt(scaled.shape[1])
+    if scaled.shape[1] >= _NEAR_UNITS and len(scaled) > _NEIGHBOUR:
+        reach = max(reach, _NEAR * _usual_distance(scaled))
+    first = _first_alike(scaled, codes, reach)
+    kept = first == np.arange(len(first))
+    return (data, 0) if kept.all() else (data.rows(kept), int((~kept).sum()))
 
 
 def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[str, int]) -> None:
@@ -236,17 +234,14 @@ def _distances(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, np.sqrt(np.maximum(squares[rows, None] + squares - 2 * values[rows] @ values.T, 0))
 
 
-def _nearest(values: np.ndarray) -> np.ndarray:
-    """The distance of every row to the nearest other one."""
-    nearest = np.empty(len(values))
-    for start, found in _distances(values):
-        rows = np.arange(len(found))
-        found[rows, start + rows] = np.inf
-        nearest[start : start + len(found)] = found.min(axis=1)
-    return nearest
+def _usual_distance(values: np.ndarray) -> float:
+    """The median distance to a neighbour so far off that it is no copy."""
+    place = max(_NEIGHBOUR, len(values) // _NEIGHBOUR)
+    found = [np.partition(distances, place, axis=1)[:, place] for _, distances in _distances(values)]
+    return float(np.median(np.concatenate(found)))
 
 
-def _joined(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
+def _first_alike(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
     """The first row within reach of each row, among rows of the same code."""
     first = np.arange(len(values))
     for start, found in _distances(values):
