@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.models import Model, Tokenizer
 from softgap.tasks.words import draw_pairs
 
@@ -68,7 +69,7 @@ def passages_of(
         raise ValueInputError(
             f"passages can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
-    ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+    ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
     whole = len(ids) // length
     if whole < fewest:
         raise ValueInputError(

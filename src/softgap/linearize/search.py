@@ -35,6 +35,7 @@ from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 from softgap.probe.state_cache import bounded_layers
+from softgap.probe.support import check_measurable
 
 __all__ = ["check_search", "find_plan"]
 
@@ -87,6 +88,7 @@ def find_plan(
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
+    check_measurable(model)
     limits = check_search(
         budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
     )

@@ -18,6 +18,7 @@ from softgap.linearize.resampling import Interval, interval_of
 from softgap.linearize.substitute import Substitute
 from softgap.linearize.swapping import swap
 from softgap.probe.models import Model
+from softgap.probe.support import check_measurable
 
 __all__ = ["Reading", "read_swapped"]
 
@@ -61,6 +62,7 @@ def read_swapped(
     model: Model, read: Passages, asked: Passages | None, heads: Sequence[Head], chosen: Substitute | None
 ) -> Reading:
     """Read passages and lookups with these heads swapped; no heads is the original."""
+    check_measurable(model)
     swapped = swap(model, heads, chosen) if heads and chosen is not None else nullcontext()
     with torch.inference_mode(), swapped:
         text = _means(model, read)
