@@ -70,7 +70,8 @@ def impact(
     heads
         Some heads; None for all.
     recalls
-        Lookups to measure recall with; 0 for none.
+        Lists of lookups to measure recall with; 0 for none. Few, because every head is asked all of them:
+        :meth:`Impact.interval` says how far each number may be off.
     seed
         Of the lookups and of the resampling of intervals.
     reuse
@@ -119,7 +120,7 @@ def impact_on(
     )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
-        quantities["recall"] = recall[2]
+        quantities["recall"], quantities["whole_answers"] = recall[3], recall[4]
     originals = {name: values[0, 0] for name, values in quantities.items()}
     changes = {name: values[1:] - (0 if name == "kl" else values[:1]) for name, values in quantities.items()}
     return Impact(

@@ -54,11 +54,11 @@ def check_measurable(model: nn.Module) -> None:
     A swap alone takes no numbers, so heads may be swapped in a model that trains.
     """
     check_tappable(model)
-    training = next((name for name, module in model.named_modules() if module.training), None)
-    if training is not None:
-        part = f" (its part '{training}')" if training else ""
+    part = _in_training(model)
+    if part is not None:
+        where = f" ('{part}')" if part else ""
         raise ModelError(
-            f"a model must be in evaluation mode to be measured, got {type(model).__name__} in training mode{part}, "
+            f"a model must be in evaluation mode to be measured, got {type(model).__name__} in training mode{where}, "
             "where dropout changes the numbers at random; call model.eval() first"
         )
 
@@ -120,6 +120,21 @@ def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:
 def attention_registries(model: PreTrainedModel) -> tuple[AttentionInterface, ...]:
     """The distinct registries this model's attention is looked up in; Doge, for one, has its own."""
     return tuple({id(entry.registry): entry.registry for entry in attention_modules(model)}.values())
+
+
+def _in_training(model: nn.Module) -> str | None:
+    """The part of a model that is in training mode, "" for the whole model, or None.
+
+    Of the parts only attention and dropout count: a module that is put into a model afterwards is in training mode
+    unless told otherwise.
+    """
+    if model.training:
+        return ""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    for name, module in model.named_modules():
+        if module.training and (isinstance(module, kinds) or _registry_of(type(module)) is not None):
+            return name
+    return None
 
 
 def _outside_registry(model: PreTrainedModel, model_type: str) -> str:
