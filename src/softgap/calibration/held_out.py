@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.probe.arguments import takes_positions
 from softgap.probe.models import Model
