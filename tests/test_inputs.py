@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from softgap.trajectories import StudyWriter, inputs_digest
 TEXT = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(40))
 IDS = [5, 9, 4, 12, 7, 31, 8, 6]
 RNG = np.random.default_rng(0)
+UNTYPED: Any = softgap  # for calls that the type checker would refuse
 # Made by softgap out of what it measured: nobody types these.
 RESULTS = {
     "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity", "Study",
@@ -102,6 +104,10 @@ def numbers(run: Any) -> Any:
     return run.mechanisms, run.divergence.tolist(), run.tokens
 
 
+def runs(found: Any) -> Any:
+    return [numbers(run) for run in as_items(found)]
+
+
 def words(function: Callable[[], Any]) -> str:
     """The result, or the sentence about it: a wrong name is refused by its whole name, alone as in a list."""
     try:
@@ -114,7 +120,7 @@ def wrong(make: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
     """A name that is not known is refused as a whole."""
 
     def check(model: Any) -> None:
-        alone, listed = (words(lambda given=given: make(model)(given)) for given in ("nonsuch", ["nonsuch"]))
+        alone, listed = (words(partial(make(model), given)) for given in ("nonsuch", ["nonsuch"]))
         assert alone == listed
         assert "'nonsuch'" in alone
 
@@ -222,13 +228,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         "elu1",
     ),
     ("generate", "prompt"): same(
-        lambda model: (
-            lambda given: [
-                numbers(run)
-                for run in as_items(softgap.generate(model, byte_tokenizer(), given, 2))  # type: ignore[arg-type]
-            ]
-        ),
-        "Boat",
+        lambda model: lambda given: runs(UNTYPED.generate(model, byte_tokenizer(), given, 2)), "Boat"
     ),
     ("head_scores", "names"): wrong(lambda model: lambda given: head_scores(model, passages(), "elu1", names=given)),
     ("impact", "controls"): wrong(
@@ -245,7 +245,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ),
     ("passages_of", "texts"): same(ids_of, TEXT),
     ("phase_maps", "names"): wrong(
-        lambda model: lambda given: softgap.theory.separation.phase_maps(given, *axes(), {}, 2, rng=RNG)
+        lambda model: lambda given: UNTYPED.theory.separation.phase_maps(given, *axes(), {}, 2, rng=RNG)
     ),
     ("position_in_model", "mechanisms"): in_model("position_in_model"),
     ("position_lab", "mechanisms"): same(
@@ -256,21 +256,12 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: softgap.theory.separation.probe_outputs(given, built(), 8, rng=RNG)
     ),
     ("read", "completion"): same(
-        lambda model: (
-            lambda given: [
-                numbers(x)
-                for x in as_items(softgap.read(model, byte_tokenizer(), _as(given, "Boat"), given))  # type: ignore[call-overload]
-            ]
-        ),
-        " left",
+        lambda model: lambda given: runs(UNTYPED.read(model, byte_tokenizer(), _as(given, "Boat"), given)), " left"
     ),
     ("read", "mechanisms"): same(
         lambda model: lambda given: numbers(softgap.read(model, byte_tokenizer(), "Boat", mechanisms=given)), "elu1"
     ),
-    ("read", "text"): same(
-        lambda model: lambda given: [numbers(x) for x in as_items(softgap.read(model, byte_tokenizer(), given))],  # type: ignore[call-overload]
-        "Boat",
-    ),
+    ("read", "text"): same(lambda model: lambda given: runs(UNTYPED.read(model, byte_tokenizer(), given)), "Boat"),
     ("read_ids", "mechanisms"): same(
         lambda model: lambda given: numbers(read_ids(model, [IDS], mechanisms=given)[0]), "elu1"
     ),

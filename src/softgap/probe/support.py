@@ -133,7 +133,7 @@ def _in_training(model: nn.Module) -> str | None:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     for name, module in model.named_modules():
         if module.training and (isinstance(module, kinds) or _registry_of(type(module)) is not None):
-            return name
+            return str(name)
     return None
 
 
