@@ -38,7 +38,8 @@ from softgap.report.pictures import save_figure
 
 FITTED = "fitted"
 TOP = 16
-LOOKUPS = 16
+# What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
+LOOKUPS = 192
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE

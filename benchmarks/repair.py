@@ -35,7 +35,8 @@ from softgap.linearize.together import Reading, read_swapped
 from softgap.probe import load_model
 
 SCORE = "gradient+fisher"
-LOOKUPS = 16
+# What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
+LOOKUPS = 192
 SHARES = [0.5, 0.75]
 
 

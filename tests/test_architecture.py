@@ -27,6 +27,7 @@ SOURCE = REPOSITORY / "src"
 # A layer may import only layers that stand before it.
 LAYERS = [
     "errors",
+    "inputs",
     "attention",
     "trajectories",
     "signal",
@@ -42,7 +43,7 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "trajectories", "signal", "stats", "tasks"}
+WITHOUT_TORCH = {"errors", "inputs", "trajectories", "signal", "stats", "tasks"}
 WITH_TRANSFORMERS = {"probe"}
 
 

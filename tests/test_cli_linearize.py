@@ -36,13 +36,16 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
     shown = capsys.readouterr().out
     assert "8 of 8 heads go without softmax" in shown
     assert "4 of 4 KV groups are freed, 2 layers whole" in shown
-    assert "recall (lookups)" in shown
+    assert "recall (first token of each answer)" in shown
+    assert "recall (whole answers)" in shown
+    assert "Recall rests on 96 lists (1,152 questions); the 95 % half-width of its change is 0.0" in shown
     assert "\n##\n##\n##\n##\n" in shown  # four rows of heads, two layers
     assert "heads without softmax" in (here / "plan.svg").read_text(encoding="utf-8")
     assert not (here / "plan.json.parts").exists()
     assert main(["report", ".", "--out", "plan.html"]) == 0
     page = (here / "plan.html").read_text(encoding="utf-8")
     assert "8 of 8 heads go without softmax" in page
+    assert "Recall rests on 96 lists (1,152 questions); the 95 % half-width of its change is 0.0" in page
     assert "data:image/svg+xml" in page
     capsys.readouterr()
     model, tokenizer = load_model(str(folder))
@@ -73,6 +76,8 @@ def test_json_is_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([*arguments, *QUICK, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(Path("p.json").read_text(encoding="utf-8"))
+    assert found["recall"]["lists"] == found["recall"]["decided_on"] == 96
+    assert 0 <= found["recall"]["half_width"] <= 0.02
     assert found["mechanism"]["name"] == "uniform"
     assert found["parameters"] is None
     assert (found["provenance"]["budget"], found["provenance"]["recall_budget"]) == (9, 0.9)

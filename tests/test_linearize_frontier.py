@@ -83,7 +83,7 @@ def test_every_point_is_what_a_plain_forward_says(small: Any, texts: Any) -> Non
         assert (last.units, last.heads, last.share) == (8, 8, 1.0)
         assert last.change["loss"].value == pytest.approx(float(losses[1] - losses[0]), abs=1e-5)
         assert last.change["loss"].low <= last.change["loss"].value <= last.change["loss"].high
-    assert set(found.points[0].change) == {"loss", "accuracy", "recall"}
+    assert set(found.points[0].change) == {"loss", "accuracy", "recall", "whole_answers"}
 
 
 def test_an_interrupted_frontier_goes_on(
@@ -233,7 +233,7 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
     seen: list[tuple[int, Any]] = []
 
     def watched(model: Any, read: Any, asked: Any, heads: Any, chosen: Any) -> Any:
-        seen.append((len(heads), None if asked is None else asked.ids))
+        seen.append((len(heads), asked.ids))
         return read_swapped(model, read, asked, heads, chosen)
 
     scored_on: list[Any] = []
@@ -242,19 +242,18 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
         scored_on.append(None if asked is None else asked.ids)
         return head_scores(*given, asked=asked, **settings)
 
-    def read_lookups(n: int) -> Any:
-        return lookups(small, byte_tokenizer(), n).ids
-
-    monkeypatch.setattr("softgap.linearize.search.read_swapped", watched)
+    check, choose, fit = (lookups(small, byte_tokenizer(), 2, seed=seed).ids for seed in range(3))
+    monkeypatch.setattr("softgap.linearize.recall.read_swapped", watched)
     monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
     settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
     plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=0.5, **settings)
     assert (plan.provenance["budget"], plan.provenance["recall_budget"]) == (10.0, 0.5)
-    assert torch.equal(scored_on[0], read_lookups(6)[4:])
+    assert torch.equal(scored_on[0], fit)
     *choosing, (_, before), (_, after) = seen
     assert torch.equal(before, after)
-    assert torch.equal(before, read_lookups(6)[:2])
-    assert all(torch.equal(asked, read_lookups(6)[2:4]) for _, asked in choosing)
+    assert torch.equal(before, check)
+    assert all(torch.equal(asked, choose) for _, asked in choosing)
+    assert (plan.recall["lists"], plan.recall["questions"], plan.recall["decided_on"]) == (2, 24, 2)
     # Every set that was tried was asked, and the plan is the one that both limits allow.
     assert [n for n, _ in choosing] == [0, 1, 5, 7, 8]
     assert len(plan.heads) == 8
@@ -262,7 +261,8 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
     free = find_plan(small, byte_tokenizer(), [TEXT], "elu1", **settings)
     assert free.provenance["recall_budget"] is None
     assert scored_on[1] is None
-    assert all(asked is None for _, asked in seen[:-2])
+    assert all(torch.equal(asked, check) for _, asked in seen), "nothing is decided by recall"
+    assert [n for n, _ in seen] == [0, 8]
     assert free.expected == plan.expected
 
 

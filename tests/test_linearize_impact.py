@@ -35,6 +35,7 @@ def plain_loop(model: Any, read: Passages, heads: list[tuple[int, int]], mechani
     with torch.no_grad():
         base = model(read.ids, use_cache=False).logits[:, :-1].log_softmax(-1)
         found: dict[str, list[np.ndarray]] = {"loss": [], "kl": [], "accuracy": []}
+        found |= {} if read.first is None else {"recall": [], "whole_answers": []}
         for head in heads:
             with swap(model, [head], mechanism):
                 logs = model(read.ids, use_cache=False).logits[:, :-1].log_softmax(-1)
@@ -42,7 +43,26 @@ def plain_loop(model: Any, read: Passages, heads: list[tuple[int, int]], mechani
             right = (logs.argmax(-1) == wanted).double() - (base.argmax(-1) == wanted).double()
             for name, values in (("loss", rise), ("kl", (base.exp() * (base - logs)).sum(-1)), ("accuracy", right)):
                 found[name].append(((values * read.scored).sum(-1) / read.scored.sum(-1)).numpy())
+            if read.first is not None:
+                shares = [answers_right(logs.argmax(-1) == wanted, read) for logs in (logs, base)]
+                found["recall"].append(shares[0][:, 0] - shares[1][:, 0])
+                found["whole_answers"].append(shares[0][:, 1] - shares[1][:, 1])
     return {name: np.array(values) for name, values in found.items()}
+
+
+def answers_right(right: Any, read: Passages) -> np.ndarray:
+    """For every list, the shares of answers whose first token, and of those of which every token is right: loops."""
+    shares = []
+    assert read.first is not None
+    for row, scored, first in zip(right.tolist(), read.scored.tolist(), read.first.tolist(), strict=True):
+        answers: list[list[bool]] = []
+        for token, counts, begins in zip(row, scored, first, strict=True):
+            if begins:
+                answers.append([])
+            if counts:
+                answers[-1].append(token)
+        shares.append([np.mean([answer[0] for answer in answers]), np.mean([all(answer) for answer in answers])])
+    return np.array(shares)
 
 
 def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
@@ -57,7 +77,8 @@ def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
         for name, values in truth.items():
             np.testing.assert_allclose(found.change[name][place], values, atol=1e-9)
     asked = plain_loop(small, lookups(small, tokenizer, 3), heads, "elu1")
-    np.testing.assert_allclose(found.change["recall"][0], asked["accuracy"], atol=1e-9)
+    for name in ("recall", "whole_answers"):
+        np.testing.assert_allclose(found.change[name][0], asked[name], atol=1e-9)
     assert np.abs(found.change["loss"]).max() > 1e-3
     assert found.settings["tokens"] == read.ids.numel() - len(read)
 

@@ -142,9 +142,10 @@ def test_wrapped_models_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_all_causal_types_are_judged() -> None:
-    outside = {
-        model_type
-        for model_type in set(causal_types()) - UNBUILT
-        if not attention_modules(tiny_model(model_type, attn=attention_names(model_type)[-1]))
-    }
+    outside, refused = set(), set()
+    for model_type in set(causal_types()) - UNBUILT:
+        model = tiny_model(model_type, attn=attention_names(model_type)[-1])
+        outside |= set() if attention_modules(model) else {model_type}
+        refused |= set() if untappable_reason(model) is None else {model_type}
     assert outside == OUTSIDE
+    assert refused == OUTSIDE, "every causal type whose attention is in the registry can be measured"

@@ -11,6 +11,7 @@ from typing import Any
 
 from softgap.analysis.cuts import Cut
 from softgap.errors import ValueInputError, unknown_name
+from softgap.inputs import as_items
 from softgap.signal.checked import checked_order
 from softgap.signal.eligibility import least_windows
 from softgap.stats import EXCHANGES
@@ -93,6 +94,9 @@ class ComparisonPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if isinstance(one.default, tuple):
+                object.__setattr__(self, one.name, as_items(getattr(self, one.name)))
         for name, given, known in (
             ("feature", self.features, FEATURES),
             ("quantity", (self.quantity,), QUANTITIES),

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
+from softgap.inputs import as_items
 
 __all__ = ["FeatureMap", "Mechanism", "Options", "PositionWeights", "ScoreWeights", "Site"]
 
@@ -110,6 +111,10 @@ class Mechanism:
     constant: Callable[[Site], Float[Tensor, "batch head dim"]] | None = None
     dim: Callable[[int, Mechanism], int | None] | None = None
     check: Callable[[Options], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("needs", "accepts"):
+            object.__setattr__(self, name, as_items(getattr(self, name)))
 
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value:g}" for key, value in self.options.items())

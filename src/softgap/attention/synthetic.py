@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softgap.attention import attend, compare_outputs, mechanisms
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 
 __all__ = ["Measurement", "SyntheticHead", "measure", "synthetic_head"]
 
@@ -71,7 +72,7 @@ def synthetic_head(*, length: int = 256, dim: int = 64, seed: int = 0) -> Synthe
 def measure(head: SyntheticHead, names: Iterable[str] | None = None) -> tuple[Measurement, ...]:
     """Measure the named mechanisms on a head, by default each one that waits for no parameters."""
     registry = mechanisms()
-    chosen = names if names is not None else [name for name, found in registry.items() if not found.missing]
+    chosen = as_items(names) if names is not None else [name for name, found in registry.items() if not found.missing]
     softmax, uniform = (_attended(head, name)[0] for name in ("softmax", "uniform"))
     rows = []
     for name in chosen:

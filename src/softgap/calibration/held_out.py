@@ -17,9 +17,12 @@ import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.arguments import takes_positions
 from softgap.probe.models import Model
 from softgap.probe.recording import record
+from softgap.probe.support import check_measurable
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
 
@@ -145,6 +148,11 @@ def judge(
     ``first`` is the mean weight of each head on the first token, where it is known; ``report`` hears how many sequences
     are read, the far ones last.
     """
+    check_measurable(model)
+    mechanisms = as_items(mechanisms)
+    names = [one if isinstance(one, str) else one.name for one in mechanisms]
+    if not {"fitted", "uniform"} <= set(names):
+        raise ValueInputError(f"mechanisms must name fitted and uniform, got {', '.join(names)}; add what is missing")
     divergence: dict[str, list[np.ndarray]] = {}
     energy: list[np.ndarray] = []
     for number, ids in enumerate(sequences):
@@ -153,7 +161,7 @@ def judge(
             divergence.setdefault(name, []).append(run.select(name).divergence)
         energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))
         report(number + 1)
-    both = [one for one in mechanisms if (one if isinstance(one, str) else one.name) in ("fitted", "uniform")]
+    both = [one for one, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
     beyond = []
     for number, ids in enumerate(far, start=len(sequences)):
         beyond.append(compared(model, ids, both))

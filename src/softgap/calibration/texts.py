@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.models import Model, Tokenizer
 
 __all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "tokens_needed"]
@@ -67,7 +68,7 @@ def corpus_of(
     positions
         The longest context to fit. None takes the longest that the text and the model allow, up to 8192.
     """
-    ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+    ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
     if len(ids) < FEWEST_TOKENS:
         raise ValueInputError(
             f"a calibration needs at least {FEWEST_TOKENS} tokens of text, got {len(ids)}; give more text, or none to "

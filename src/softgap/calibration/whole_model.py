@@ -36,6 +36,7 @@ from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 from softgap.probe.rotation import layer_rotations
+from softgap.probe.support import check_measurable
 
 __all__ = ["calibrate"]
 
@@ -80,6 +81,7 @@ def calibrate(
     progress
         Called with the stage in words and the share of the whole that is done.
     """
+    check_measurable(model)
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["show_plan"]
 
-_WORDS = {"loss": "loss, nats per token", "accuracy": "accuracy of the top token", "recall": "recall (lookups)"}
+_WORDS = {
+    "loss": "loss, nats per token",
+    "accuracy": "accuracy of the top token",
+    "recall": "recall (first token of each answer)",
+    "whole_answers": "recall (whole answers)",
+}
 
 
 def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], path: Path) -> None:
@@ -28,6 +33,8 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
         f"{groups} KV groups are freed, {len(plan.layers)} layers whole."
     )
     console.print(_costs(plan))
+    if plan.recall:
+        console.print(plan.recall_words())
     saved = plan.memory["saved_per_token"] / max(1.0, plan.memory["per_token_original"])
     console.print(
         f"The KV cache takes {plan.memory['per_token']:,.0f} bytes per token instead of "
@@ -44,7 +51,7 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
 
 def _costs(plan: Plan) -> Table:
     table = Table(show_header=True)
-    for name in ("on unseen text", "original", "change", "95 % over texts"):
+    for name in ("on unseen text", "original", "change", "95 % interval"):
         table.add_column(name, justify="left" if name == "on unseen text" else "right")
     for name, interval in plan.expected.items():
         spread = f"{interval.low:+.3f} to {interval.high:+.3f}"

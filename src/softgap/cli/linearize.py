@@ -32,7 +32,10 @@ def linearize_command(
     budget: Annotated[float, typer.Option(help="Rise in loss that is allowed, in nats per token.")] = 0.1,
     recall_budget: Annotated[
         float | None,
-        typer.Option(help="Drop in recall (of lookups in their own text) that is allowed, 0 to 1.", show_default="any"),
+        typer.Option(
+            help="Drop in recall that is allowed, 0 to 1: of answers in the context, by their first token.",
+            show_default="any",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="File for the plan, as JSON.")] = Path("plan.json"),
     mechanism: Annotated[

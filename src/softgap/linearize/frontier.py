@@ -15,6 +15,7 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.linearize.frontier_result import Frontier, Point
 from softgap.linearize.heads import Head
 from softgap.linearize.kept import Kept
@@ -29,6 +30,7 @@ from softgap.linearize.tuning import tuned
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
+from softgap.probe.support import check_measurable
 
 __all__ = ["BEST", "frontier"]
 
@@ -87,6 +89,8 @@ def frontier(
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     """
+    check_measurable(model)
+    orders = as_items(orders)
     if not orders:
         raise ValueInputError("orders must name at least one score or 'random', got none")
     units = units_of(model, by)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.impact_result import QUANTITIES, Impact
 from softgap.linearize.judged import Original, judge_forward, read_original
@@ -28,6 +29,7 @@ from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
+from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall, replaced
 from softgap.probe.visibility import VisibleSets
 
@@ -68,7 +70,8 @@ def impact(
     heads
         Some heads; None for all.
     recalls
-        Lookups to measure recall with; 0 for none.
+        Lists of lookups to measure recall with; 0 for none. Few, because every head is asked all of them:
+        :meth:`Impact.interval` says how far each number may be off.
     seed
         Of the lookups and of the resampling of intervals.
     reuse
@@ -76,6 +79,7 @@ def impact(
     progress
         Called with the stage in words and the share that is done.
     """
+    check_measurable(model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens)
     asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
@@ -96,11 +100,13 @@ def impact_on(
     progress: Report = lambda stage, fraction: None,
 ) -> Impact:
     """The same on passages and lookups that are given; see :func:`impact`."""
+    check_measurable(model)
     layers = attention_layers(model)
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     chosen = heads_by_layer(layers, everything if heads is None else heads)
     swapped = [substitute(mechanism, model)]
-    swapped += [substitute(one, model) for one in ([mean_outputs(model, read)] if controls is None else controls)]
+    others = [mean_outputs(model, read)] if controls is None else as_items(controls)
+    swapped += [substitute(one, model) for one in others]
     names = [one.name for one in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its controls must differ, got {', '.join(names)}; leave one out")
@@ -114,7 +120,7 @@ def impact_on(
     )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
-        quantities["recall"] = recall[2]
+        quantities["recall"], quantities["whole_answers"] = recall[3], recall[4]
     originals = {name: values[0, 0] for name, values in quantities.items()}
     changes = {name: values[1:] - (0 if name == "kl" else values[:1]) for name, values in quantities.items()}
     return Impact(

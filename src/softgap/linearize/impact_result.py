@@ -35,11 +35,13 @@ class Impact:
     heads
         (layer, head) pairs.
     original
-        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per lookup:
-        ``recall``, the accuracy on answers that stand in the context.
+        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per list of
+        lookups: ``recall``, the share of answers in the context whose first token is right, and ``whole_answers``, the
+        share that is right in every token.
     change
         By swapping one head, ``[mechanism, head, text]``: the rise in ``loss``, the ``kl`` divergence of the swapped
-        model's next-token distribution from the original one, the change in ``accuracy`` and in ``recall``.
+        model's next-token distribution from the original one, and the changes in ``accuracy``, ``recall`` and
+        ``whole_answers``.
     settings
         Model, hash of the passages and whatever else it depends on.
     """

@@ -12,7 +12,7 @@ from softgap.linearize.passages import Passages
 from softgap.probe.models import Model
 from softgap.probe.token_scores import forward_then_logits
 
-__all__ = ["Judged", "Original", "judge_forward", "read_original"]
+__all__ = ["Judged", "Original", "judge_forward", "read_original", "right_tokens"]
 
 # Logits looked at together: few enough to stay in the processor's cache from one pass to the next.
 CACHED = 2**19
@@ -29,11 +29,17 @@ class Judged:
     right: Float[Tensor, "sequence next"]
 
     def means(self, passages: Passages, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
-        """Means over the next tokens that count, for every copy and text."""
+        """Means over the next tokens that count, for every copy and text: of loss, KL and accuracy.
+
+        Where passages ask for answers, two more follow: the shares of answers whose first token is right, and that are
+        right as a whole.
+        """
         scored = passages.scored.to(self.loss)
         values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
         found: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
-        return found
+        if passages.first is None:
+            return found
+        return torch.cat([found, torch.stack(passages.answered(values[2]))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +83,19 @@ def judge_forward(model: Model, ids: Int[Tensor, "text time"], original: Origina
     if original is None:
         return Judged(loss, torch.full_like(loss, torch.nan), right)
     return Judged(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
+
+
+def right_tokens(model: Model, passages: Passages) -> Float[Tensor, "text next"]:
+    """1 where the top token is the right one and counts, else 0; logits are computed from the first such place on."""
+    ids = passages.ids
+    n = ids.shape[1] - 1
+    begin = int(passages.scored.any(dim=0).int().argmax())
+    found = torch.zeros(len(ids), n)
+    for start, logits in forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)), begin=begin)():
+        stop = start + logits.shape[1]
+        right = logits.argmax(dim=-1) == ids[:, start + 1 : stop + 1]
+        found[:, start:stop] = (right & passages.scored[:, start:stop]).cpu()
+    return found
 
 
 def _judged_rows(

@@ -1,4 +1,8 @@
-"""What heads are judged on: passages of text of one length, and lookups whose answers stand in their own context."""
+"""What heads are judged on: passages of text of one length, and lookups whose answers stand in their own context.
+
+Recall is the share of answers whose *first* token is the model's top token: once that is known, the rest of a word may
+be easy, and teacher forcing gives it away. The share of answers all of whose tokens are right stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.models import Model, Tokenizer
 from softgap.tasks.words import draw_pairs
 
@@ -24,10 +29,14 @@ PAIRS = 12
 
 @dataclass(frozen=True, eq=False)
 class Passages:
-    """Token sequences of one length, and which of their next tokens count: place t stands for the token behind it."""
+    """Token sequences of one length, and which of their next tokens count: place t stands for the token behind it.
+
+    ``first`` marks the first token of every answer, where there are answers.
+    """
 
     ids: Int[Tensor, "text time"]
     scored: Bool[Tensor, "text next"]
+    first: Bool[Tensor, "text next"] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -39,7 +48,23 @@ class Passages:
 
     def part(self, chosen: slice) -> Passages:
         """Some of them."""
-        return Passages(self.ids[chosen], self.scored[chosen])
+        return Passages(self.ids[chosen], self.scored[chosen], None if self.first is None else self.first[chosen])
+
+    def answered(
+        self, right: Float[Tensor, "*copies text next"]
+    ) -> tuple[Float[Tensor, "*copies text"], Float[Tensor, "*copies text"]]:
+        """The share of answers whose first token is right, and of those that are right as a whole, text by text.
+
+        ``right`` is 1 where the top token is the right one, else 0.
+        """
+        if self.first is None:
+            raise ValueInputError("these passages ask nothing, so there are no answers to count; use lookups")
+        first = self.first.to(right)
+        number = (self.first.cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
+        wrong = torch.zeros_like(right).scatter_add(-1, number, (1 - right) * self.scored.to(right))
+        asked = first.sum(dim=-1)
+        answers = torch.arange(right.shape[-1], device=right.device) < asked[:, None]
+        return (right * first).sum(dim=-1) / asked, ((wrong == 0) & answers).to(right).sum(dim=-1) / asked
 
 
 def passages_of(
@@ -68,7 +93,7 @@ def passages_of(
         raise ValueInputError(
             f"passages can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
-    ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+    ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
     whole = len(ids) // length
     if whole < fewest:
         raise ValueInputError(
@@ -87,26 +112,29 @@ def check_length(length: int) -> None:
         raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
 
 
-def lookups(model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0) -> Passages:
+def lookups(
+    model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0, skip: int = 0
+) -> Passages:
     """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
 
     They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
-    counts does not see it.
+    counts does not see it. ``skip`` leaves out the first lists of this seed, so that further ones are others.
     """
     if n < 1:
         raise ValueInputError(f"lookups need at least 1 list, got {n}")
-    made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(n)]
-    longest = max(len(ids) for ids, _ in made)
+    made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)]
+    longest = max(len(ids) for ids, _, _ in made)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest > context:
         raise ValueInputError(
             f"lookups of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for fewer pairs"
         )
-    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _ in made], device=model.device)
-    scored = torch.zeros(n, longest - 1, dtype=torch.bool, device=model.device)
-    for row, (_, answers) in zip(scored, made, strict=True):
-        row[torch.tensor(answers, device=row.device) - 1] = True
-    return Passages(rows, scored)
+    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in made], device=model.device)
+    scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=model.device)
+    for number, (_, answers, beginnings) in enumerate(made):
+        scored[number, torch.tensor(answers, device=scored.device) - 1] = True
+        first[number, torch.tensor(beginnings, device=first.device) - 1] = True
+    return Passages(rows, scored, first)
 
 
 def digest_of_passages(*passages: Passages) -> str:
@@ -116,23 +144,27 @@ def digest_of_passages(*passages: Passages) -> str:
         whole.update(str(tuple(part.ids.shape)).encode())
         whole.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
         whole.update(part.scored.cpu().numpy().tobytes())
+        if part.first is not None:
+            whole.update(part.first.cpu().numpy().tobytes())
     return whole.hexdigest()[:32]
 
 
-def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Tokens, and the places of those that count."""
+def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, the places of those that count, and of the first token of every answer."""
     drawn = draw_pairs(pairs, "words", rng=rng)
     ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
     answers: list[int] = []
+    beginnings: list[int] = []
     for turn in range(2):
         for i in rng.permutation(pairs):
             key, value = drawn[i]
             ids += _bare(tokenizer, f"{key}:")
             answer = _bare(tokenizer, f" {value}")
             if turn:
+                beginnings.append(len(ids))
                 answers += range(len(ids), len(ids) + len(answer))
             ids += [*answer, *_bare(tokenizer, "\n")]
-    return ids, answers
+    return ids, answers, beginnings
 
 
 def _bare(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -40,8 +40,13 @@ class Plan:
     substitute
         What the heads become.
     original, expected
-        Loss, accuracy and recall of the model, and their changes under the plan with intervals over texts, on text
-        that the search for the plan never saw.
+        Loss, accuracy, recall and whole answers of the model, and their changes under the plan with intervals over
+        texts and lists of lookups, on text and lists that the search for the plan never saw. Recall is the share of
+        answers whose first token is right.
+    recall
+        How well recall is known: ``lists`` and ``questions`` that were asked, and the half-widths of the 95 % intervals
+        of its change (``half_width``) and of the model's own (``half_width_original``); ``decided_on`` other lists,
+        where recall was limited. Empty in plans of version 0.1, whose recall was scored over all tokens of the answers.
     memory
         Bytes per token of context that the KV cache of the model takes and under the plan, and bytes of all states and
         of the plan's parameters.
@@ -57,6 +62,7 @@ class Plan:
     substitute: Substitute
     original: Mapping[str, float] = field(default_factory=dict)
     expected: Mapping[str, Interval] = field(default_factory=dict)
+    recall: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,6 +75,16 @@ class Plan:
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
         heads_by_layer(attention_layers(model), self.heads)
+
+    def recall_words(self) -> str:
+        """On how many questions recall rests and how far it may be off, as one sentence; "" where it is not known."""
+        if not self.recall:
+            return ""
+        return (
+            f"Recall rests on {self.recall['lists']:,.0f} lists ({self.recall['questions']:,.0f} questions); the 95 % "
+            f"half-width of its change is {self.recall['half_width']:.3f}, that of the model's own recall "
+            f"{self.recall['half_width_original']:.3f}."
+        )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, and its parameters, where it has some, beside it as safetensors."""
@@ -92,6 +108,7 @@ class Plan:
             "layers": self.layers,
             "original": dict(self.original),
             "expected": {name: asdict(interval) for name, interval in self.expected.items()},
+            "recall": dict(self.recall),
             "memory": dict(self.memory),
             "parameters": None if parameters is None else {"file": parameters.name, "digest": digest_of(tensors)},
             "provenance": dict(self.provenance),
@@ -128,6 +145,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             substitute=chosen,
             original=document["original"],
             expected={name: Interval(**values) for name, values in document["expected"].items()},
+            recall=document.get("recall", {}),
             memory=document["memory"],
             provenance=document["provenance"],
         )
@@ -152,12 +170,13 @@ def _check_types(document: Mapping[str, Any]) -> None:
     places += [] if window is None else [window]
     intervals = [value for interval in document["expected"].values() for value in interval.values()]
     numbers = [*document["original"].values(), *document["memory"].values(), *intervals]
+    numbers += [*document.get("recall", {}).values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("model, fingerprint and mechanism must be names")
     if not all(type(number) is int and number >= 0 for number in places):
         raise ValueError("heads, groups, layers and window must be whole numbers from 0")
     if not all(type(number) in (int, float) for number in numbers):
-        raise ValueError("original, expected and memory must hold numbers")
+        raise ValueError("original, expected, recall and memory must hold numbers")
     if not isinstance(document["provenance"], dict):
         raise ValueError("provenance must be an object")
 

@@ -28,6 +28,7 @@ from softgap.linearize.substitute import Readout, Substitute, substitute
 from softgap.probe.layout import attention_layers
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
+from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
 from softgap.probe.walk import Walk
@@ -55,6 +56,7 @@ def repaired(
     ridge
         Pull towards the identity, in units of the mean square of the head's output.
     """
+    check_measurable(model)
     if not ridge > 0:
         raise ValueInputError(f"ridge must be above 0, got {ridge:g}; 0.1 is usual")
     layers = attention_layers(model)

@@ -20,6 +20,11 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's length: how far the mean may be off."""
+        return (self.high - self.low) / 2
+
     def __str__(self) -> str:
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from softgap.attention import Mechanism, compare_outputs
 from softgap.errors import ValueInputError, unknown_name
+from softgap.inputs import as_items
 from softgap.linearize.head_shape import SHAPES, head_shapes, output_weight
 from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.part import Part, part_of
@@ -32,6 +33,7 @@ from softgap.linearize.substitute import Substitute, substitute
 from softgap.probe.layout import attention_layers
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
+from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall, replaced, tapped
 from softgap.probe.visibility import VisibleSets
 
@@ -114,6 +116,8 @@ def head_scores(
     seed
         Of the drawn labels.
     """
+    check_measurable(model)
+    names = as_items(names)
     for name in names:
         if name not in SCORES:
             raise unknown_name("score", name, tuple(SCORES))

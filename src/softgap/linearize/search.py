@@ -1,13 +1,15 @@
 """The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
 
 The text is cut in three: half of the passages to score heads and to fit repairs on, a quarter to choose how many heads
-go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lookups of its own.
+go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lists of lookups of its
+own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from softgap.linearize.heads import Head, heads_by_layer
 from softgap.linearize.kept import Kept
 from softgap.linearize.memory import memory_of
 from softgap.linearize.orders import Unit, ordered, taken, units_of
-from softgap.linearize.passages import LENGTH, Passages, check_length, digest_of_passages, lookups, passages_of
+from softgap.linearize.passages import LENGTH, PAIRS, Passages, check_length, digest_of_passages, lookups, passages_of
 from softgap.linearize.plan import Plan
+from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
 from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.substitute import Substitute, substitute
-from softgap.linearize.together import Reading, read_swapped
+from softgap.linearize.together import Reading, joined_readings, read_swapped
 from softgap.linearize.tuning import tuned
 from softgap.probe.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
@@ -35,11 +38,16 @@ from softgap.probe.models import Model, Tokenizer
 from softgap.probe.progress import Report
 from softgap.probe.provenance import library_versions
 from softgap.probe.state_cache import bounded_layers
+from softgap.probe.support import check_measurable
 
 __all__ = ["check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
+# Lists that head scores and tuning count beside the text; they decide nothing by themselves.
+FIT_LISTS = 8
+# Lists of each kind are drawn from a seed of their own.
+CHECK, CHOOSE, FIT = range(3)
 
 
 def find_plan(
@@ -56,7 +64,7 @@ def find_plan(
     tune: int = 0,
     length: int = LENGTH,
     tokens: int | None = TOKENS,
-    recalls: int = 8,
+    recalls: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Report = lambda stage, fraction: None,
@@ -83,24 +91,39 @@ def find_plan(
         Steps by which every set that is tried is tuned after its repair (:func:`tuned`); 0 for none. A step takes the
         time of about four forwards over a passage.
     recalls
-        Lookups that the plan is checked on, and as many others to score and to choose on where recall is limited.
+        Lists of lookups that the plan is checked on, and as many others to choose on where recall is limited. None asks
+        as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """
+    check_measurable(model)
     limits = check_search(
         budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
     )
     one = substitute(mechanism, model)
     read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
-    text = _parts(read, _lookups(model, tokenizer, recalls, limits, seed))
+    if limits.recall is not None and recalls == 0:
+        raise ValueInputError("a recall budget needs lookups, got recalls=0; leave recalls or the recall budget out")
+
+    def lists(kind: int, skip: int, n: int) -> Passages:
+        return lookups(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
+
+    limited = limits.recall is not None
+    text = _parts(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
     settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
     kept = Kept(folder, settings)
-    search = _Search(model, text, one, settings, kept, progress)
+    choose = RecallTest(model, partial(lists, CHOOSE), recalls, kept, seed) if limited else None
+    search = _Search(model, text, one, settings, kept, progress, choose)
     order = _order(model, text, one, settings, kept, progress)
     heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
-    progress("checking the plan on unseen text", 0.95)
+    stage = "checking the plan on unseen text"
+    progress(stage, 0.95)
+    check = None
+    if recalls != 0:
+        check = RecallTest(model, partial(lists, CHECK), recalls, kept, seed)
+        check.report = lambda n: progress(f"{stage}, {n} lists of lookups", 0.97)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    return _checked(model, text, heads, search.substitute(heads), about)
+    return _checked(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
 
 
 def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> dict[str, Any]:
@@ -142,35 +165,20 @@ def check_search(
 
 @dataclass(frozen=True, eq=False)
 class _Text:
-    """Passages and lookups to fit on, to choose on and to check on."""
+    """Passages to fit on, to choose on and to check on, and lookups to fit on."""
 
     fit: Passages
     choose: Passages
     check: Passages
     fit_asked: Passages | None = None
-    choose_asked: Passages | None = None
-    check_asked: Passages | None = None
 
 
-def _parts(read: Passages, asked: tuple[Passages | None, ...]) -> _Text:
-    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on; and lookups for each."""
+def _parts(read: Passages, asked: Passages | None) -> _Text:
+    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
-    return _Text(fit, choose, check, *asked)
-
-
-def _lookups(
-    model: Model, tokenizer: Tokenizer, recalls: int, limits: Budget, seed: int
-) -> tuple[Passages | None, Passages | None, Passages | None]:
-    """Lookups to check on and, where recall is limited, others to fit and to choose on."""
-    if limits.recall is None:
-        return None, None, lookups(model, tokenizer, recalls, seed=seed) if recalls else None
-    if not recalls:
-        raise ValueInputError("a recall budget needs lookups, got recalls=0; ask for 8, or leave the recall budget out")
-    drawn = lookups(model, tokenizer, 3 * recalls, seed=seed)
-    check, choose, fit = (drawn.part(slice(i * recalls, (i + 1) * recalls)) for i in range(3))
-    return fit, choose, check
+    return _Text(fit, choose, check, asked)
 
 
 def _order(
@@ -203,13 +211,21 @@ class _Search:
     """What sets of heads cost, on the quarter of the text and the lookups that choose."""
 
     def __init__(
-        self, model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+        self,
+        model: Model,
+        text: _Text,
+        one: Substitute,
+        settings: dict[str, Any],
+        kept: Kept,
+        progress: Report,
+        recall: RecallTest | None,
     ) -> None:
-        self._model, self._text, self._one = model, text, one
+        self._model, self._text, self._one, self._recall = model, text, one, recall
         self._settings, self._kept, self._progress = settings, kept, progress
         self._made: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
-        self._asked = [] if text.choose_asked is None else [digest_of_passages(text.choose_asked)]
+        if recall is not None:
+            recall.report = lambda n: progress(f"asking {n} lists of lookups", self.share)
         self._original = self._reading([])
 
     def substitute(self, heads: Sequence[Head]) -> Substitute:
@@ -229,15 +245,26 @@ class _Search:
 
     def change(self, heads: Sequence[Head]) -> dict[str, float]:
         """Rise in loss, and changes in accuracy and recall."""
-        before, after = self._original.means(), self._reading(list(heads)).means()
-        return {name: after[name] - before[name] for name in before}
+        before, after = [self._original], [self._reading(list(heads))]
+        if self._recall is not None:
+            original, swapped = self._recall.compare(heads, lambda: self.substitute(heads))
+            before.append(original)
+            after.append(swapped)
+        means = joined_readings(before).means(), joined_readings(after).means()
+        return {name: means[1][name] - means[0][name] for name in means[0]}
+
+    def lists(self, heads: Sequence[Head]) -> int:
+        """On how many lists of lookups it was decided whether these heads may go; 0 where recall is not limited."""
+        if self._recall is None:
+            return 0
+        return len(self._recall.compare(heads, lambda: self.substitute(heads))[0].recall)
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
             chosen = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, self._text.choose_asked, heads, chosen).to_json()
+            return read_swapped(self._model, self._text.choose, None, heads, chosen).to_json()
 
-        return Reading.from_json(self._kept.made(["set", heads, *self._asked], make))
+        return Reading.from_json(self._kept.made(["set", heads], make))
 
 
 def _largest(
@@ -261,9 +288,32 @@ def _largest(
     return sets[low]
 
 
-def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute, provenance: dict[str, Any]) -> Plan:
-    """The plan of these heads, with what they cost on text that the search never saw."""
-    original, swapped = (read_swapped(model, text.check, text.check_asked, some, used) for some in ([], heads))
+def _checked(
+    model: Model,
+    text: _Text,
+    heads: Sequence[Head],
+    used: Substitute,
+    provenance: dict[str, Any],
+    recall: RecallTest | None,
+    decided_on: int,
+) -> Plan:
+    """The plan of these heads, with what they cost on text that the search never saw.
+
+    Recall is checked on at least as many lists as it was decided on.
+    """
+    original, swapped = (read_swapped(model, text.check, None, some, used) for some in ([], heads))
+    about: dict[str, float] = {}
+    if recall is not None:
+        before, after = recall.compare(heads, lambda: used, fewest=max(FEWEST_LISTS, decided_on))
+        original, swapped = joined_readings([original, before]), joined_readings([swapped, after])
+        widths = half_widths(before, after)
+        about = {
+            "lists": len(before.recall),
+            "questions": len(before.recall) * PAIRS,
+            "half_width": widths["change"],
+            "half_width_original": widths["original"],
+            **({"decided_on": decided_on} if decided_on else {}),
+        }
     bounded = bounded_layers(model)
     chosen = heads_by_layer(attention_layers(model), heads)
     freed = [(layer, own) for layer, own in chosen if streams(used) and layer.number not in bounded]
@@ -277,6 +327,7 @@ def _checked(model: Model, text: _Text, heads: Sequence[Head], used: Substitute,
         substitute=used,
         original=original.means(),
         expected=swapped.change_from(original),
+        recall=about,
         memory=memory_of(model, groups, used),
         provenance=provenance,
     )

@@ -34,6 +34,7 @@ from softgap.linearize.swapping import swap
 from softgap.probe.calibrations import digest_of
 from softgap.probe.models import Model
 from softgap.probe.progress import Report
+from softgap.probe.support import check_measurable
 
 __all__ = ["tuned"]
 
@@ -74,6 +75,7 @@ def tuned(
     seed
         Of the order of the passages.
     """
+    check_measurable(model)
     if steps < 1 or not learning_rate > 0:
         raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
     one = substitute(mechanism, model)

@@ -15,6 +15,7 @@ from softgap.probe.arguments import takes_positions
 from softgap.probe.provenance import live_options, manifest_of, replay_options
 from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
 from softgap.probe.sampling import sampling_settings, seeded, stopping
+from softgap.probe.support import check_measurable
 from softgap.probe.text_ids import (
     check_lengths,
     check_sinks,
@@ -92,6 +93,7 @@ def generate(
     Interrupted
         On Ctrl-C: a KeyboardInterrupt that carries what was measured up to then.
     """
+    check_measurable(model)
     if max_new_tokens < 1:
         raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -189,6 +191,7 @@ def read(
     chat
         Wrap the text in the tokenizer's chat template (with a completion).
     """
+    check_measurable(model)
     texts = [text] if isinstance(text, str) else list(text)
     completions = [completion] if isinstance(completion, str) else None if completion is None else list(completion)
     if completions is not None and len(completions) != len(texts):
@@ -223,6 +226,7 @@ def read_ids(
     drop_sinks: int = 0,
 ) -> list[Trajectories]:
     """Read token ids: the same as :func:`read`, for who has tokens already."""
+    check_measurable(model)
     followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
     # The last token of a completion is predicted, never fed: as in a generation.
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]

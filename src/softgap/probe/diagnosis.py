@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.errors import SoftgapError, unknown_name
+from softgap.inputs import as_items
 from softgap.probe.gates import GATES, Gate, Subject
 from softgap.probe.provenance import manifest_of
-from softgap.probe.support import check_tappable
+from softgap.probe.support import check_measurable
 
 __all__ = ["Diagnosis", "doctor"]
 
@@ -66,8 +67,8 @@ def doctor(
     progress
         Called with the name of each gate before it runs.
     """
-    check_tappable(model)
-    names = list(GATES) if gates is None else list(gates)
+    check_measurable(model)
+    names = list(GATES) if gates is None else list(as_items(gates))
     for name in names:
         if name not in GATES:
             raise unknown_name("gate", name, GATES)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.arguments import (
     by_name,
     cache_length,
@@ -31,6 +32,7 @@ from softgap.probe.calibrations import DEFAULT_MECHANISMS, equipped
 from softgap.probe.meter import Meter
 from softgap.probe.provenance import manifest_of
 from softgap.probe.stream import Stream
+from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall, tapped
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
@@ -76,6 +78,8 @@ class Recording:
         drop_sinks: int = 0,
         logits: bool = True,
     ) -> None:
+        check_measurable(model)
+        mechanisms = as_items(mechanisms)
         if not mechanisms:
             raise ValueInputError("mechanisms must name at least one, got none; leave it out for elu1 and uniform")
         if block < 1:

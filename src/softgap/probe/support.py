@@ -2,6 +2,9 @@
 
 A module reaches the registry if the code of its class names a global that is an `AttentionInterface`. That is looked up
 in the compiled functions of the class, not in a list of model types: a new type is judged by what it does.
+
+Reaching a model is not enough to measure it: :func:`check_measurable`, which everything that takes numbers from a model
+asks first, also wants evaluation mode.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from softgap.errors import ModelError
+from softgap.probe.causal import model_refusal
 
 __all__ = [
     "TAPPED_ATTENTION",
     "AttentionModule",
     "attention_modules",
     "attention_registries",
+    "check_measurable",
     "check_tappable",
     "untappable_reason",
 ]
@@ -43,15 +48,30 @@ class AttentionModule:
     registry: AttentionInterface
 
 
+def check_measurable(model: nn.Module) -> None:
+    """Raise `ModelError` unless the model can be tapped and is in evaluation mode, where no dropout adds noise.
+
+    A swap alone takes no numbers, so heads may be swapped in a model that trains.
+    """
+    check_tappable(model)
+    part = _in_training(model)
+    if part is not None:
+        where = f" ('{part}')" if part else ""
+        raise ModelError(
+            f"a model must be in evaluation mode to be measured, got {type(model).__name__} in training mode{where}, "
+            "where dropout changes the numbers at random; call model.eval() first"
+        )
+
+
 def check_tappable(model: nn.Module) -> None:
-    """Raise `ModelError` with the reason if this model's attention cannot be tapped."""
+    """Raise `ModelError` with the reason if this is not a causal model, or its attention cannot be tapped."""
     reason = untappable_reason(model)
     if reason is not None:
         raise ModelError(reason)
 
 
 def untappable_reason(model: nn.Module) -> str | None:
-    """Why this model's attention cannot be tapped, as one sentence, or None if it can."""
+    """Why this is not a causal model or its attention cannot be tapped, as one sentence, or None if it is and can."""
     if not isinstance(model, PreTrainedModel):
         return (
             f"the model must be a transformers PreTrainedModel, got {type(model).__name__}; "
@@ -59,6 +79,12 @@ def untappable_reason(model: nn.Module) -> str | None:
         )
     model_type = model.config.model_type
     found = attention_modules(model)
+    reason = model_refusal(model, (entry.module for entry in found))
+    if reason is not None:
+        return (
+            f"softgap measures causal (decoder-only) language models, got {type(model).__name__}: {reason}; choose a "
+            "causal model such as Llama, Qwen, Gemma or GPT-2"
+        )
     if not found:
         return _outside_registry(model, model_type)
     for entry in found:
@@ -94,6 +120,21 @@ def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:
 def attention_registries(model: PreTrainedModel) -> tuple[AttentionInterface, ...]:
     """The distinct registries this model's attention is looked up in; Doge, for one, has its own."""
     return tuple({id(entry.registry): entry.registry for entry in attention_modules(model)}.values())
+
+
+def _in_training(model: nn.Module) -> str | None:
+    """The part of a model that is in training mode, "" for the whole model, or None.
+
+    Of the parts only attention and dropout count: a module that is put into a model afterwards is in training mode
+    unless told otherwise.
+    """
+    if model.training:
+        return ""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    for name, module in model.named_modules():
+        if module.training and (isinstance(module, kinds) or _registry_of(type(module)) is not None):
+            return str(name)
+    return None
 
 
 def _outside_registry(model: PreTrainedModel, model_type: str) -> str:

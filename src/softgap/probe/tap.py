@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from softgap.errors import ModelError, UnsupportedError
-from softgap.probe.support import attention_modules, check_tappable
+from softgap.probe.support import attention_modules, check_measurable, check_tappable
 
 __all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
 
@@ -93,8 +93,11 @@ _overrides: dict[tuple[int, str], _Override] = {}
 def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
     """Show every attention call of this model to the listener, for as long as the block runs.
 
-    ``alone`` hides the calls of the block from every other tap of this model, replacements included.
+    ``alone`` hides the calls of the block from every other tap of this model, replacements included. Such a listener
+    looks at shapes and places, so only then may the model be in training mode.
     """
+    if not alone:
+        check_measurable(model)
     with _attached(model, _Tap(listen=listener, alone=alone)):
         yield
 

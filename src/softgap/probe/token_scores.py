@@ -144,11 +144,14 @@ def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Ten
     return torch.stack(score(logits, torch.full(logits.shape[:2], -1, device=logits.device)))
 
 
-def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int, rows: int = ROWS) -> LogitBlocks:
+def forward_then_logits(
+    model: PreTrainedModel, inputs: dict[str, Any], n: int, rows: int = ROWS, *, begin: int = 0
+) -> LogitBlocks:
     """One forward over all n positions now; its logits, a block of ``rows`` at a time, when they are asked for.
 
     n x vocabulary numbers are never held. The head is the model's own: its forward is called again for each block,
     with the part below the head replaced by what it returned the first time (and past all hooks: it is no new pass).
+    Positions before ``begin`` are not needed, and are left out where that saves something.
     """
     base = model.base_model
     if n <= rows or base is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -166,7 +169,7 @@ def forward_then_logits(model: PreTrainedModel, inputs: dict[str, Any], n: int, 
 
     def blocks() -> Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]:
         with answering(base, kept[-1]):
-            for start in range(0, n, rows):
+            for start in range(begin, n, rows):
                 positions = torch.arange(start, min(n, start + rows), device=model.device)
                 yield start, model.forward(**inputs, logits_to_keep=positions).logits
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from softgap.errors import StoreError, ValueInputError
+from softgap.inputs import as_items
 from softgap.report.files import written_whole
 
 __all__ = [
@@ -48,6 +49,7 @@ class Table:
     caption: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", as_items(self.columns))
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueInputError(f"a row must have a cell for each of {len(self.columns)} columns, got {len(row)}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from softgap.errors import StoreError, ValueInputError
+from softgap.inputs import as_items
 from softgap.report.columns import Column, calibration_column, own_calibration, read_columns
 from softgap.report.document import Document, documents_in
 from softgap.report.files import check_place, written_whole
@@ -108,7 +109,7 @@ def write_explorer(
         return Report(target, _write(target, render_documents(documents)), 0, 0)
     opened = open_study(study)
     _check_target(target, overwrite)
-    columns = _columns(opened, heads, calibration)
+    columns = _columns(opened, as_items(heads), calibration)
     findings = documents_in(Path(study)) if "://" not in os.fspath(study) else []
     data = payload(opened, samples=samples, columns=columns, findings=findings, progress=progress)
     size = _write(target, render(data))

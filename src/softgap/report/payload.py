@@ -11,6 +11,7 @@ import numpy as np
 from softgap import __version__
 from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline
 from softgap.errors import StoreError, ValueInputError
+from softgap.inputs import as_items
 from softgap.report.chosen import Chosen, array_keys, choose
 from softgap.report.columns import Column
 from softgap.report.document import Document
@@ -70,7 +71,7 @@ def payload(
     """
     tell = progress or (lambda *_: None)
     first = _first(study)
-    chosen = choose(study, first, samples)
+    chosen = choose(study, first, as_items(samples))
     arrays: list[Packed] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 

@@ -12,6 +12,8 @@ from softgap.report.pictures import figure_bytes
 
 __all__ = ["plan_document"]
 
+_WORDS = {"recall": "recall (first token of each answer)", "whole_answers": "recall (whole answers)"}
+
 
 def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], layers: Sequence[int]) -> Document:
     """The document of a plan for a model with so many heads and KV heads in each layer; without matplotlib no picture.
@@ -20,17 +22,19 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
     """
     memory, rows = plan.memory, []
     for name, interval in plan.expected.items():
-        rows.append((name, plan.original[name], interval.value, interval.low, interval.high))
+        rows.append((_WORDS.get(name, name), plan.original[name], interval.value, interval.low, interval.high))
     columns = ("on unseen text", "original", "change", "from", "to")
+    caption = "What it costs, with 95 % intervals over texts and lists of lookups"
     return Document(
         title=f"A plan for {plan.model}",
         verdict=(
             f"{len(plan.heads)} of {sum(heads)} heads go without softmax ({plan.substitute.name}); {len(plan.groups)} "
             f"of {sum(kv_heads)} KV groups are freed, {len(plan.layers)} layers whole."
         ),
-        tables=(Table(columns, tuple(rows), "What it costs, with 95 % over texts"),) if rows else (),
+        tables=(Table(columns, tuple(rows), caption),) if rows else (),
         pictures=_picture(plan, heads, kv_heads, layers),
         notes=(
+            *((("Recall", plan.recall_words()),) if plan.recall else ()),
             (
                 "Memory",
                 f"The KV cache takes {memory['per_token']:,.0f} bytes per token instead of "

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from softgap.errors import ShapeError, ValueInputError
+from softgap.inputs import refuse_string
 from softgap.stats.checked import checked_share
 
 __all__ = ["Split", "confirmation_split"]
@@ -36,6 +37,8 @@ def confirmation_split(
     ``hash`` is SHA-256 of everything that the split depends on: write it down before looking.
     """
     share = checked_share("fraction", fraction, 0.3)
+    refuse_string("ids", ids, "one name per sample")
+    refuse_string("clusters", clusters, "one name per sample")
     names = [str(name) for name in ids]
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:

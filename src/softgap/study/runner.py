@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from softgap.errors import SoftgapError, StoreError, unknown_name
+from softgap.inputs import refuse_string
 from softgap.probe import Recording
 from softgap.probe.calibrations import default_mechanisms
 from softgap.probe.progress import quiet_transformers
@@ -91,6 +92,7 @@ def run_study(
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     """
+    refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     if engine == "ray":

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.provenance import live_options
 from softgap.probe.temperature import checked_temperature
 
@@ -55,6 +56,8 @@ class StudySettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mechanisms is not None:
+            object.__setattr__(self, "mechanisms", as_items(self.mechanisms))
         for name in ("max_new_tokens", "batch_size", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items, refuse_string
 from softgap.tasks.text_files import encodable, short, some_text
 
 __all__ = ["Prompt", "check_ids", "prompt_from"]
@@ -44,6 +45,9 @@ class Prompt:
     group: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     line: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reference", as_items(self.reference))
 
     def to_json(self) -> dict[str, Any]:
         """As one object, which :func:`prompt_from` reads back."""
@@ -92,6 +96,7 @@ def prompt_from(
 
 def check_ids(prompts: Sequence[Prompt], name: str) -> None:
     """Refuse an id that occurs twice."""
+    refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     lines: dict[str, int] = {}
     for prompt in prompts:
         if prompt.sample_id in lines:

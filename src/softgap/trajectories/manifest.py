@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 
 __all__ = ["Manifest", "inputs_digest"]
 
@@ -126,7 +127,7 @@ class Manifest:
 
 def inputs_digest(texts: Sequence[str]) -> str:
     """The fingerprint of the texts of a study, for :attr:`Manifest.inputs`."""
-    return hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\x00".join(as_items(texts)).encode()).hexdigest()[:16]
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:

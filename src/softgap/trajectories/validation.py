@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.inputs import refuse_string
 from softgap.trajectories.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueInputError(f"quantities must hold {', '.join(QUANTITIES)}, got no {missing[0]}; measure it too")
     focus = _named_arrays("focus", given["focus"], FOCUS, per_head)
     _check_padding(heads_per_layer, kv_group, {**quantities, **focus})
+    refuse_string("tokens", given["tokens"], "the text of each token")
     tokens = tuple(given["tokens"])
     if len(tokens) != steps:
         raise ShapeError(f"tokens must have one entry per step, {steps} as positions has, got {len(tokens)}")

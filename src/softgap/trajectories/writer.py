@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from softgap.errors import StoreError, ValueInputError
+from softgap.inputs import refuse_string
 from softgap.trajectories.batches import KINDS, publish_batch
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.manifest import Manifest
@@ -95,6 +96,7 @@ class StudyWriter:
 
     def adopt(self, batch: int, ids: Sequence[str]) -> None:
         """Take note of a batch that another process has published in this study's folder."""
+        refuse_string("ids", ids, "the names of its samples")
         self._ids[batch] = tuple(ids)
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.features import featurise
 from softgap.errors import UnsupportedError
+from softgap.inputs import as_items
 
 __all__ = [
     "Concentration",
@@ -40,7 +41,7 @@ def with_weights(
     if given is None:
         wanted = [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
         return tuple(prepare(name) for name in dict.fromkeys([*always, *wanted]))
-    asked = {found.name: found for found in map(prepare, given)}
+    asked = {found.name: found for found in map(prepare, as_items(given))}
     for name, found in asked.items():
         found.site(torch.arange(1), torch.float32)
         if found.kind == "constant":

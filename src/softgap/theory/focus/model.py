@@ -16,6 +16,7 @@ from softgap.attention.off_diagonal import capacity_exponent
 from softgap.errors import ValueInputError
 from softgap.probe.calibrations import calibrated
 from softgap.probe.recording import ready
+from softgap.probe.support import check_measurable
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.text_ids import check_lengths
 from softgap.theory.claims import Claim
@@ -223,6 +224,7 @@ def focus_in_model(
     progress
         Called with a stage and the share of the whole that is done.
     """
+    check_measurable(model)
     prepare = partial(ready, model=model)
     wanted = with_weights(mechanisms, _ALWAYS, prepare=prepare)
     if mechanisms is None:

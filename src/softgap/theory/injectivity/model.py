@@ -12,8 +12,10 @@ from jaxtyping import Float64, Int
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.calibrations import calibrated
 from softgap.probe.recording import ready
+from softgap.probe.support import check_measurable
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.text_ids import check_lengths
 from softgap.theory.claims import Claim
@@ -164,9 +166,10 @@ def injectivity_in_model(
     near
         See :func:`confusion_rate`.
     """
+    check_measurable(model)
     if queries < 8:
         raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
-    wanted = [*comparable(), *calibrated(model)] if mechanisms is None else mechanisms
+    wanted = [*comparable(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
     chosen = [ready(mechanism, model) for mechanism in wanted]
     names = [m.name for m in chosen]
     chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]

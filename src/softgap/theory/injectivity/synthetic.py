@@ -13,6 +13,7 @@ import torch
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention import feature_maps as maps
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.theory.claims import Claim
 from softgap.theory.injectivity.collision_search import Search, find_collision
 from softgap.theory.injectivity.collisions import (
@@ -174,7 +175,7 @@ def _checked(dim: int, keys: int, draws: int, wanted: Sequence[str | Mechanism] 
         )
     if draws < 1:
         raise ValueInputError(f"draws must be at least 1, got {draws}")
-    chosen = [resolve(name) for name in (searchable() if wanted is None else wanted)]
+    chosen = [resolve(name) for name in (searchable() if wanted is None else as_items(wanted))]
     for mechanism in chosen:
         # Says what is missing, before any work is done.
         mechanism.site(torch.arange(1), torch.float64)

@@ -12,8 +12,10 @@ from jaxtyping import Float64, Int
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.inputs import as_items
 from softgap.probe.calibrations import calibrated
 from softgap.probe.recording import ready
+from softgap.probe.support import check_measurable
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.text_ids import check_lengths
 from softgap.theory.claims import Claim
@@ -175,9 +177,10 @@ def position_in_model(
     progress: Progress | None = None,
 ) -> Position:
     """The lab in every head of a model over a text, with ``fitted`` where the model has a calibration."""
+    check_measurable(model)
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
-    wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else mechanisms
+    wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
     chosen = _chosen([ready(mechanism, model) for mechanism in wanted])
     check_lengths(model, [list(token_ids)], 0)
     tell = progress or (lambda *_: None)
@@ -201,7 +204,7 @@ def position_in_model(
 
 
 def _chosen(wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
-    chosen = [resolve(m) for m in (fixed_maps() if wanted is None else wanted)]
+    chosen = [resolve(m) for m in (fixed_maps() if wanted is None else as_items(wanted))]
     if not chosen:
         raise ValueInputError("a position lab needs at least one mechanism, got none; name one")
     for mechanism in chosen:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from softgap.inputs import as_items
 from softgap.theory.claims import Claim
 from softgap.theory.separation.claims import separation_claims
 from softgap.theory.separation.data import Construction, construct
@@ -124,7 +125,7 @@ def separation_lab(
     show("every mechanism", 0.0)
     found = trials(names, construction, draws, rng=streams[0])
     maps = phase_maps(
-        tuple(dict.fromkeys(mapped or _MAPPED)),
+        tuple(dict.fromkeys(as_items(mapped or _MAPPED))),
         *(axes or parse_axes("d,b")),
         # The default map spans d itself, so a given n or d is not held against it.
         {name: value for name, value in given.items() if axes is not None or name not in ("n", "d")},

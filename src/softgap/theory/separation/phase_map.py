@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
+from softgap.inputs import as_items
 from softgap.theory.separation.classes import class_outputs, form_of
 from softgap.theory.separation.data import Construction, construct, draw_many
 from softgap.theory.separation.network import argument, signal_margin
@@ -181,10 +182,10 @@ def phase_maps(
                 reason = str(error)
                 continue
             drawn = draw_many(size, draws, rng=rng)
-            cells[j, i] = size, tuple(trial(name, size, drawn) for name in names)
+            cells[j, i] = size, tuple(trial(name, size, drawn) for name in as_items(names))
     if not cells:
         raise ValueInputError(f"no cell of the map {x.name}, {y.name} is a construction: {reason}")
-    return tuple(_collected(which, name, x, y, cells) for which, name in enumerate(names))
+    return tuple(_collected(which, name, x, y, cells) for which, name in enumerate(as_items(names)))
 
 
 def _placed(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:

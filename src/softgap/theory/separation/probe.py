@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from softgap.attention import resolve
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.theory.separation.classes import dense_outputs
 from softgap.theory.separation.data import Construction, Draw, draw_many
 from softgap.theory.separation.network import fire
@@ -129,7 +130,7 @@ def probe_outputs(
     drawn = draw_many(construction, samples, rng=rng)
     noise = rng.standard_normal((2, samples, construction.n * construction.d))
     found = []
-    for name in names:
+    for name in as_items(names):
         mechanism, unit = resolve(name), construction.unit
         outputs = np.stack(
             [[dense_outputs(mechanism, construction, label, draw) / unit for draw in drawn] for label in (0, 1)]

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.theory.claims import Claim, Verdict
 from softgap.theory.separation.trained_cells import Cell, Training, stored_cell
 from softgap.theory.separation.trained_model import trainable
@@ -205,8 +206,8 @@ def train_all(
     mechanisms
         Beside softmax; elu1 by default. The first one is the rival of the comparisons.
     """
-    names = tuple(tasks or DEFAULT_TASKS)
-    wanted = tuple(dict.fromkeys(("softmax", *(mechanisms or ("elu1",)))))
+    names = as_items(tasks or DEFAULT_TASKS)
+    wanted = tuple(dict.fromkeys(("softmax", *as_items(mechanisms or ("elu1",)))))
     budget = training or Training()
     if seeds < 1 or budget.steps < 1:
         raise ValueInputError(f"training needs at least one seed and one step, got {seeds} and {budget.steps}")

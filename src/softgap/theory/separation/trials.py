@@ -11,6 +11,7 @@ import numpy as np
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError
+from softgap.inputs import as_items
 from softgap.theory.separation.classes import class_outputs, form_of
 from softgap.theory.separation.data import Construction, Draw, draw_many
 from softgap.theory.separation.network import fire, hoeffding, missing_bound, signal_margin
@@ -115,7 +116,7 @@ def trials(
 ) -> tuple[Trial, ...]:
     """The same draws for every mechanism."""
     drawn = draw_many(construction, draws, rng=rng)
-    return tuple(trial(name, construction, drawn) for name in names)
+    return tuple(trial(name, construction, drawn) for name in as_items(names))
 
 
 def computable() -> tuple[str, ...]:
@@ -125,5 +126,5 @@ def computable() -> tuple[str, ...]:
 
 def named(names: Sequence[str] | None) -> tuple[str, ...]:
     """The mechanisms asked for, all computable ones if none; softmax and identity always, as the source's two."""
-    wanted = computable() if not names else tuple(names)
+    wanted = computable() if not names else as_items(names)
     return tuple(dict.fromkeys(("softmax", "identity", *wanted)))

@@ -1,0 +1,92 @@
+"""Associative recall on as many lists of lookups as it takes to say it to two hundredths.
+
+A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
+of the original model's recall and of its change under the swap both have a half-width of at most :data:`HALF_WIDTH`, or
+until :data:`MOST_LISTS` are asked. What a search decides by and what a plan reports follow this one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softgap.linearize.heads import Head
+from softgap.linearize.kept import Kept
+from softgap.linearize.passages import Passages, digest_of_passages
+from softgap.linearize.resampling import interval_of
+from softgap.linearize.substitute import Substitute
+from softgap.linearize.together import Reading, joined_readings, read_swapped
+from softgap.probe.models import Model
+
+__all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "half_widths"]
+
+HALF_WIDTH = 0.02
+"""The largest half-width of the 95 % interval of a recall that is reported or decided on."""
+BLOCK_LISTS = 48
+FEWEST_LISTS = 2 * BLOCK_LISTS
+"""Where asking begins: 1,152 questions, enough where one answer in eight changes and the questions are independent."""
+MOST_LISTS = 10 * BLOCK_LISTS
+"""Where asking ends: 5,760 questions, a half-width of .013 at worst for a share of independent questions."""
+
+
+@dataclass(eq=False)
+class RecallTest:
+    """Recall of one model with different heads swapped, all on the same lists.
+
+    Attributes
+    ----------
+    draw
+        ``draw(skip, n)`` gives ``n`` lists after the first ``skip``.
+    lists
+        Ask exactly so many, whatever the half-width; None for as many as it takes.
+    report
+        Told how many lists are asked by now.
+    """
+
+    model: Model
+    draw: Callable[[int, int], Passages]
+    lists: int | None = None
+    kept: Kept = field(default_factory=lambda: Kept(None, {}))
+    seed: int = 0
+    report: Callable[[int], None] = lambda lists: None
+    _drawn: list[Passages] = field(default_factory=list, init=False)
+    _read: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
+
+    def compare(
+        self, heads: Sequence[Head], chosen: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
+    ) -> tuple[Reading, Reading]:
+        """The original model and the one with these heads swapped, on enough lists and at least ``fewest``."""
+        blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
+        while True:
+            original, swapped = self._asked((), lambda: None, blocks), self._asked(tuple(heads), chosen, blocks)
+            done = self.lists is not None or blocks * BLOCK_LISTS >= MOST_LISTS
+            if done or max(half_widths(original, swapped, seed=self.seed).values()) <= HALF_WIDTH:
+                return original, swapped
+            blocks += 1
+
+    def _asked(self, heads: tuple[Head, ...], chosen: Callable[[], Substitute | None], blocks: int) -> Reading:
+        """The first blocks of lists; what was asked before is used again."""
+        found = self._read.setdefault(heads, [])
+        while len(found) < blocks:
+            block = self._block(len(found))
+
+            def make(block: Passages = block) -> dict[str, list[float]]:
+                return read_swapped(self.model, None, block, heads, chosen() if heads else None).to_json()
+
+            found.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_passages(block)], make)))
+            self.report(sum(len(part.recall) for part in found))
+        return joined_readings(found[:blocks])
+
+    def _block(self, number: int) -> Passages:
+        while len(self._drawn) <= number:
+            skip = len(self._drawn) * BLOCK_LISTS
+            self._drawn.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
+        return self._drawn[number]
+
+
+def half_widths(original: Reading, swapped: Reading, *, seed: int = 0) -> dict[str, float]:
+    """Half-widths of the 95 % intervals of the original recall (``original``) and of its change (``change``)."""
+    pairs = {"original": original.recall, "change": swapped.recall - original.recall}
+    return {name: interval_of(x, rng=np.random.default_rng(seed)).half_width for name, x in pairs.items()}
