@@ -106,9 +106,9 @@ def words(found: Sequence[Nearness]) -> str:
     """What was measured, and what came out over all texts."""
     outputs, divergences = ([getattr(one, name) for one in found] for name in ("outputs", "divergences"))
     return (
-        "D is the divergence from softmax, 1 − cos of the two outputs. Means are over heads and over all tokens but the "
+        "D is the divergence from softmax, 1 − cos of the two outputs. Means are over heads and all tokens but the "
         "first; the worst head is the one with the largest mean over tokens.\n\n"
-        f"**The divergences of elu1 and uniform differ by {span([mean for mean, _ in divergences])} in the mean, and by "
+        f"**The divergences of elu1 and uniform differ by {span([mean for mean, _ in divergences])} in the mean and by "
         f"{span([worst for _, worst in divergences], 2)} in the worst head of a text.** Their *outputs* are nearer to "
         f"each other: 1 − cos is {span([mean for mean, _ in outputs], 4)} in the mean and "
         f"{span([worst for _, worst in outputs])} in the worst head. The two are not the same statement: the outputs "

@@ -29,9 +29,9 @@ def heat_map(
     """The map and what one cell of it stands for, to be read on a scale from 0 to 1.
 
     In colour a cell is a block, half a line high where there are many heads; without colour it is a digit, the
-    number's tenths. Above 1 it has a colour of its own, or is ``+``, and the legend says how many heads these are and
-    how large the largest number is. A model too large for the width or for 24 lines is pooled: then a cell is the mean
-    over neighbouring layers or heads.
+    number's tenths. Above 1 it has a colour of its own, from 1 on it is ``+``, and the legend says how many heads these
+    are and how large the largest number is. A model too large for the width or for 24 lines is pooled: then a cell is
+    the mean over neighbouring layers or heads.
     """
     halves = colour and values.shape[1] > _WHOLE_LINES
     room = max(1, width - _MARGIN)
@@ -72,7 +72,7 @@ def _colour(value: float) -> Color:
 
 
 def _digit(value: float, cell: int) -> Text:
-    digit = " " if math.isnan(value) else "+" if value > _END else str(min(9, int(10 * max(value, 0.0))))
+    digit = " " if math.isnan(value) else "+" if value >= _END else str(int(10 * max(value, 0.0)))
     return Text(f"{digit:<{cell}}")
 
 
@@ -86,13 +86,14 @@ def _axis(layers: tuple[int, ...], cell: int) -> str:
 
 def _legend(values: Float[np.ndarray, "layer head"], colour: bool) -> Text:
     """The scale, and how far the numbers go beyond it."""
-    over = values[values > _END]
+    # A digit cannot show 1 itself, a colour can.
+    over = values[values > _END] if colour else values[values >= _END]
     count = f"{len(over)} head{'' if len(over) == 1 else 's'}"
-    reach = f"above 1: {count}, up to {over.max():.2f}" if len(over) else "above 1: no head"
+    reach = f"{count}, up to {over.max():.2f}" if len(over) else "no head"
     legend = Text(" " * _MARGIN)
     if colour:
-        return legend.append_text(ramp("0", "1   ")).append("  ", Style(bgcolor=beyond())).append(f" {reach}")
-    return legend.append(f"tenths: 5 is 0.5 to 0.6, + is {reach}", "dim")
+        return legend.append_text(ramp("0", "1   ")).append("  ", Style(bgcolor=beyond())).append(f" above 1: {reach}")
+    return legend.append(f"tenths: 5 is 0.5 to 0.6, + is 1 and more: {reach}", "dim")
 
 
 def _meaning(per_column: int, per_row: int) -> str:

@@ -101,7 +101,7 @@ class Group:
         real = run.kv_group >= 0
         for name in run.mechanisms:
             total = np.nansum(run.select(name).divergence[real][:, kept], axis=-1, dtype=np.float64)
-            self.gap[name] = self.gap.get(name, 0.0) + total
+            self.gap[name] = total + self.gap.get(name, np.zeros_like(total))
 
     def gap_left(self) -> dict[str, Float64[np.ndarray, " head"]]:
         """The share of each head's gap that a mechanism leaves, by ``gap/mechanism``; none without the control."""

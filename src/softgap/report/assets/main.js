@@ -123,9 +123,10 @@ async function start() {
 }
 
 function unpackFirst() {
-  return new Promise((resolve) => {
-    if (arrayAt(current().arrays[divergenceKey()], resolve)) resolve();
-  });
+  const keys = [divergenceKey(), divergenceKey(CONTROL)].filter(carries);
+  return Promise.all(keys.map((key) => new Promise((resolve) => {
+    if (arrayAt(current().arrays[key], resolve)) resolve();
+  })));
 }
 
 start().catch(fail);
