@@ -143,7 +143,8 @@ def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
     ranking = summary.mechanisms[summary.ranking]
     with_control = CONTROL in summary.mechanisms and ranking != CONTROL
     with_share = any(row.share_left is not None for row in heads)
-    for heading in ("layer", "head", *(["gap left"] if with_share else []), ranking, *([CONTROL] if with_control else [])):
+    headings = ["layer", "head", *(["gap left"] if with_share else []), ranking, *([CONTROL] if with_control else [])]
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in heads:
         share = [_number(row.share_left)] if with_share else []
