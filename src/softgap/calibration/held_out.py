@@ -236,12 +236,9 @@ def _rank_correlation(
     closed: Sequence[Sequence[float | None]], explained: Float[np.ndarray, "layer head"]
 ) -> float | None:
     """Spearman's correlation over the heads that have both numbers; None where either orders nothing."""
-    pairs = [
-        (a, b)
-        for row, energies in zip(closed, explained.tolist(), strict=True)
-        for a, b in zip(row, energies, strict=True)
-        if a is not None and np.isfinite(b)
-    ]
-    if len({a for a, _ in pairs}) < 2 or len({b for _, b in pairs}) < 2:
+    shares = np.array([[np.nan if x is None else x for x in row] for row in closed])
+    both = np.isfinite(shares) & np.isfinite(explained)
+    one, other = shares[both], explained[both]
+    if len(np.unique(one)) < 2 or len(np.unique(other)) < 2:
         return None
-    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+    return float(spearmanr(one, other).statistic)

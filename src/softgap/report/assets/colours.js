@@ -86,8 +86,9 @@ function drawLegend(group, scale, width, label) {
   });
   group.append('rect').attr('class', 'frame').attr('width', bar).attr('height', 9);
   const place = d3.scaleLinear().domain([low, high]).range([0, bar]);
-  const ticks = place.ticks(4);
-  const written = place.tickFormat(4);
+  const count = bar < 160 ? 2 : 4;
+  const ticks = place.ticks(count);
+  const written = place.tickFormat(count);
   for (const tick of ticks) {
     group.append('line').attr('class', 'zero').attr('x1', place(tick)).attr('x2', place(tick)).attr('y1', 9).attr('y2', 12);
     group.append('text').attr('x', place(tick)).attr('y', 23).attr('text-anchor', tick === ticks[0] && place(tick) < 12 ? 'start' : 'middle')
