@@ -116,7 +116,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
     console.print()
-    console.print(held_out_sentence(held_out_summary(held_out.to_json())))
+    console.print(held_out_sentence(held_out_summary(held_out.to_json())), width=min(console.width, 100))
     console.print()
     console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")
     console.print(_table(calibration))
@@ -147,8 +147,7 @@ def _table(calibration: Calibration) -> Table:
     for name, energy in {"fitted": held_out.explained, **held_out.explained_by}.items():
         table.add_row(f"energy explained by {name}, median head", f"{energy:.3f}", "")
     if held_out.rank_correlation is not None:
-        words = "rank correlation over heads, gap closed and energy explained"
-        table.add_row(words, f"{held_out.rank_correlation:.3f}", "")
+        table.add_row("rank correlation of gap closed and energy, heads", f"{held_out.rank_correlation:.3f}", "")
     for name, closed in held_out.by_position.items():
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
