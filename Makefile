@@ -78,4 +78,4 @@ docs: $(STAMP) ## the documentation, into site/
 
 clean: ## caches and built pages; the environment stays (rm -rf .venv removes it)
 	@rm -rf site build .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +

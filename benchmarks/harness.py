@@ -107,9 +107,12 @@ def peak_of_process() -> int | None:
     return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def write_section(name: str, title: str, text: str, page: Path = DOCS) -> None:
-    """Replace one section of docs/benchmarks.md, or of another page, or add it; all other sections stay."""
-    begin, end = f"<!-- {name}: written by benchmarks/{name.split('-')[0]}.py -->", f"<!-- end of {name} -->"
+def write_section(name: str, title: str, text: str, page: Path = DOCS, *, folder: str = "benchmarks") -> None:
+    """Replace one section of docs/benchmarks.md, or of another page, or add it; all other sections stay.
+
+    The section says which script of ``folder`` wrote it: the one whose name the section's begins with.
+    """
+    begin, end = f"<!-- {name}: written by {folder}/{name.split('-')[0]}.py -->", f"<!-- end of {name} -->"
     section = f"{begin}\n## {title}\n\n{text.strip()}\n{end}"
     content = page.read_text() if page.exists() else _OPENING[page]
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)

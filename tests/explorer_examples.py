@@ -6,7 +6,7 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +111,21 @@ def labelled_runs(count: int = 6, **options: Any) -> list[Trajectories]:
         story(sample_id=f"s{i}", label=next(labels), seed=i, level=0.2 * (i % 2), steps=30 + 5 * i, **options)
         for i in range(count)
     ]
+
+
+def with_fitted(run: Trajectories, share: Any, held_out: dict[str, float] | None = None) -> Trajectories:
+    """The run with a fitted map whose divergence is a share of that from uniform: a number, or one per head."""
+    names: dict[str, dict[str, object]] = {"elu1": {}, "uniform": {}, "fitted": {}}
+    shares = np.asarray(share, dtype=np.float32)[..., None]
+
+    def extended(part: Trajectories) -> dict[str, Any]:
+        more = {name: np.concatenate([x, shares * x[1:]]) for name, x in part.quantities.items()}
+        extra = {} if held_out is None else {"held_out": held_out}
+        manifest = replace(part.manifest, mechanisms=names, extra=extra)
+        return {"mechanisms": tuple(names), "quantities": more, "manifest": manifest}
+
+    prompt = None if run.prompt is None else replace(run.prompt, **extended(run.prompt))
+    return replace(run, **extended(run), prompt=prompt)
 
 
 def report_of(folder: Path, *runs: Trajectories) -> Path:

@@ -45,6 +45,16 @@ def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     return model
 
 
+def attending_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
+    """A tiny Llama whose softmax is far from the mean of values in every head: there is a gap to close."""
+    model = tiny_llama(seed, **settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(12)
+    return model
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     merges = [(left, right) for left, right in (line.split(" ") for line in MERGES)]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(VOCABULARY)}, merges))

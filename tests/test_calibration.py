@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import softgap
-from model_examples import byte_tokenizer, tiny_llama
+from model_examples import attending_llama, byte_tokenizer, tiny_llama
 from probe_cases import tiny_with
 from softgap.calibration import (
     Calibration,
@@ -75,6 +75,44 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
     assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in found.tensors)
     assert set(found.held_out.gap_closed) == {"fitted", "elu1", "mean_ablation", "profile"}
     assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
+
+
+def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.safetensors"
+    sharp = attending_llama(max_position_embeddings=1024)
+    found = calibrate(sharp, TOKENIZER, [written()], recipe=RECIPE, positions=256, out=path)
+    held_out = found.held_out
+    assert set(held_out.explained_by) == {"fitted", "uniform", "elu1", "mean_ablation", "profile"}
+    assert held_out.explained_by["fitted"] == held_out.explained
+    closed, explained = (np.array(x, dtype=float).ravel() for x in (held_out.by_head, held_out.explained_by_head))
+    assert np.nanmedian(explained) == pytest.approx(held_out.explained)
+    with_gap = ~np.isnan(closed)
+    one, other = (np.argsort(np.argsort(x[with_gap])).astype(float) for x in (closed, explained))
+    one, other = one - one.mean(), other - other.mean()
+    assert held_out.rank_correlation == pytest.approx((one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum()))
+    profile = held_out.against["profile"].value
+    expected = f"gap closed {held_out.gap_closed['fitted'].value:.2f}, of the gap that profile leaves {profile:.2f}, "
+    assert expected in repr(found)
+    assert f"rank correlation of the two over heads {held_out.rank_correlation:.2f}" in repr(found)
+    assert found.report()["summary"]["against_profile"] == profile
+    # A run that is measured with it quotes the same numbers for its reader.
+    run = read_ids(sharp, [[1, 2, 3]], mechanisms=[f"fitted@{path}", "uniform"])[0]
+    assert run.manifest.extra["held_out"] == found.report()["summary"]
+
+
+def test_a_calibration_of_an_earlier_version_has_no_energy_by_head(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.safetensors"
+    found = made(path)
+    report = found.report()
+    del report["summary"]
+    for name in ("explained_by", "explained_by_head", "rank_correlation"):
+        del report["held_out"][name]
+    save_calibration(path, found.tensors, {**found.metadata, **report})
+    old = Calibration.load(path).held_out
+    assert (old.explained_by, old.explained_by_head, old.rank_correlation) == ({}, (), None)
+    assert old.explained == found.held_out.explained
+    assert "rank correlation" not in repr(Calibration.load(path))
+    assert "rank_correlation" not in load_calibration(path).equip("fitted").held_out
 
 
 def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
@@ -367,17 +405,14 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_study_shows_what_its_own_calibration_closes(tmp_path: Path) -> None:
-    sharp = model()
-    with torch.no_grad():
-        for name, parameter in sharp.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                parameter.mul_(12)
+    sharp = attending_llama(max_position_embeddings=1024)
     found = calibrate(sharp, TOKENIZER, [written()], recipe=RECIPE, positions=256)
     softgap.read(sharp, TOKENIZER, written(8), mechanisms=["fitted", "uniform"]).save(tmp_path / "study")
     path = own_calibration(open_study(tmp_path / "study").manifest)
     assert path == calibration_path(found.fingerprint)
     page = write_explorer(tmp_path / "study", tmp_path / "study.html").path.read_text(encoding="utf-8")
     assert "gap closed by the calibration" in page
+    assert "energy explained by the calibration" in page
     # A calibration that cannot be read is no reason to write no report.
     path.write_bytes(b"damaged")
     page = write_explorer(tmp_path / "study", tmp_path / "again.html").path.read_text(encoding="utf-8")

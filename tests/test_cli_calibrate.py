@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_examples import contents, failure
-from model_examples import save_folder, tiny_llama
+from model_examples import attending_llama, save_folder
 from softgap.cli import main
 from softgap.trajectories import load
 
@@ -17,7 +17,7 @@ QUICK = ["--features", "4", "--steps", "3", "--positions", "128"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_llama(max_position_embeddings=512))
+    return save_folder(tmp_path_factory.mktemp("models") / "tiny", attending_llama(max_position_embeddings=512))
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,13 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     shown = capsys.readouterr().out
     assert "Fitted 4 features to every head in 3 steps, on the text given." in shown
     assert "gap left by profile closed by fitted" in shown
+    assert "energy explained by uniform, median head" in shown
+    assert "On held-out text the calibration closes" in shown
+    assert "rank correlation" in shown
     assert main(["read", "short.txt", "--model", str(folder), "--out", "after"]) == 0
-    assert "share of its gap that the fitted map leaves to each head" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "share of its gap that the fitted map leaves to each head" in shown
+    assert "On held-out text the calibration closes" in shown
     assert load("before").mechanisms == ("elu1", "uniform")
     assert load("after").mechanisms == ("elu1", "uniform", "fitted")
 

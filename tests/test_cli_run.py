@@ -97,6 +97,7 @@ def test_the_embedded_model_through_the_console_script(here: Path) -> None:
         "head": first["head"],
         "divergence": first["divergence"]["elu1"],
         "uniform": first["divergence"]["uniform"],
+        "share_left": None,
     }
     study = open_study("a")
     assert study.state == "finished"

@@ -79,7 +79,7 @@ def test_extreme_heads_are_named_by_layer_and_head() -> None:
 
 
 def test_heads_are_ranked_by_the_fitted_map_where_there_is_one() -> None:
-    run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
+    run = example_run(mechanisms=("elu1", "fitted"), missing=0.0)
     hungry, _ = summarise(run).extremes()
     means = run.select("fitted").head_means()
     assert hungry[0].divergence == pytest.approx(np.nanmax(means))
@@ -144,6 +144,46 @@ def test_a_map_of_any_size_fits(layers: int, heads: int, width: int, colour: boo
     lines = cells.plain.splitlines()[:-1]
     assert max(map(len, lines[:-1])) <= width
     assert len(lines) <= 25
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_numbers_above_1_are_counted_in_the_legend_and_shown_apart(colour: bool) -> None:
+    values = np.array([[0.2, 1.11], [1.05, math.nan], [0.9, 0.5]])
+    cells, _ = heat_map(values, (0, 1, 2), width=80, colour=colour)
+    *lines, legend = cells.plain.splitlines()
+    assert legend.endswith("2 heads, up to 1.11")
+    assert "".join(lines[:2]).count("+") == 2
+    if colour:
+        styles = [span.style for span in cells.spans if cells.plain[span.start] == "+"]
+        assert all(not isinstance(style, str) and style.bgcolor not in (None, shade(1.0)) for style in styles)
+    none, _ = heat_map(values[[2]], (0,), width=80, colour=colour)
+    assert none.plain.splitlines()[-1].endswith("no head")
+
+
+def test_heads_are_ranked_by_the_share_of_the_gap_where_it_is_known() -> None:
+    run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
+    summary = summarise(run)
+    assert summary.gap is not None
+    hungry, linear = summary.extremes()
+    shares = summary.gap.left
+    assert hungry[0].share_left == np.nanmax(shares)
+    assert linear[0].share_left == np.nanmin(shares)
+    assert [row.share_left for row in hungry] == sorted((row.share_left or 0 for row in hungry), reverse=True)
+    assert summary.headline is not None
+    assert (hungry[0].layer, hungry[0].head) == summary.headline.stubborn[0]
+    assert summary.ranked_by == "share of the gap that fitted leaves"
+    assert summarise(run.select("elu1")).ranked_by == "divergence from elu1"
+
+
+def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
+    run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
+    words = "closes 0.81 of the gap that the mean of values leaves and 0.69 of the gap that profile"
+    held_out = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7}
+    quoting = replace(run, manifest=replace(run.manifest, extra={"held_out": held_out}))
+    assert words in " ".join(shown(quoting).split())
+    assert words not in " ".join(shown(run).split())
+    without = replace(quoting.select("elu1"), manifest=quoting.manifest)
+    assert words not in " ".join(shown(without).split())
 
 
 def test_a_map_too_large_is_pooled_and_says_so() -> None:

@@ -23,7 +23,7 @@ from explorer_examples import HOSTILE, labelled_runs, save_study, story
 from softgap.errors import UnknownNameError
 from softgap.report import explorer
 from softgap.report.chosen import array_keys, choose
-from softgap.report.groups import Groups, step_means
+from softgap.report.groups import Groups
 from softgap.report.packing import pack, unpack
 from softgap.report.page import render
 from softgap.report.payload import Payload, payload
@@ -75,7 +75,7 @@ def test_group_means_and_intervals_are_those_of_a_loop() -> None:
     runs = labelled_runs(7)
     groups = Groups()
     for run in runs:
-        groups.add(run.label, head_means(run), step_means(run))
+        groups.add(run, head_means(run))
     everyone, calm, wild = groups.result()
     assert (everyone.label, calm.label, wild.label) == (None, "calm", "wild")
     assert (everyone.samples, calm.samples, wild.samples) == (7, 4, 3)
@@ -88,20 +88,20 @@ def test_group_means_and_intervals_are_those_of_a_loop() -> None:
     sums = wild.heads["divergence/uniform"]
     assert sums.mean()[head] == pytest.approx(mean, abs=1e-12)
     assert sums.half_width()[head] == pytest.approx(student.ppf(0.975, 2) * deviation / math.sqrt(3), abs=1e-9)
-    assert calm.steps is not None
+    steps = calm.steps["divergence/elu1"]
     # The longest sample of a group stands alone at its end: a mean without an interval.
-    assert list(calm.steps.count[0][[0, 40, 59]]) == [4, 2, 1]
-    assert np.isnan(calm.steps.half_width()[0, 59])
+    assert list(steps.count[0][[0, 40, 59]]) == [4, 2, 1]
+    assert np.isnan(steps.half_width()[0, 59])
     last = runs[6].divergence[:, :, 59].mean(dtype=np.float64)
-    assert calm.steps.mean()[0, 59] == pytest.approx(last, abs=1e-7)
-    assert calm.steps.mean()[3, 59] == pytest.approx(runs[6].divergence[2, :, 59].mean(dtype=np.float64), abs=1e-7)
+    assert steps.mean()[0, 59] == pytest.approx(last, abs=1e-7)
+    assert steps.mean()[3, 59] == pytest.approx(runs[6].divergence[2, :, 59].mean(dtype=np.float64), abs=1e-7)
 
 
 def test_too_many_labels_are_no_groups() -> None:
     groups = Groups()
     for i in range(14):
         run = story(label=str(i), steps=2, prompt_steps=0)
-        groups.add(run.label, head_means(run), step_means(run))
+        groups.add(run, head_means(run))
     assert [group.label for group in groups.result()] == [None]
     assert groups.result()[0].samples == 14
 

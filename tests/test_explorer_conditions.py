@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page
 
-from explorer_examples import HOSTILE, choose, chosen, labelled_runs, opened, report_of, settle, story
+from explorer_examples import HOSTILE, choose, chosen, labelled_runs, opened, report_of, settle, story, with_fitted
+from softgap.analysis import GapSums, gap_sums
 
 # What has the focus, by whatever names it.
 FOCUSED = """(() => {
@@ -144,6 +145,35 @@ def test_dark_and_light_follow_the_system_and_the_button(browser: Browser, repor
         assert page.locator("#theme").inner_text() == "Theme: dark"
         assert ground(page) < 150
         assert first_cell(page) == dark
+
+
+def test_a_study_opens_with_all_samples_and_its_groups_follow_the_mechanism(browser: Browser, tmp_path: Path) -> None:
+    runs = [with_fitted(run, 0.1 + 0.1 * i) for i, run in enumerate(labelled_runs(6))]
+    gaps = [gap for gap in map(gap_sums, runs) if gap is not None]
+    with opened(browser, report_of(tmp_path, *runs)) as page:
+        assert "all 6 samples" in page.inner_text("#map-caption")
+        numbers = page.evaluate("quantityNow().numbers")
+        np.testing.assert_allclose(numbers, GapSums.of_samples(gaps).left.ravel(), rtol=1e-5)
+        drawn = []
+        for name in ("fitted", "elu1"):
+            page.locator("#mechanism").select_option(name)
+            settle(page)
+            drawn.append(page.locator("#groups .trace").first.get_attribute("d"))
+            assert page.inner_text("#groups-caption").startswith(f"Divergence from {name} at every token")
+            place = page.evaluate("STATE.heads[STATE.heads.length - 1]")
+            calm = [run.select(name).divergence.reshape(24, -1)[place].mean() for run in runs if run.label == "calm"]
+            table = page.inner_text("#groups-table")
+            assert f", {name}" in table.splitlines()[0].rpartition("head ")[2]
+            assert f"{np.mean(calm):.3f} ±" in table
+        assert drawn[0] != drawn[1]
+        # A range is one of the sample that is shown, so the map turns to it.
+        page.evaluate("chooseRange(15, 30)")
+        settle(page)
+        assert page.input_value("#scope") == "sample"
+        assert "tokens 15 to 30" in page.inner_text("#map-caption")
+        page.locator("#scope").select_option(label="label calm")
+        settle(page)
+        assert "the 3 samples labelled calm, whatever the range" in page.inner_text("#map-caption")
 
 
 def test_a_study_has_samples_and_groups(browser: Browser, study_report: Path) -> None:

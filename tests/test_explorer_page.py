@@ -6,7 +6,6 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +13,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from explorer_examples import choose, chosen, drag_over_chart, opened, report_of, settle, story
+from explorer_examples import choose, chosen, drag_over_chart, opened, report_of, settle, story, with_fitted
+from softgap.analysis import gap_sums
 from softgap.signal import permutation_entropy
 
 RUN = story()
@@ -261,7 +261,7 @@ def test_the_table_sorts_searches_and_chooses(page: Page) -> None:
     assert column(5) == sorted(column(5))
     assert page.locator('th[aria-sort="ascending"]').inner_text().startswith("mean divergence")
     page.locator('[data-sort="slope"]').click()
-    assert column(7) == sorted(column(7), reverse=True)
+    assert column(8) == sorted(column(8), reverse=True)
     for words, count in (("2", 6), ("2.3", 1), ("head 4", 4), ("kv 1", 8), ("nothing such", 0), ("", 24)):
         page.locator("#search").fill(words)
         assert page.locator("#heads tbody tr").count() == count, words
@@ -307,18 +307,55 @@ def test_charts_are_saved_as_pictures(page: Page, chart: str) -> None:
 
 def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> None:
     plain = story(mechanisms=("elu1", "uniform"))
-    quantities = {name: np.concatenate([values, 0.2 * values[1:]]) for name, values in plain.quantities.items()}
-    names: dict[str, dict[str, object]] = {"elu1": {}, "uniform": {}, "fitted": {}}
-    fitted = replace(
-        plain,
-        mechanisms=tuple(names),
-        quantities=quantities,
-        manifest=replace(plain.manifest, mechanisms=names),
-        prompt=None,
-    )
+    fitted = with_fitted(plain, 0.2)
     for run, words in ((fitted, "A linear attention fitted to each head goes 0.80"), (plain, "'softgap calibrate'")):
         with opened(browser, report_of(tmp_path / words[:3], run)) as page:
             assert words in page.inner_text("#headline")
             first = page.input_value("#mechanism"), page.inner_text("#map-caption").split(" (")[0]
             expected = ("fitted", "Share of the gap left") if run is fitted else ("elu1", "Mean divergence")
             assert first == expected
+            expect(page.locator("#held-out")).to_be_hidden()
+
+
+def test_a_share_above_1_is_shown_as_such_in_the_map_and_in_its_picture(browser: Browser, tmp_path: Path) -> None:
+    shares = np.full((4, 6), 0.3)
+    shares[1, 2], shares[3, 5] = 1.25, 1.05
+    held_out = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7, "rank_correlation": 0.74}
+    with opened(browser, report_of(tmp_path, with_fitted(RUN, shares, held_out))) as page:
+        assert "most of all layer 1 head 2 (1.25), layer 3 head 5 (1.05)" in page.inner_text("#headline")
+        assert "0.69 of the gap that profile" in page.inner_text("#held-out")
+        assert page.locator("#map text.beyond").text_content() == "above 1: 2 heads, up to 1.25"
+        colours = [
+            page.locator(f'#map .cell[data-row="{row}"]').evaluate("(cell) => cell.getAttribute('fill')")
+            for row in (6 + 2, 18 + 5, 0, 1)
+        ]
+        assert colours[0] == colours[1] != colours[2] == colours[3]
+        assert chosen(page)[0] == "1.2"
+        with page.expect_download() as saving:
+            page.get_by_role("button", name="Save the chart of heads as SVG").click()
+        assert "above 1: 2 heads, up to 1.25" in saving.value.path().read_text()
+
+
+def test_the_opening_map_follows_the_range_and_the_mechanism(browser: Browser, tmp_path: Path) -> None:
+    run = with_fitted(story(steps=120), 0.2)
+    assert run.prompt is not None
+    whole = np.concatenate([run.prompt.quantities["divergence"], run.quantities["divergence"]], axis=-1)
+    fitted, elu1, uniform = (whole[i].astype(np.float64).reshape(24, -1) for i in (2, 0, 1))
+    with opened(browser, report_of(tmp_path, run)) as page:
+
+        def shown() -> list[float]:
+            found: list[float] = page.evaluate("quantityNow().numbers")
+            return found
+
+        gap = gap_sums(run)
+        assert gap is not None
+        np.testing.assert_allclose(shown(), gap.left.ravel(), rtol=2e-4)
+        drag_over_chart(page, 20, 40)
+        a, b = page.evaluate("STATE.range")
+        expected = fitted[:, a:b].sum(axis=1) / uniform[:, a:b].sum(axis=1)
+        np.testing.assert_allclose(shown(), expected, rtol=2e-4)
+        assert f"tokens {a} to {b - 1}" in page.inner_text("#map-caption")
+        page.locator("#mechanism").select_option("elu1")
+        settle(page)
+        np.testing.assert_allclose(shown(), elu1[:, a:b].sum(axis=1) / uniform[:, a:b].sum(axis=1), rtol=2e-4)
+        assert "from elu1" in page.inner_text("#map-caption")

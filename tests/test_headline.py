@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from softgap.analysis import GapSums, gap_sums, headline
-from softgap.analysis.headline import Headline
+from softgap.analysis.headline import Headline, held_out_sentence
 from softgap.trajectories import Trajectories
 from trajectory_examples import example_fields
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 def measured(steps: int, rest: float = 0.25, *, fitted: bool = True) -> Trajectories:
@@ -87,6 +90,38 @@ def test_what_is_left_is_a_share_of_each_gap() -> None:
     assert np.isnan(nothing.left).all()
 
 
+def test_heads_are_named_in_the_order_of_the_share_that_the_sentence_speaks_of() -> None:
+    # The largest divergence (layer 0) keeps the smallest share of its gap, and the smallest divergence the largest.
+    uniform = np.array([[0.9, 0.5], [0.3, 0.1]])
+    fitted = uniform * np.array([[0.6, 0.8], [0.95, 1.11]])
+    gap = GapSums(np.stack([np.stack([fitted, uniform, uniform])] * 2), 2)
+    found = headline(gap, (4, 7))
+    assert found is not None
+    assert found.stubborn == ((7, 1), (7, 0), (4, 1), (4, 0))
+    assert found.kept == pytest.approx((1.11, 0.95, 0.8, 0.6))
+    assert found.sentence.endswith("most of all layer 7 head 1 (1.11), layer 7 head 0 (0.95), layer 4 head 1 (0.80).")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_heads_is_that_of_the_shares(seed: int) -> None:
+    parts = np.random.default_rng(seed).uniform(0, 1, size=(4, 3, 5, 6))
+    gap = GapSums(parts * np.random.default_rng(seed + 9).choice([0.01, 1.0], size=(5, 6)), 4)
+    shares = [gap.left[place] for place in gap.ranked]
+    assert shares == sorted(shares, reverse=True)
+    assert len(shares) == np.count_nonzero(~np.isnan(gap.left)) < 30
+
+
+def test_stricter_measures_of_the_calibration_are_quoted_as_far_as_they_are_known() -> None:
+    known = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7, "explained_uniform": -1.13}
+    whole = held_out_sentence({**known, "rank_correlation": 0.74})
+    assert "closes 0.81 of the gap that the mean of values leaves and 0.69 of the gap that profile" in whole
+    assert "explains 0.70 of the output's energy in the median head, where the mean of values explains −1.13." in whole
+    assert "rank correlation of 0.74 (Spearman)" in whole
+    assert "rank correlation" not in held_out_sentence(known)
+    for nothing in ({}, None, "text", {**known, "gap_closed": "0.8"}, {**known, "explained": float("nan")}):
+        assert held_out_sentence(nothing) == ""
+
+
 def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:
     run = measured(200)
     gap = gap_sums(run)
@@ -102,7 +137,21 @@ def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_pages_show_the_sentence_as_it_is_written(page: str) -> None:
-    heads = ((5, 8), (18, 6), (5, 6), *((29, head) for head in range(10)))
-    shown = Headline(0.77, 0.74, 0.80, 0.03, heads, 270, 0.02, 0.03, 9, 27, 270).sentence
-    text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
-    assert shown in " ".join(text.split())
+    heads = ((28, 3), (5, 6), (5, 8), *((29, head) for head in range(11)))
+    kept = (0.82, 0.75, 0.65, *(0.6 for _ in range(11)))
+    shown = Headline(0.77, 0.74, 0.80, 0.03, heads, kept, 270, 0.02, 0.03, 10, 28, 270).sentence
+    quoted = {"gap_closed": 0.8154, "against_profile": 0.688, "explained": 0.777, "explained_uniform": -1.048}
+    text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+    assert shown in text
+    assert held_out_sentence({**quoted, "rank_correlation": 0.764}) in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reading.md"])
+def test_how_near_elu1_is_to_uniform_is_said_as_it_was_measured(page: str) -> None:
+    findings = (REPOSITORY / "docs" / "findings.md").read_text(encoding="utf-8")
+    measured = re.search(r"uniform differ by (.*) in the mean and by (.*) in the worst head of a text", findings)
+    assert measured is not None
+    mean, worst = measured.groups()
+    text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+    assert f"differ by {mean} in the mean over heads, and by {worst} in the worst head of a text" in text
+    assert "0.001)" not in text

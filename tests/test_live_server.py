@@ -15,6 +15,8 @@ import pytest
 from cli_examples import tiny_folder
 from explorer_examples import save_study, story
 from live_examples import Live, served, waited
+from model_examples import attending_llama, byte_tokenizer, save_folder
+from softgap.calibration import Recipe, calibrate
 
 JSON = {"Content-Type": "application/json"}
 
@@ -39,6 +41,23 @@ def ask(live: Live, **changes: object) -> str:
     return str(answer["runs"][0])
 
 
+@pytest.mark.slow
+def test_a_calibrated_model_opens_and_ends_with_the_share_of_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+    model = attending_llama(max_position_embeddings=512)
+    text = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
+    calibrate(model, byte_tokenizer(), [text], recipe=Recipe(features=4, steps=3), positions=128)
+    with served(tmp_path, "--model", str(save_folder(tmp_path / "tiny", model))) as live:
+        run = ask(live, mechanisms=["elu1", "fitted"])
+        end = next(data for kind, _, data in live.events(run) if kind == "end")
+        assert end["headline"].startswith("A linear attention fitted to each head goes")
+        assert end["heldOut"].startswith("On held-out text the calibration closes")
+        page = live.request("GET", f"/runs/{run}")[2]
+        assert b'"opening":{"quantity":"gap","mechanism":"fitted"}' in page
+
+
 def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: Live) -> None:
     run = ask(live)
     told = []
@@ -49,6 +68,8 @@ def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: L
             break
     assert [kind for kind, _, _ in told] == ["begin", *["step"] * 5, "end"]
     assert told[-1][2]["state"] == "finished"
+    assert told[-1][2]["headline"].endswith("with 'softgap calibrate'.")
+    assert told[-1][2]["heldOut"] == ""
     assert [data["step"] for kind, _, data in told if kind == "step"] == [4, 5, 6, 7, 8]
     seen = told[3][1]
     again = []

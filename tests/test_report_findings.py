@@ -16,7 +16,7 @@ from explorer_examples import HOSTILE, opened, save_study, settle, story
 from softgap.cli import main
 from softgap.errors import StoreError, ValueInputError
 from softgap.report import Column, Document, Picture, Table, notebook_html, read_columns, save_document, write_explorer
-from softgap.report.columns import calibration_column
+from softgap.report.columns import calibration_columns
 from softgap.report.document import documents_in
 from softgap.theory import Claim
 
@@ -147,12 +147,17 @@ def test_a_file_of_another_models_heads(tmp_path: Path) -> None:
 
 
 def test_the_gap_that_a_calibration_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = SimpleNamespace(by_head=tuple(tuple(None if h == 2 else 0.1 * i for h in range(6)) for i in range(4)))
+    by_head = tuple(tuple(None if h == 2 else 0.1 * i for h in range(6)) for i in range(4))
+    held = SimpleNamespace(by_head=by_head, explained_by_head=())
     loaded = SimpleNamespace(held_out=held, fingerprint="abc", digest="0123456789abcdef")
     monkeypatch.setattr("softgap.calibration.Calibration.load", lambda path: loaded)
-    values = calibration_column("c.safetensors", story()).to_json(story())["values"]
+    values = calibration_columns("c.safetensors", story())[0].to_json(story())["values"]
     assert values[:4] == [0.0, 0.0, None, 0.0]
     assert values[18] == 0.3
+    assert len(calibration_columns("c.safetensors", story())) == 1
+    held.explained_by_head = tuple(tuple(-0.5 for _ in range(6)) for _ in range(4))
+    labels = [column.label for column in calibration_columns("c.safetensors", story())]
+    assert labels == ["gap closed by the calibration", "energy explained by the calibration"]
 
 
 def test_results_show_themselves_in_a_notebook() -> None:

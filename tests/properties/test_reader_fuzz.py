@@ -23,7 +23,7 @@ from softgap.errors import SoftgapError
 from softgap.linearize.plan import Plan, load_plan
 from softgap.linearize.substitute import Substitute
 from softgap.probe.gguf_files import gguf_metadata
-from softgap.report.columns import calibration_column, read_columns
+from softgap.report.columns import calibration_columns, read_columns
 from softgap.report.document import Document, Picture, Table, documents_in, save_document, sections
 from softgap.report.labs import lab_in
 from softgap.report.live.limits import Limits
@@ -89,7 +89,7 @@ def plan_files(root: Path) -> dict[str, bytes]:
 
 
 def read_calibration(place: Path) -> None:
-    calibration_column(place / "c.safetensors", example_run())
+    calibration_columns(place / "c.safetensors", example_run())
 
 
 def calibration_files(root: Path) -> dict[str, bytes]:

@@ -86,6 +86,8 @@ class Mechanism:
         Its tensors, ``[layer, head, ...]``; :meth:`for_layers` picks what a call needs.
     origin
         Where its tensors come from: the hash of a calibration.
+    held_out
+        What held-out text said of that calibration, as plain numbers for the reader of a manifest.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Mechanism:
     options: Options = field(default_factory=lambda: MappingProxyType({}))
     parameters: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     origin: str = ""
+    held_out: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     query_map: FeatureMap | None = None
     key_map: FeatureMap | None = None
     rate: Callable[[Site], Float[Tensor, "batch head feature"]] | None = None

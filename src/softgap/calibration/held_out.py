@@ -8,13 +8,14 @@ of values is already within 0.02: there is no gap to close.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from scipy.stats import spearmanr
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
@@ -65,6 +66,17 @@ class HeldOut:
         1 - |l - o|^2 / |o|^2 of the fitted map: the median over heads of the mean over queries.
     texts, tokens
         How much text that was, without what is read for far positions alone.
+    explained_by
+        The same as ``explained``, for every mechanism. Below 0 an output is further from softmax's than no output is.
+    explained_by_head
+        The mean over queries of the fitted map's explained energy, per ``[layer][head]``; None where it is unknown.
+    rank_correlation
+        Spearman's rank correlation of ``by_head`` and ``explained_by_head`` over the heads with a gap: how far the
+        order of the heads depends on the metric. None where it is undefined.
+
+    Notes
+    -----
+    The last three are empty or None in a calibration that an earlier version of softgap wrote.
     """
 
     gap_closed: Mapping[str, Closed]
@@ -75,6 +87,9 @@ class HeldOut:
     explained: float
     texts: int
     tokens: int
+    explained_by: Mapping[str, float] = field(default_factory=dict)
+    explained_by_head: tuple[tuple[float | None, ...], ...] = ()
+    rank_correlation: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -87,14 +102,21 @@ class HeldOut:
         closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda one: int(one[0].split("-")[0])))
         return cls(
             **closed,
-            by_head=tuple(tuple(None if x is None else float(x) for x in row) for row in data["by_head"]),
+            by_head=_rows(data["by_head"]),
             explained=float(data["explained"]),
             texts=int(data["texts"]),
             tokens=int(data["tokens"]),
+            explained_by={name: float(value) for name, value in data.get("explained_by", {}).items()},
+            explained_by_head=_rows(data.get("explained_by_head", ())),
+            rank_correlation=None if data.get("rank_correlation") is None else float(data["rank_correlation"]),
         )
 
 
 _CLOSED = ("gap_closed", "against", "by_position", "by_sink")
+
+
+def _rows(values: Sequence[Sequence[float | None]]) -> tuple[tuple[float | None, ...], ...]:
+    return tuple(tuple(None if x is None else float(x) for x in row) for row in values)
 
 
 def gap_closed(
@@ -154,12 +176,12 @@ def judge(
     if not {"fitted", "uniform"} <= set(names):
         raise ValueInputError(f"mechanisms must name fitted and uniform, got {', '.join(names)}; add what is missing")
     divergence: dict[str, list[np.ndarray]] = {}
-    energy: list[np.ndarray] = []
+    energy: dict[str, list[np.ndarray]] = {}
     for number, ids in enumerate(sequences):
         run = compared(model, ids, mechanisms)
         for name in run.mechanisms:
             divergence.setdefault(name, []).append(run.select(name).divergence)
-        energy.append(1 - np.square(run.select("fitted").relative_l2[..., FIRST:]))
+            energy.setdefault(name, []).append(1 - np.square(run.select(name).relative_l2[..., FIRST:]))
         report(number + 1)
     both = [one for one, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
     beyond = []
@@ -184,15 +206,20 @@ def judge(
         for name, heads in groups.items()
         if heads.any()
     }
+    explained = {name: np.nanmean(np.concatenate(found, axis=-1), axis=-1) for name, found in energy.items()}
+    by_head = _by_head(fitted, uniform)
     return HeldOut(
         gap_closed=_present(closed),
         against=_present(against),
         by_position=_present(positions),
         by_sink=_present(sinks),
-        by_head=_by_head(fitted, uniform),
-        explained=float(np.nanmedian(np.nanmean(np.concatenate(energy, axis=-1), axis=-1))),
+        by_head=by_head,
+        explained=float(np.nanmedian(explained["fitted"])),
         texts=len(sequences),
         tokens=sum(map(len, sequences)),
+        explained_by={name: float(np.nanmedian(found)) for name, found in explained.items()},
+        explained_by_head=_known(explained["fitted"]),
+        rank_correlation=_rank_correlation(by_head, explained["fitted"]),
     )
 
 
@@ -207,3 +234,19 @@ def _by_head(fitted: Sequence[np.ndarray], uniform: Sequence[np.ndarray]) -> tup
         tuple(float(1 - a / b) if b >= NO_GAP else None for a, b in zip(*row, strict=True))
         for row in zip(top, bottom, strict=True)
     )
+
+
+def _known(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:
+    return tuple(tuple(float(x) if np.isfinite(x) else None for x in row) for row in values)
+
+
+def _rank_correlation(
+    closed: Sequence[Sequence[float | None]], explained: Float[np.ndarray, "layer head"]
+) -> float | None:
+    """Spearman's correlation over the heads that have both numbers; None where either orders nothing."""
+    shares = np.array([[np.nan if x is None else x for x in row] for row in closed])
+    both = np.isfinite(shares) & np.isfinite(explained)
+    one, other = shares[both], explained[both]
+    if len(np.unique(one)) < 2 or len(np.unique(other)) < 2:
+        return None
+    return float(spearmanr(one, other).statistic)

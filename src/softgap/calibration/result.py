@@ -13,12 +13,18 @@ from softgap.attention import Mechanism
 from softgap.calibration.held_out import Closed, HeldOut
 from softgap.calibration.ladders import Ladders
 from softgap.errors import StoreError
-from softgap.probe.calibrations import StoredCalibration, calibration_path, load_calibration, save_calibration
+from softgap.probe.calibrations import (
+    StoredCalibration,
+    calibration_path,
+    held_out_summary,
+    load_calibration,
+    save_calibration,
+)
 
 __all__ = ["Calibration"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """What :func:`softgap.calibrate` found for a model.
 
@@ -47,6 +53,18 @@ class Calibration:
     ladders: Ladders
     curve: Mapping[str, Closed]
 
+    def __repr__(self) -> str:
+        found = held_out_summary(self.held_out.to_json())
+        words = {
+            "gap_closed": "gap closed",
+            "against_profile": "of the gap that profile leaves",
+            "explained": "energy explained",
+            "explained_uniform": "by uniform",
+            "rank_correlation": "rank correlation of the two over heads",
+        }
+        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in found.items())
+        return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
+
     def mechanism(self, name: str = "fitted") -> Mechanism:
         """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
         return StoredCalibration(self.tensors, self.metadata, self.digest).equip(name)
@@ -68,8 +86,9 @@ class Calibration:
         return target
 
     def report(self) -> dict[str, Any]:
-        """How good it is, as plain data."""
+        """How good it is, as plain data; ``summary`` holds the few numbers that belong together."""
         return {
+            "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
             "elsewhere": {name: asdict(closed) for name, closed in self.elsewhere.items()},
             "ladders": self.ladders.to_json(),
@@ -85,6 +104,7 @@ class Calibration:
             metadata["fingerprint"] = str(metadata["fingerprint"])
             held_out = HeldOut.from_json(metadata.pop("held_out"))
             ladders = Ladders.from_json(metadata.pop("ladders"))
+            metadata.pop("summary", None)
             elsewhere, curve = (
                 {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-__all__ = ["colourful", "harmless", "on_shade", "ramp", "shade"]
+__all__ = ["beyond", "colourful", "harmless", "on_shade", "ramp", "shade"]
 
 # Viridis at nine even points: dark is linear, bright is far from it.
 _STOPS = (
@@ -21,6 +21,8 @@ _STOPS = (
     (170, 220, 50),
     (253, 231, 37),
 )
+# Of what lies beyond the scale: no colour of it, and darker than its bright end.
+_BEYOND = (255, 70, 30)
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
@@ -36,6 +38,11 @@ def shade(fraction: float) -> Color:
     share = place - left
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(_STOPS[left], _STOPS[left + 1], strict=True))
     return Color.from_rgb(red, green, blue)
+
+
+def beyond() -> Color:
+    """The colour of what lies beyond the upper end of the scale."""
+    return Color.from_rgb(*_BEYOND)
 
 
 def ramp(low: str, high: str, cells: int = 16) -> Text:

@@ -67,13 +67,14 @@ def _source(manifest: Manifest, out: str) -> dict[str, Any]:
         "seed": manifest.seed,
         "dropped_sinks": manifest.dropped_sinks,
         "options": dict(manifest.options),
+        "held_out": manifest.extra.get("held_out"),
     }
 
 
 def _by_head(summary: Summary) -> dict[str, Any]:
     hungry, linear = summary.extremes()
     return {
-        "ranked_by": summary.mechanisms[summary.ranking],
+        "ranked_by": summary.ranked_by,
         "most_softmax_hungry": [asdict(head) for head in hungry],
         "most_linear": [asdict(head) for head in linear],
         "heads": summary.head_rows(),

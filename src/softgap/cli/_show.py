@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from softgap.analysis.headline import UNKNOWN
+from softgap.analysis.headline import UNKNOWN, held_out_sentence
 from softgap.cli._colour import colourful, harmless, on_shade, ramp
 from softgap.cli._heatmap import heat_map
 from softgap.cli._means import mean
@@ -71,6 +71,10 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
     console.print()
     console.print(_first_sentence(summary), width=_width(console))
     console.print()
+    held_out = held_out_sentence(manifest.extra.get("held_out", {})) if summary.headline is not None else ""
+    if held_out:
+        console.print(Text(held_out), width=_width(console))
+        console.print()
     title, values = _picture(summary, over)
     cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=colourful(console))
     console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
@@ -138,11 +142,14 @@ def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     ranking = summary.mechanisms[summary.ranking]
     with_control = CONTROL in summary.mechanisms and ranking != CONTROL
-    for heading in ("layer", "head", ranking, *([CONTROL] if with_control else [])):
+    with_share = any(row.share_left is not None for row in heads)
+    headings = ["layer", "head", *(["gap left"] if with_share else []), ranking, *([CONTROL] if with_control else [])]
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in heads:
+        share = [_number(row.share_left)] if with_share else []
         control = [_number(row.uniform)] if with_control and row.uniform is not None else []
-        table.add_row(str(row.layer), str(row.head), _number(row.divergence), *control)
+        table.add_row(str(row.layer), str(row.head), *share, _number(row.divergence), *control)
     return table
 
 

@@ -21,12 +21,16 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class HeadMean:
-    """Mean divergence of one head from the mechanism that ranks the heads, and from the control."""
+    """Mean divergence of one head from the mechanism that ranks the heads, and from the control.
+
+    ``share_left`` is the share of its gap that the fitted map leaves, by which heads are ranked where it is known.
+    """
 
     layer: int
     head: int
     divergence: float
     uniform: float | None
+    share_left: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +80,30 @@ class Summary:
         """The mechanism that ranks heads: the fitted one where it was measured, else the first."""
         return self.mechanisms.index(FITTED) if FITTED in self.mechanisms else 0
 
+    @property
+    def ranked_by(self) -> str:
+        """What orders the heads, in words."""
+        if self.gap is not None and self.gap.ranked:
+            return "share of the gap that fitted leaves"
+        return f"divergence from {self.mechanisms[self.ranking]}"
+
     def extremes(self, count: int = _LISTED) -> tuple[list[HeadMean], list[HeadMean]]:
-        """The heads that need softmax most, and those nearest to linear, the extreme one first."""
+        """The heads that need softmax most, and those nearest to linear, the extreme one first.
+
+        By the share of the gap that the fitted map leaves, as in the headline; without one, by the divergence.
+        """
+        ranked = [self._head(layer, head) for layer, head in self._order()]
+        count = min(count, max(1, len(ranked) // 2))
+        return ranked[:count], ranked[::-1][:count]
+
+    def _order(self) -> list[tuple[int, int]]:
+        """(index of the layer, head) of the heads that have a number, the one that needs softmax most first."""
+        if self.gap is not None and self.gap.ranked:
+            return self.gap.ranked
         values = self.heads[self.ranking]
         layer, head = np.nonzero(~np.isnan(values))
-        order = np.argsort(values[layer, head], kind="stable")
-        count = min(count, max(1, len(order) // 2))
-        ranked = [self._head(int(layer[i]), int(head[i])) for i in order]
-        return ranked[::-1][:count], ranked[:count]
+        order = np.argsort(values[layer, head], kind="stable")[::-1]
+        return [(int(layer[i]), int(head[i])) for i in order]
 
     def row(self) -> dict[str, Any]:
         """The numbers of one sample, for JSON."""
@@ -113,7 +133,9 @@ class Summary:
     def _head(self, layer: int, head: int) -> HeadMean:
         control = self.mechanisms.index(CONTROL) if CONTROL in self.mechanisms else None
         uniform = None if control is None else float(self.heads[control, layer, head])
-        return HeadMean(self.layers[layer], head, float(self.heads[self.ranking, layer, head]), uniform)
+        left = None if self.gap is None else float(self.gap.left[layer, head])
+        share = None if left is None or np.isnan(left) else left
+        return HeadMean(self.layers[layer], head, float(self.heads[self.ranking, layer, head]), uniform, share)
 
 
 def summarise(run: Trajectories) -> Summary:

@@ -106,20 +106,27 @@ def _calibrated(
 def _show(calibration: Calibration, path: Path) -> None:
     import numpy as np
 
+    from softgap.analysis.headline import held_out_sentence
     from softgap.cli._heatmap import heat_map
+    from softgap.probe.calibrations import held_out_summary
 
     console = _output.console()
     held_out = calibration.held_out
     source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
+    console.print()
+    console.print(held_out_sentence(held_out_summary(held_out.to_json())), width=min(console.width, 100))
+    console.print()
     console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")
     console.print(_table(calibration))
     console.print(_ladder_table(calibration.ladders))
     console.print(_capacity(calibration.ladders))
-    values = np.array([[np.nan if x is None else max(0.0, x) for x in row] for row in held_out.by_head])
+    values = np.array([[np.nan if x is None else 1 - x for x in row] for row in held_out.by_head])
     drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
-    console.print(Text("Share of the gap that the fitted map closes, by layer (across) and head (down)", "bold"))
+    console.print(
+        Text("Share of its gap that the fitted map leaves to each head (down) of each layer (across)", "bold")
+    )
     console.print(drawn)
     if meaning:
         console.print(meaning)
@@ -137,6 +144,10 @@ def _table(calibration: Calibration) -> Table:
     for name, closed in held_out.against.items():
         if name != "uniform":
             table.add_row(f"gap left by {name} closed by fitted", *_cells(closed))
+    for name, energy in {"fitted": held_out.explained, **held_out.explained_by}.items():
+        table.add_row(f"energy explained by {name}, median head", f"{energy:.3f}", "")
+    if held_out.rank_correlation is not None:
+        table.add_row("rank correlation of gap closed and energy, heads", f"{held_out.rank_correlation:.3f}", "")
     for name, closed in held_out.by_position.items():
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
@@ -145,7 +156,6 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(f"fitted, {name}", *_cells(closed))
     for name, closed in calibration.curve.items():
         table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
-    table.add_row("energy explained by fitted, median head", f"{held_out.explained:.3f}", "")
     return table
 
 

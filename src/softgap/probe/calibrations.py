@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ __all__ = [
     "default_mechanisms",
     "digest_of",
     "equipped",
+    "held_out_summary",
     "load_calibration",
     "save_calibration",
 ]
@@ -60,7 +62,33 @@ class StoredCalibration:
             raise UnsupportedError(
                 f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
             )
-        return replace(mechanism.with_parameters(**parameters), origin=self.digest)
+        held_out = held_out_summary(self.metadata.get("held_out", {}))
+        return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
+
+
+def held_out_summary(held_out: Mapping[str, Any]) -> dict[str, float]:
+    """The few numbers of a calibration's held-out report that stand beside every share of the gap.
+
+    Parameters
+    ----------
+    held_out
+        The report as plain data; what it lacks (files of earlier versions) is left out.
+    """
+    places = {
+        "gap_closed": ("gap_closed", "fitted", "value"),
+        "against_profile": ("against", "profile", "value"),
+        "explained": ("explained",),
+        "explained_uniform": ("explained_by", "uniform"),
+        "rank_correlation": ("rank_correlation",),
+    }
+    found = {}
+    for name, place in places.items():
+        value: Any = held_out
+        for key in place:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = float(value)
+    return found
 
 
 def calibration_path(fingerprint: str) -> Path:

@@ -41,6 +41,7 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
+        extra=_held_out(mechanisms),
         command=shlex.join(sys.argv),
     )
 
@@ -53,6 +54,12 @@ def library_versions() -> dict[str, str]:
 def _described(mechanism: Mechanism) -> dict[str, Any]:
     """Its numbers, and which calibration its parameters come from."""
     return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
+
+
+def _held_out(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+    """What held-out text said of the calibration in use, for the reader."""
+    found = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
+    return {} if found is None else {"held_out": found}
 
 
 def live_options(

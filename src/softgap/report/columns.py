@@ -20,7 +20,7 @@ from softgap.errors import StoreError, ValueInputError
 from softgap.report.samples import rounded
 from softgap.trajectories import Manifest, Trajectories
 
-__all__ = ["Column", "calibration_column", "own_calibration", "read_columns"]
+__all__ = ["Column", "calibration_columns", "own_calibration", "read_columns"]
 
 _LARGEST = 16 * 2**20
 
@@ -89,8 +89,11 @@ def read_columns(path: str | os.PathLike[str]) -> list[Column]:
     return [Column(name, values, source=f"'{file.name}'") for name, values in found.items()]
 
 
-def calibration_column(path: str | os.PathLike[str], run: Trajectories) -> Column:
-    """What a calibration closes of each head's gap, on text that it was not fitted to."""
+def calibration_columns(path: str | os.PathLike[str], run: Trajectories) -> list[Column]:
+    """What a calibration closes of each head's gap and explains of its energy, on text that it was not fitted to.
+
+    A calibration of an earlier version does not know the energy by head: then there is one column.
+    """
     from softgap.calibration import Calibration
 
     calibration = Calibration.load(Path(path))
@@ -100,19 +103,29 @@ def calibration_column(path: str | os.PathLike[str], run: Trajectories) -> Colum
             f"the calibration '{path}' was fitted to the model {calibration.fingerprint}, and this study is of "
             f"{weights}; give the calibration of the same model"
         )
-    by_head: Sequence[Sequence[float | None]] = calibration.held_out.by_head
-    values = {
+    held_out, source = calibration.held_out, f"calibration {calibration.digest[:12]}"
+    closed = Column(
+        "gap closed by the calibration",
+        _placed(held_out.by_head, run),
+        unit="1 − divergence from fitted / divergence from uniform, held-out text",
+        source=source,
+    )
+    explained = Column(
+        "energy explained by the calibration",
+        _placed(held_out.explained_by_head, run),
+        unit="1 − |fitted − softmax|² / |softmax|², held-out text",
+        source=source,
+    )
+    return [closed, explained] if explained.values else [closed]
+
+
+def _placed(by_head: Sequence[Sequence[float | None]], run: Trajectories) -> dict[tuple[int, int], float]:
+    return {
         (layer, head): value
         for layer, row in zip(run.layers, by_head, strict=False)
         for head, value in enumerate(row)
         if value is not None
     }
-    return Column(
-        "gap closed by the calibration",
-        values,
-        unit="1 − divergence from fitted / divergence from uniform, held-out text",
-        source=f"calibration {calibration.digest[:12]}",
-    )
 
 
 def own_calibration(manifest: Manifest) -> Path | None:

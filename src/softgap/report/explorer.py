@@ -9,7 +9,7 @@ from pathlib import Path
 
 from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import as_items
-from softgap.report.columns import Column, calibration_column, own_calibration, read_columns
+from softgap.report.columns import Column, calibration_columns, own_calibration, read_columns
 from softgap.report.document import Document, documents_in
 from softgap.report.files import check_place, written_whole
 from softgap.report.labs import RESULT, lab_in
@@ -136,9 +136,9 @@ def _columns(
     first = next(iter(study), None)
     if path is None or first is None:
         return found
-    column = calibration_column(path, first)
+    columns = calibration_columns(path, first)
     # Where no head has a gap there is nothing to show; who named a file is told so.
-    return [column, *found] if column.values or calibration is not None else found
+    return [*columns, *found] if columns[0].values or calibration is not None else found
 
 
 def _write(target: Path, page: str) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy.stats import t as student
 
+from softgap.analysis.headline import CONTROL, gap_shares, gap_steps
 from softgap.trajectories import Trajectories
 
 __all__ = ["LEVEL", "Group", "Groups", "step_means"]
@@ -70,25 +71,48 @@ class Group:
     overall
         The same, averaged over the heads.
     steps
-        Sums over samples of the first mechanism's divergence at each step: mean over all heads, then over each layer.
+        By ``divergence/mechanism``: sums over samples of the divergence at each step, as the mean over all heads, then
+        over each layer.
+    gap
+        By mechanism: the divergence of every head, summed over all steps that a share of the gap is taken over.
+    gap_steps
+        How many steps these are.
     """
 
     label: str | None
     samples: int = 0
     heads: dict[str, _Sums] = field(default_factory=dict)
     overall: dict[str, _Sums] = field(default_factory=dict)
-    steps: _Sums | None = None
+    steps: dict[str, _Sums] = field(default_factory=dict)
+    gap: dict[str, Float64[np.ndarray, " head"]] = field(default_factory=dict)
+    gap_steps: int = 0
 
-    def add(self, means: Mapping[str, Float[np.ndarray, " head"]], steps: Float[np.ndarray, "layer step"]) -> None:
+    def add(self, run: Trajectories, means: Mapping[str, Float[np.ndarray, " head"]]) -> None:
         """Count one sample."""
         self.samples += 1
         for key, values in means.items():
             self.heads.setdefault(key, _Sums.like(values)).add(values)
             whole = _mean(values)[None]
             self.overall.setdefault(key, _Sums.like(whole)).add(whole)
-        if self.steps is None:
-            self.steps = _Sums.like(steps)
-        self.steps.add(steps)
+        for key, steps in step_means(run).items():
+            self.steps.setdefault(key, _Sums.like(steps)).add(steps)
+        kept = gap_steps(run)
+        self.gap_steps += int(np.count_nonzero(kept))
+        real = run.kv_group >= 0
+        for name in run.mechanisms:
+            total = np.nansum(run.select(name).divergence[real][:, kept], axis=-1, dtype=np.float64)
+            self.gap[name] = total + self.gap.get(name, np.zeros_like(total))
+
+    def gap_left(self) -> dict[str, Float64[np.ndarray, " head"]]:
+        """The share of each head's gap that a mechanism leaves, by ``gap/mechanism``; none without the control."""
+        if CONTROL not in self.gap:
+            return {}
+        uniform = self.gap[CONTROL]
+        return {
+            f"gap/{name}": gap_shares(total, uniform, self.gap_steps)
+            for name, total in self.gap.items()
+            if name != CONTROL
+        }
 
 
 class Groups:
@@ -98,26 +122,25 @@ class Groups:
         self._everyone = Group(None)
         self._by_label: dict[str, Group] = {}
 
-    def add(
-        self,
-        label: str | None,
-        means: Mapping[str, Float[np.ndarray, " head"]],
-        steps: Float[np.ndarray, "layer step"],
-    ) -> None:
-        """Count one sample; see :class:`Group`."""
-        self._everyone.add(means, steps)
+    def add(self, run: Trajectories, means: Mapping[str, Float[np.ndarray, " head"]]) -> None:
+        """Count one sample, with the means of its arrays; see :class:`Group`."""
+        self._everyone.add(run, means)
+        label = run.label
         if label is not None and (label in self._by_label or len(self._by_label) <= _MOST):
-            self._by_label.setdefault(label, Group(label)).add(means, steps)
+            self._by_label.setdefault(label, Group(label)).add(run, means)
 
     def result(self) -> list[Group]:
         """All samples first, then the labels in the order they came; none of these if they are too many."""
         return [self._everyone, *(self._by_label.values() if len(self._by_label) <= _MOST else ())]
 
 
-def step_means(run: Trajectories) -> Float64[np.ndarray, "layer step"]:
-    """Divergence of the first mechanism at each step of the completion: mean over all heads, then over each layer."""
-    values = run.divergence.astype(np.float64)
-    return np.stack([_mean(values, (0, 1)), *(_mean(layer, 0) for layer in values)])
+def step_means(run: Trajectories) -> dict[str, Float64[np.ndarray, "layer step"]]:
+    """Divergence from each mechanism at each step of the completion: mean over all heads, then over each layer."""
+    found = {}
+    for name in run.mechanisms:
+        values = run.select(name).divergence.astype(np.float64)
+        found[f"divergence/{name}"] = np.stack([_mean(values, (0, 1)), *(_mean(layer, 0) for layer in values)])
+    return found
 
 
 def _mean(values: Float[np.ndarray, ...], axis: int | tuple[int, ...] | None = None) -> Float64[np.ndarray, ...]:

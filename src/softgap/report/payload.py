@@ -9,20 +9,23 @@ from typing import Any
 import numpy as np
 
 from softgap import __version__
-from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline
+from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline, held_out_sentence
 from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.report.chosen import Chosen, array_keys, choose
 from softgap.report.columns import Column
 from softgap.report.document import Document
 from softgap.report.dynamics import dynamics
-from softgap.report.groups import LEVEL, Group, Groups, step_means
+from softgap.report.groups import LEVEL, Group, Groups
 from softgap.report.packing import Packed, pack
 from softgap.report.samples import carried, head_means, line, rounded
 from softgap.report.words import about
 from softgap.trajectories import Study, Trajectories
 
-__all__ = ["Payload", "payload"]
+__all__ = ["OPENING", "Payload", "opening_sentence", "payload"]
+
+OPENING = {"quantity": "gap", "mechanism": FITTED}
+"""What a page shows first where a fitted map was measured: what its opening sentence is about."""
 
 Progress = Callable[[str, float], None]
 
@@ -84,47 +87,33 @@ def payload(
         tell("reading the study", i / len(study))
         _check_alike(run, first)
         means = head_means(run)
-        groups.add(run.label, means, step_means(run))
+        groups.add(run, means)
         entry = line(run, means)
         entry["data"] = carried(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
         lines.append(entry)
         gaps.append(gap_sums(run))
-    sentence, left = _opening(gaps, first)
+    sentence, found = opening_sentence(gaps, first)
     document = {
         **_frame(study, first, chosen),
         "headline": sentence,
-        "opening": {} if left is None else {"quantity": "column-0", **_carried_first(chosen)},
+        "heldOut": held_out_sentence(study.manifest.extra.get("held_out", {})) if found else "",
+        "opening": {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if found else {},
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
-        "columns": measured_elsewhere if left is None else [left.to_json(first), *measured_elsewhere],
+        "columns": measured_elsewhere,
         "shapes": [[array.rows, array.columns] for array in arrays],
     }
     return Payload(document, tuple(arrays), tuple(findings))
 
 
-def _opening(gaps: Sequence[GapSums | None], first: Trajectories) -> tuple[str, Column | None]:
-    """The sentence that the page opens with, and what it is about, head by head, for the map."""
+def opening_sentence(gaps: Sequence[GapSums | None], first: Trajectories) -> tuple[str, bool]:
+    """The sentence that a page opens with, and whether a share of the gap is known."""
     measured = [gap for gap in gaps if gap is not None]
     if not measured:
-        return UNKNOWN, None
-    whole = measured[0] if len(gaps) == 1 else GapSums.of_samples(measured)
-    found = headline(whole, first.layers)
-    if found is None:
-        return "", None
-    left = {
-        (layer, head): float(value)
-        for layer, row in zip(first.layers, whole.left, strict=True)
-        for head, value in enumerate(row)
-        if not np.isnan(value)
-    }
-    unit = "divergence from fitted / divergence from uniform"
-    return found.sentence, Column("share of the gap left", left, unit, "this study") if left else None
-
-
-def _carried_first(chosen: Chosen) -> dict[str, str]:
-    """The mechanism that the page shows first, unless it carries that only as means."""
-    return {"mechanism": FITTED} if f"divergence/{FITTED}" in chosen.keys else {}
+        return UNKNOWN, False
+    found = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
+    return ("", False) if found is None else (found.sentence, found.heads > 0)
 
 
 def _first(study: Study) -> Trajectories:
@@ -173,21 +162,27 @@ def _frame(study: Study, first: Trajectories, chosen: Chosen) -> dict[str, Any]:
 
 
 def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
-    first = next(iter(group.heads))
     found: dict[str, Any] = {
         "label": group.label,
         "samples": group.samples,
         "level": LEVEL,
-        "heads": {key: rounded(sums.mean()) for key, sums in group.heads.items()},
-        "halfWidth": rounded(group.heads[first].half_width()),
+        "heads": {
+            **{key: rounded(sums.mean()) for key, sums in group.heads.items()},
+            **{key: rounded(values) for key, values in group.gap_left().items()},
+        },
+        "halfWidth": {
+            key: rounded(sums.half_width()) for key, sums in group.heads.items() if key.startswith("divergence/")
+        },
         "overall": {
             key: rounded(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
         },
     }
-    if group.steps is not None:
-        found["steps"] = {
-            "mean": store(pack(group.steps.mean())),
-            "halfWidth": store(pack(group.steps.half_width())),
-            "samples": [int(n) for n in group.steps.count[0]],
+    found["steps"] = {
+        key: {
+            "mean": store(pack(sums.mean())),
+            "halfWidth": store(pack(sums.half_width())),
+            "samples": [int(n) for n in sums.count[0]],
         }
+        for key, sums in group.steps.items()
+    }
     return found

@@ -44,35 +44,60 @@ function lineColour(i) {
   return LINE_COLOURS[isDark() ? 'dark' : 'light'][i % MOST_CHOSEN];
 }
 
-/** A scale for some values: { colour(value), domain, diverging }; its ends are quantiles, so no outlier takes all. */
-function colourScale(values, { isDiverging = false, ends = [0.02, 0.98], strength = 1 } = {}) {
+/** Beyond the end of a scale with fixed ends: a hue that the scale does not have. */
+function beyondScale() {
+  return isDark() ? d3.hcl(20, 90, 62) : d3.hcl(30, 95, 52);
+}
+
+/** A scale for some values: { colour(value), domain, diverging }; its ends are quantiles, so no outlier takes all.
+ * With `fixed` ends what lies beyond the upper one has a colour of its own. */
+function colourScale(values, { isDiverging = false, ends = [0.02, 0.98], strength = 1, fixed = null } = {}) {
+  const reach = d3.extent(Array.from(values).filter((value) => value === value));
+  if (fixed) {
+    const [low, high] = fixed;
+    const over = Array.from(values).filter((value) => value > high).length;
+    return { domain: fixed, isDiverging: false, reach, over, colour: (value) => (value > high ? beyondScale() : sequential((value - low) / (high - low))) };
+  }
   if (isDiverging) {
-    const [reach] = quantiles(Array.from(values, Math.abs), [ends[1]]);
-    const most = reach > 0 ? reach : 1;
-    return { domain: [-most, most], isDiverging, colour: (value) => diverging(value / most) };
+    const [far] = quantiles(Array.from(values, Math.abs), [ends[1]]);
+    const most = far > 0 ? far : 1;
+    return { domain: [-most, most], isDiverging, reach, colour: (value) => diverging(value / most) };
   }
   let [low, high] = quantiles(values, ends);
   if (!(high > low)) [low, high] = [low || 0, (low || 0) + 1];
-  return { domain: [low, high], isDiverging, colour: (value) => sequential(strength * Math.min(1, (value - low) / (high - low))) };
+  return { domain: [low, high], isDiverging, reach, colour: (value) => sequential(strength * Math.min(1, (value - low) / (high - low))) };
+}
+
+/** How far the values go beyond the ends of their scale, in words; nothing where they do not. */
+function reachWords({ domain, reach }) {
+  if (!reach || reach[0] === undefined || (reach[0] >= domain[0] && reach[1] <= domain[1])) return '';
+  return `; values from ${show(reach[0])} to ${show(reach[1])}`;
 }
 
 /** Draw a scale with its ends and its unit into a group of an SVG, `width` wide and 34 high. */
 function drawLegend(group, scale, width, label) {
   const bars = 48;
   const [low, high] = scale.domain;
-  const bar = Math.min(width - 8, 320);
+  // Beyond a fixed end there is a field of its own, with room for its words.
+  const bar = Math.min(width - 8 - (scale.over ? 205 : 0), 320);
   d3.range(bars).forEach((i) => {
     group.append('rect').attr('x', (i * bar) / bars).attr('width', bar / bars + 0.6).attr('height', 9)
       .attr('fill', scale.colour(low + ((high - low) * i) / (bars - 1)).toString());
   });
   group.append('rect').attr('class', 'frame').attr('width', bar).attr('height', 9);
   const place = d3.scaleLinear().domain([low, high]).range([0, bar]);
-  const ticks = place.ticks(4);
-  const written = place.tickFormat(4);
+  const count = bar < 160 ? 2 : 4;
+  const ticks = place.ticks(count);
+  const written = place.tickFormat(count);
   for (const tick of ticks) {
     group.append('line').attr('class', 'zero').attr('x1', place(tick)).attr('x2', place(tick)).attr('y1', 9).attr('y2', 12);
     group.append('text').attr('x', place(tick)).attr('y', 23).attr('text-anchor', tick === ticks[0] && place(tick) < 12 ? 'start' : 'middle')
       .text(written(tick));
+  }
+  if (scale.over) {
+    group.append('rect').attr('class', 'frame beyond').attr('x', bar + 14).attr('width', 14).attr('height', 9).style('fill', scale.colour(Infinity).toString());
+    group.append('text').attr('class', 'beyond').attr('x', bar + 33).attr('y', 9)
+      .text(`above ${high}: ${plural(scale.over, 'head')}, up to ${scale.reach[1].toFixed(2)}`);
   }
   group.append('text').attr('y', 37).text(label);
 }

@@ -86,7 +86,8 @@ function drawBrush(svg, x, height) {
     const chosen = d3.brushSelection(this);
     if (!chosen) return update({ range: null });
     const [a, b] = chosen.map((place) => Math.round(x.invert(place)));
-    update({ range: [Math.max(0, a), Math.min(stepCount(), Math.max(a, b) + 1)] });
+    // A range is one of this sample, so the map shows the sample too.
+    update({ range: [Math.max(0, a), Math.min(stepCount(), Math.max(a, b) + 1)], scope: 'sample' });
   }
   linesBrush = d3.brushX().extent([[left, top], [x.range()[1], height - bottom]])
     .on('start', () => { brushing = !following; })

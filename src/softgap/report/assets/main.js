@@ -69,6 +69,8 @@ function drawFacts() {
   byId('subject').textContent = parts.filter(Boolean).join(' · ');
   byId('headline').textContent = PAYLOAD.headline || '';
   byId('headline').hidden = !PAYLOAD.headline;
+  byId('held-out').textContent = PAYLOAD.heldOut || '';
+  byId('held-out').hidden = !PAYLOAD.heldOut;
   const steps = samples.reduce((total, sample) => total + sample.steps, 0);
   const mean = (at) => d3.mean(samples, (sample) => sample.divergence[at] ?? undefined);
   const facts = [
@@ -85,9 +87,9 @@ function drawFacts() {
   byId('about').replaceChildren(...PAYLOAD.about.flatMap(([heading, words]) => [element('dt', '', heading), element('dd', '', words)]));
 }
 
-/** The head that is furthest from linear and the one that is nearest: something to look at from the start. */
+/** The heads with the most and the least of what the page opens with: something to look at from the start. */
 function firstHeads() {
-  const means = quantityNow(quantity('divergence')).numbers;
+  const means = quantityNow(quantity((PAYLOAD.opening || {}).quantity || 'divergence')).numbers;
   if (!means || !means.some((value) => value === value)) return [];
   const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((one, other) => means[other] - means[one]);
   return [...new Set([sorted[0], sorted[sorted.length - 1]])];
@@ -121,9 +123,10 @@ async function start() {
 }
 
 function unpackFirst() {
-  return new Promise((resolve) => {
-    if (arrayAt(current().arrays[divergenceKey()], resolve)) resolve();
-  });
+  const keys = [divergenceKey(), divergenceKey(CONTROL)].filter(carries);
+  return Promise.all(keys.map((key) => new Promise((resolve) => {
+    if (arrayAt(current().arrays[key], resolve)) resolve();
+  })));
 }
 
 start().catch(fail);

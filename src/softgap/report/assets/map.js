@@ -39,11 +39,11 @@ function drawMap() {
   const box = byId('map');
   const { numbers, of } = quantityNow();
   const entry = quantity();
+  const scale = numbers && colourScale(numbers, { isDiverging: entry.isDiverging, fixed: entry.fixed });
   byId('map-caption').textContent = `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit}), ${
-    ['divergence', 'slope', 'distance'].includes(entry.key) ? `from ${STATE.mechanism}, ` : ''}${of}.`;
+    ['divergence', 'slope', 'distance', 'gap'].includes(entry.key) ? `from ${STATE.mechanism}, ` : ''}${of}${scale ? reachWords(scale) : ''}.`;
   if (!numbers) return;
   const layout = mapLayout(box.clientWidth);
-  const scale = colourScale(numbers, { isDiverging: entry.isDiverging });
   const hadFocus = box.contains(document.activeElement) && document.activeElement.classList.contains('cell');
   box.replaceChildren();
   const svg = d3.select(box).append('svg').attr('width', layout.width).attr('height', layout.height)

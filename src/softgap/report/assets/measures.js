@@ -16,6 +16,30 @@ function meanOver(array, row, a, b) {
   return count ? total / count : NaN;
 }
 
+// As in softgap/analysis/headline.py: steps before this position count only where the others are too few, and a head
+// whose mean distance to the mean of values is smaller than this has no gap.
+const GAP = { first: 64, fewest: 32, none: 0.02 };
+
+/** The steps from a to b that a share of the gap is taken over. */
+function gapSteps(positions, a, b) {
+  const steps = d3.range(a, b);
+  const late = steps.filter((step) => positions[step] >= GAP.first);
+  return late.length >= GAP.fewest ? late : steps;
+}
+
+/** The share of its gap that a mechanism leaves to a head: its divergence over that of the control; NaN without a gap. */
+function gapOver(array, control, row, steps) {
+  let mine = 0;
+  let uniform = 0;
+  const base = row * array.columns;
+  for (const step of steps) {
+    const [a, b] = [array.values[base + step], control.values[base + step]];
+    if (a === a) mine += a;
+    if (b === b) uniform += b;
+  }
+  return steps.length && uniform >= GAP.none * steps.length ? mine / uniform : NaN;
+}
+
 /** Mean distance between the same row of two arrays. */
 function distanceOver(array, other, row, a, b) {
   let total = 0;

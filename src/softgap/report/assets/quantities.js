@@ -62,6 +62,20 @@ const QUANTITIES = [
     },
   },
   {
+    key: 'gap',
+    label: 'share of the gap left',
+    unit: 'divergence / divergence from uniform',
+    fixed: [0, 1],
+    ranged: () => true,
+    group: () => `gap/${STATE.mechanism}`,
+    available: () => PAYLOAD.mechanisms.includes(CONTROL) && STATE.mechanism !== CONTROL,
+    compute: (a, b) => {
+      const control = values(divergenceKey(CONTROL));
+      const steps = gapSteps(current().positions, a, b);
+      return control && perHead(divergenceKey(), (array, row) => gapOver(array, control, row, steps));
+    },
+  },
+  {
     key: 'slope',
     label: 'slope',
     unit: 'divergence per 100 tokens',
@@ -132,7 +146,9 @@ function quantityNow(entry = quantity()) {
   if (STATE.scope !== 'sample' && group) {
     const means = entry.group && group.heads[entry.group()];
     const who = group.label === null ? `all ${group.samples} samples` : `the ${group.samples} samples labelled ${group.label}`;
-    if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `mean of ${who}` };
+    const whole = STATE.range ? ', whatever the range' : '';
+    const taken = entry.key === 'gap' ? who : `mean of ${who}`;
+    if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `${taken}${whole}` };
     if (['z', 'complexity', 'entropy'].includes(entry.key)) return { numbers: found(entry.key), of: 'all samples together' };
     return { numbers: HEADS.map(() => NaN), of: `${who}: only of single samples` };
   }

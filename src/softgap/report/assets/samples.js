@@ -61,16 +61,19 @@ function drawGroups() {
   const labels = PAYLOAD.groups.filter(({ label }) => label !== null);
   const drawn = labels.length ? labels : PAYLOAD.groups;
   const [row, who] = groupRow();
-  const curves = drawn.map((group) => ({ group, mean: arrayAt(group.steps.mean, arrived), half: arrayAt(group.steps.halfWidth, arrived) }));
+  const curves = drawn.map((group) => {
+    const steps = group.steps[divergenceKey()];
+    return { group, steps, mean: arrayAt(steps.mean, arrived), half: arrayAt(steps.halfWidth, arrived) };
+  });
   drawGroupTable(drawn);
   if (curves.some(({ mean, half }) => !mean || !half)) return;
-  byId('groups-caption').textContent = `Divergence from ${PAYLOAD.mechanisms[0]} at every token of the completion, ${who}: means over samples, with ${
+  byId('groups-caption').textContent = `Divergence from ${STATE.mechanism} at every token of the completion, ${who}: means over samples, with ${
     Math.round(100 * PAYLOAD.groups[0].level)} % intervals (Student, each token by itself) where at least ${LEAST_SAMPLES} samples are that long. ${
     ''}Groups that differ in length or topic differ for many reasons; this is a description, not a test.`;
-  drawCurves(curves.map(({ group, mean, half }) => ({
+  drawCurves(curves.map(({ group, steps, mean, half }) => ({
     name: group.label ?? 'all samples',
     points: Array.from(seriesOf(mean, row, 0, mean.columns), (value, at) => ({
-      at, value, half: group.steps.samples[at] >= LEAST_SAMPLES ? half.values[row * half.columns + at] : NaN,
+      at, value, half: steps.samples[at] >= LEAST_SAMPLES ? half.values[row * half.columns + at] : NaN,
     })),
   })));
 }
@@ -106,8 +109,8 @@ function drawCurves(curves) {
 function drawGroupTable(groups) {
   const head = element('thead');
   const chosen = STATE.heads.length ? STATE.heads[STATE.heads.length - 1] : null;
-  const key = divergenceKey(PAYLOAD.mechanisms[0]);
-  const heading = ['group', 'samples', ...PAYLOAD.mechanisms.map((name) => `divergence, ${name}`), ...(chosen === null ? [] : [`head ${HEADS[chosen].name}, ${PAYLOAD.mechanisms[0]}`])];
+  const key = divergenceKey();
+  const heading = ['group', 'samples', ...PAYLOAD.mechanisms.map((name) => `divergence, ${name}`), ...(chosen === null ? [] : [`head ${HEADS[chosen].name}, ${STATE.mechanism}`])];
   head.append(element('tr'));
   heading.forEach((text, i) => {
     const cell = element('th', i ? '' : 'word', text);
@@ -124,7 +127,7 @@ function drawGroupTable(groups) {
     name.append(element('span', '', ` ${group.label ?? 'all samples'}`));
     line.append(name, element('td', '', group.samples));
     for (const mechanism of PAYLOAD.mechanisms) line.append(element('td', '', between(...group.overall[divergenceKey(mechanism)])));
-    if (chosen !== null) line.append(element('td', '', between(group.heads[key][chosen], group.halfWidth[chosen])));
+    if (chosen !== null) line.append(element('td', '', between(group.heads[key][chosen], group.halfWidth[key][chosen])));
     body.append(line);
   });
   byId('groups-table').replaceChildren(head, body);
@@ -150,6 +153,8 @@ function startSamples() {
     drawSamples();
   });
   listen(['sample'], () => { select.value = STATE.sample; drawSamples(); });
-  listen(['heads', 'shadeOf', 'theme', 'arrived', 'width'], drawGroups);
+  scope.value = STATE.scope;
+  listen(['scope'], () => { scope.value = STATE.scope; });
+  listen(['mechanism', 'heads', 'shadeOf', 'theme', 'arrived', 'width'], drawGroups);
   drawSamples();
 }

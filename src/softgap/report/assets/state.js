@@ -7,7 +7,7 @@ const STATE = {
   shade: 'divergence',
   shadeOf: 'all',
   quantity: (PAYLOAD.opening || {}).quantity || 'divergence',
-  scope: 'sample',
+  scope: (PAYLOAD.opening || {}).scope || 'sample',
   view: 'raw',
   zoom: 'heads',
   heads: [],
@@ -82,7 +82,7 @@ function chooseRange(one, other) {
   const last = stepCount() - 1;
   const a = Math.max(0, Math.min(one, other, last));
   const b = Math.min(last, Math.max(one, other, 0)) + 1;
-  update({ range: [a, b], cursor: Math.min(last, Math.max(0, other)) });
+  update({ range: [a, b], scope: 'sample', cursor: Math.min(last, Math.max(0, other)) });
 }
 
 /** Choose a head alone, or with `more` add it to the others or take it away. */

@@ -11,7 +11,7 @@ from softgap.report.live.limits import Limits
 from softgap.report.live.runs import LiveRun
 from softgap.report.live.writer import Writer
 from softgap.report.page import REPORT, Look, policy_of, render
-from softgap.report.payload import Payload
+from softgap.report.payload import OPENING, Payload
 
 __all__ = ["PANE", "SHELL", "pane", "policy", "shell"]
 
@@ -86,6 +86,7 @@ def pane(writer: Writer, run: LiveRun) -> str:
             ["The model", f"{writer.name} is writing; what was measured and how is said here when it has ended."]
         ],
         "samples": [sample],
+        "opening": OPENING if {"fitted", "uniform"} <= set(run.wish.mechanisms) else {},
         "groups": [],
         "dynamics": {"reason": "the entropies of a run are computed when it has ended"},
         "shapes": [],

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.errors import SoftgapError, UnsupportedError, unknown_name
 from softgap.report.dynamics import dynamics
 from softgap.report.live.limits import Limits
 from softgap.report.live.studies import Studies
 from softgap.report.live.wishes import Wish
 from softgap.report.live.writer import Writer
+from softgap.report.payload import opening_sentence
 from softgap.report.words import about
 from softgap.trajectories.names import slug
 
@@ -185,6 +187,9 @@ class Queue:
         early = run.asked_to_stop and measured.n_steps < run.wish.max_new_tokens
         found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
         found["about"] = about(study, measured, 1, (), whole=True)
+        sentence, known = opening_sentence([gap_sums(measured)], measured)
+        found["headline"] = sentence
+        found["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
         self._end(run, "stopped" if early else "finished", found)
 
     def _end(self, run: LiveRun, state: State, values: Mapping[str, Any], reason: str = "") -> None:
