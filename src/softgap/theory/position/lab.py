@@ -229,8 +229,8 @@ def position_in_model(
 
 def _texts(given: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
     """Lists of token ids, all equally long."""
-    first = given[0] if len(given) else None
-    texts = [list(ids) for ids in given] if isinstance(first, Sequence) else [list(given)]  # type: ignore[arg-type]
+    many = len(given) > 0 and isinstance(given[0], Sequence)
+    texts: list[list[int]] = [list(ids) for ids in (given if many else [given])]  # type: ignore[arg-type]
     lengths = sorted({len(ids) for ids in texts})
     if len(lengths) > 1:
         raise ValueInputError(
