@@ -5,7 +5,7 @@ A[t > t0, s <= t0] of an r-feature linear attention is D phi(Q) phi(K)^T with D 
 Eckart and Young no such attention comes nearer to a softmax block than the tail of the block's singular values. This
 bounds weights, not outputs: values of dimension d_v may hide any error of the weights.
 
-The column of the first key, the attention sink, holds most of the energy of many heads and has rank 1. A rank by energy
+The column of the first key, the sink token, holds most of the energy of many heads and has rank 1. A rank by energy
 that includes it describes the sink. Leave it out (:func:`without_sink`) to describe the rest.
 
 Effective State-Size (Parnichkun et al. 2025, arXiv:2504.19561) is a relative: the rank of A[t >= i, s < i] at every

@@ -3,7 +3,7 @@
 The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
 the softmax weights (THEORY section 8). It bounds weights and says nothing about outputs. Beside them the capacity
 exponent: how the rank that holds a share of the energy of such a block grows with its size, without the column of the
-attention sink first, and with it.
+sink token first, and with it.
 """
 
 from __future__ import annotations
