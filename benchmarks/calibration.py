@@ -144,13 +144,20 @@ def climb(found: Ladders) -> str:
         f"{'' if rung.floor is None else f'{rung.floor:.3f}'} |"
         for rung in found.rungs
     ]
-    ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, found.ranks, strict=True))
-    low, middle, high = found.exponent or (float("nan"),) * 3
+    sizes = " | ".join(f"block of {size}" for size in found.sizes)
+    grown = []
+    for growth in found.growth:
+        low, middle, high = growth.exponent or (float("nan"),) * 3
+        cells = " | ".join(f"{rank:.0f}" for rank in growth.ranks)
+        sink = "with" if growth.sink else "without"
+        grown.append(f"| {sink} | {growth.energy:.1%} | {cells} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
     return (
         "| mechanism | features | divergence | weight error | floor with so many features |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nRank that holds 99 % of the energy of softmax's off-diagonal blocks, median head: {ranks}; exponent "
-        f"in the length {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."
+        + "\n\nRank that holds a share of the energy of softmax's off-diagonal blocks, without the column of the first "
+        "key (the sink) and with it: median over heads, and the exponent in the length (10 % to 90 % of the heads).\n\n"
+        + f"| sink | energy | {sizes} | exponent |\n|---|---|{'---|' * len(found.sizes)}---|\n"
+        + "\n".join(grown)
     )
 
 

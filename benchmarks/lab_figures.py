@@ -1,6 +1,8 @@
 """The figures of the labs for the pages of the theory: what `softgap lab NAME --out DIR` draws, made small.
 
-Run: python benchmarks/lab_figures.py [--only focus]   (needs the embedded model; writes docs/images/)
+Run: python benchmarks/lab_figures.py [--only focus] [--text FILE]   (needs the embedded model; writes docs/images/)
+
+The figure of positions in a model is over 8 texts, which FILE is cut into: without it that figure is left as it is.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ FIGURES = {
     "lab-position-model": ["position", "--model", "smollm2-135m"],
     "lab-separation": ["separation"],
 }
+# Figures that one built-in page is not enough for.
+OVER_TEXTS = ("lab-position-model",)
 
 
 def smaller(svg: str) -> str:
@@ -35,12 +39,19 @@ def main() -> None:
     """Run the labs and keep their figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="names of figures that contain this")
-    wanted = parser.parse_args().only or ""
+    parser.add_argument("--text", help="text file of at least 4,096 tokens for lab-position-model")
+    options = parser.parse_args()
+    wanted = options.only or ""
     IMAGES.mkdir(exist_ok=True)
     too_large = []
     for name, arguments in FIGURES.items():
         if wanted not in name:
             continue
+        if name in OVER_TEXTS:
+            if options.text is None:
+                print(f"docs/images/{name}.svg left as it is: it needs --text", flush=True)
+                continue
+            arguments = [*arguments, "--text", options.text]
         with tempfile.TemporaryDirectory() as folder:
             if softgap(["lab", *arguments, "--out", folder]):
                 sys.exit(f"softgap lab {' '.join(arguments)} failed")

@@ -96,7 +96,7 @@ def calibration() -> Calibration:
     tensors = {"fitted.rate": torch.ones(2, 4), "fitted.query_bias": torch.zeros(2, 4, 3)}
     metadata = {"model": "other", "fingerprint": "f" * 32, "digest": digest_of(tensors)}
     held_out = HeldOut({}, {}, {}, {}, ((None, None), (None, None)), 0.9, 1, 64)
-    return Calibration(tensors, metadata, held_out, {}, Ladders((), (), (), None, 64), {})
+    return Calibration(tensors, metadata, held_out, {}, Ladders((), (), (), 64), {})
 
 
 def _texts(here: Path) -> None:

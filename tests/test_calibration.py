@@ -130,6 +130,18 @@ def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
     # No attention with so many features comes nearer to the softmax weights.
     assert all(0 < rung.floor < rung.weight_error for rung in rungs.values() if rung.floor)
     assert found.ladders.sizes == (16, 32, 64, 128)
+    growth = [(each.sink, each.energy) for each in found.ladders.growth]
+    assert growth == [(sink, energy) for sink in (False, True) for energy in (0.9, 0.99, 0.999)]
+
+
+def test_a_report_of_the_first_version_says_that_its_rank_counts_the_sink(tmp_path: Path) -> None:
+    found = made(tmp_path / "tiny.safetensors")
+    report = found.report()
+    old = {key: value for key, value in report["ladders"].items() if key != "growth"}
+    old |= {"ranks": [3.0, 3.0, 4.0, 3.0], "exponent": [-0.3, 0.0, 0.8]}
+    save_calibration(tmp_path / "old.safetensors", found.tensors, {**found.metadata, **report, "ladders": old})
+    (growth,) = Calibration.load(tmp_path / "old.safetensors").ladders.growth
+    assert (growth.energy, growth.sink, growth.ranks) == (0.99, True, (3.0, 3.0, 4.0, 3.0))
 
 
 def test_the_conditions_are_what_they_say(tmp_path: Path) -> None:

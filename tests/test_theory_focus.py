@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softgap.attention import Visible, attention_weights, mechanisms, resolve
-from softgap.attention.off_diagonal import block_spectra, capacity_exponent, dyadic_blocks, numerical_rank
+from softgap.attention.off_diagonal import (
+    block_spectra,
+    capacity_exponent,
+    dyadic_blocks,
+    numerical_rank,
+    rank_growth,
+    without_sink,
+)
 from softgap.errors import ShapeError, ValueInputError
 from softgap.theory.focus.closed_forms import iid_sparsity
 from softgap.theory.focus.concentration import concentration, feature_prediction, score_moments
@@ -150,6 +157,28 @@ def test_the_exponent_is_the_slope() -> None:
     sizes = (16, 32, 64)
     ranks = np.stack([np.array([5.0, float(size), math.sqrt(size)]) for size in sizes])
     np.testing.assert_allclose(capacity_exponent(sizes, ranks), [0, 1, 0.5], atol=1e-12)
+
+
+def test_a_sink_hides_the_rank_of_everything_else() -> None:
+    """Heads with 90 % of their weight on the first key, the rest on one key each that no other query shares."""
+    length = 64
+    own = torch.zeros(length, length, dtype=torch.float64)
+    t = torch.arange(1, length)
+    own[t, (t - 1) // 2] = 1.0  # a sparse pattern of full rank in every block
+    heads = torch.stack([0.1 * own, 0.1 * own])
+    heads[..., 0] += 0.9
+    energies = (0.9, 0.97, 0.999)
+    whole = [rank_growth([block_spectra(heads, 8)], energy, sink=True) for energy in energies]
+    rest = [rank_growth([block_spectra(without_sink(heads), 8)], energy, sink=False) for energy in energies]
+    assert whole[1].ranks[-1] == 1
+    assert whole[1].exponent is not None
+    assert whole[1].exponent[1] == pytest.approx(0)
+    assert rest[1].exponent is not None
+    assert rest[1].exponent[1] > 0.8
+    assert [growth.ranks[-1] for growth in rest] == sorted(growth.ranks[-1] for growth in rest)
+    # What is left is what there would be without a sink at all.
+    alone = rank_growth([block_spectra(without_sink(torch.stack([own, own])), 8)], 0.97, sink=False)
+    assert alone.ranks == rest[1].ranks
 
 
 def test_placement_of_known_matrices() -> None:

@@ -153,7 +153,13 @@ def test_what_must_hold_in_any_model_holds(lab: ModelFocus) -> None:
     assert np.isnan(lab.of("decay").general).all()
     assert (lab.of("decay").distance > 0.9).all()
     assert lab.capacity.sizes == (24, 48)
-    assert (lab.capacity.ranks_without <= lab.capacity.sizes[-1]).all()
+    capacity = lab.capacity
+    assert capacity.energies == (0.9, 0.99, 0.999)
+    assert capacity.ranks.shape == (3, 2, 2, 4)
+    assert (capacity.ranks <= capacity.sizes[-1]).all()
+    # More energy takes more rank, and the column of one key takes one at most.
+    assert (np.diff(capacity.ranks, axis=0) >= 0).all()
+    assert (capacity.needed_with_sink >= 1).all()
 
 
 def test_json_holds_every_part(lab: ModelFocus) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 
 from cli_examples import failure, loads_once
 from model_examples import byte_tokenizer, save_folder, tiny_llama
@@ -24,7 +25,7 @@ from softgap.theory.injectivity.confusion import confusion_rate, first_injective
 from softgap.theory.injectivity.inversion import key_condition
 from softgap.theory.injectivity.model import ModelInjectivity, injectivity_in_model
 from softgap.theory.injectivity.synthetic import Injectivity, injectivity_lab
-from softgap.theory.intervals import Estimate, rank_correlation
+from softgap.theory.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
 
 IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 
@@ -235,6 +236,45 @@ def test_rank_correlations_cover_and_condition() -> None:
     assert np.isnan(rank_correlation(x, np.ones(120), clusters, rng=generator).value)
     assert np.isnan(rank_correlation(x[:5], y[:5], clusters[:5], rng=generator).value)
     assert rank_correlation(np.exp(x), y, clusters, rng=generator).value == pytest.approx(plain.value)
+
+
+def test_intervals_widen_with_their_number_as_bonferroni_asks() -> None:
+    values = np.random.default_rng(0).standard_normal((1, 400))
+    clusters = np.arange(400)
+    widths = []
+    for intervals in (1, 46):
+        level = joint_level(intervals)
+        found = cluster_interval(values, clusters, weighted_mean, rng=np.random.default_rng(1), level=level)
+        assert found.level == pytest.approx(1 - 0.05 / intervals)
+        widths.append(found.high - found.low)
+    # A mean of many is normal: the ratio of widths is that of the quantiles, 3.266 and 1.960.
+    assert norm.ppf(1 - 0.025 / 46) == pytest.approx(3.266, abs=1e-3)
+    assert widths[1] / widths[0] == pytest.approx(3.266 / 1.960, rel=0.08)
+
+
+def test_every_interval_of_a_run_stands_at_the_joint_level(in_model: ModelInjectivity) -> None:
+    document = in_model.to_json()
+    shown = [c[kind] for c in document["correlations"] for kind in ("plain", "at_equal_focus")]
+    rated = [x for name, x in document["confused"].items() if name != "softmax" and np.isfinite(x["value"])]
+    intervals = len(shown) + len(rated) + 1
+    assert in_model.settings["intervals"] == intervals
+    assert intervals > 20
+    for estimate in (*shown, *rated, document["nearer"]):
+        assert estimate["level"] == in_model.settings["level"] == pytest.approx(1 - 0.05 / intervals)
+
+
+@pytest.mark.slow
+def test_unrelated_measures_are_hardly_ever_decided() -> None:
+    """Twenty correlations of noise in each of 60 runs: some interval excludes 0 in at most 5 % of the runs."""
+    level, clusters = joint_level(20), np.repeat(np.arange(40), 3)
+    runs = []
+    for run in range(60):
+        generator = np.random.default_rng(run)
+        table = generator.standard_normal((21, 120))
+        pairs = [rank_correlation(table[0], y, clusters, rng=generator, level=level, replicates=99) for y in table[1:]]
+        runs.append(any(pair.sign for pair in pairs))
+    # 3 expected of 60; 9 are three standard errors above.
+    assert sum(runs) <= 9
 
 
 def test_the_command_prints_verdicts_and_saves_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

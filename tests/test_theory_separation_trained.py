@@ -17,7 +17,7 @@ from softgap.errors import StoreError, UnknownNameError, UnsupportedError, Value
 from softgap.theory.separation.trained import Trained, score_of, train_all
 from softgap.theory.separation.trained_cells import Cell, Checkpoint, Training, stored_cell, train_cell
 from softgap.theory.separation.trained_model import TRAINABLE, answer, mix, parameters, trainable
-from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, expression, task
+from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, _counting, _separation, expression, task
 
 SHORT = Training(steps=4, batch=8, checkpoints=2)
 
@@ -52,17 +52,17 @@ def test_recall_asks_for_the_value_of_a_key_that_was_shown() -> None:
 
 
 def test_levels_of_the_separation_task_tell_its_classes() -> None:
-    x, y = task("separation").sample(50, generator())
+    x, y = _separation("separation", noise=0).sample(50, generator())
     unit = math.sqrt(math.log(62))
     level = x[:, :, 0].amax(1) / unit
     assert ((level > 0.5) == (y == 1)).all()
     assert (x[:, :, 1:-1] > 0).sum((1, 2)).eq(62).all()
-    x, y = task("separation_number").sample(50, generator())
+    x, y = _separation("separation_number", noise=0).sample(50, generator())
     assert torch.allclose(x[:, :, 0].amax(1) / unit, y, atol=1e-6)
 
 
 def test_the_mean_of_all_rows_says_nothing_about_a_spread_level() -> None:
-    x, y = task("separation_spread").sample(400, generator())
+    x, y = _separation("separation_spread", noise=0).sample(400, generator())
     total = x[:, :, 0].sum(1)
     assert abs(total[y == 0].mean() - total[y == 1].mean()) < 0.1 * total.mean()
     assert (x[:, :, 0] > 0).sum(1).tolist() == [8 if one == 0 else 1 for one in y.tolist()]
@@ -79,8 +79,48 @@ def test_without_a_residual_the_answer_passes_through_attention(name: str) -> No
 
 
 def test_counting_gives_the_share_of_the_first_symbol() -> None:
-    x, y = task("counting-10").sample(30, generator())
+    x, y = _counting(10, noise=0).sample(30, generator())
     assert torch.allclose(x[:, :, 0].mean(1), y)
+
+
+@pytest.mark.parametrize("name", ["separation", "separation_spread", "separation_levels", "counting-64"])
+def test_noise_is_as_large_as_the_task_says(name: str) -> None:
+    made = task(name)
+    plain = _counting(64, noise=0) if name.startswith("counting") else _separation(name, noise=0)
+    # The noise is drawn last: the same generator gives the same sequences.
+    noise = made.sample(40, generator())[0] - plain.sample(40, generator())[0]
+    assert made.noise > 0
+    assert float(noise.std()) == pytest.approx(made.noise, rel=0.02)
+    assert abs(float(noise.mean())) < 0.02 * made.noise
+
+
+def test_two_perfect_scores_decide_nothing() -> None:
+    same = {"softmax": 1.0, "elu1": 1.0}
+    for value, words in ((1.0, "too easy"), (0.5, "too hard")):
+        ends = trained_with({("separation", name): [value] * 3 for name in ("softmax", "elu1")}, same)
+        claims = {claim.name: claim for claim in ends.claims}
+        assert claims["trained separation"].verdict == "not decided"
+        assert words in claims["trained separation"].condition
+        assert claims["a task for linear"].verdict == "not decided"
+    ahead = trained_with(
+        {("separation", "softmax"): [1.0, 0.99, 1.0], ("separation", "elu1"): [0.5, 0.51, 0.5]},
+        same,
+    )
+    assert ahead.cannot_tell("separation") == ""
+    assert ahead.claims[0].verdict == "holds"
+
+
+def test_verdicts_on_several_tasks_hold_together() -> None:
+    names = ("separation", "separation_spread", "separation_levels", "separation_number", "listops")
+    scores = {(name, "softmax"): [0.64, 0.66, 0.69] for name in names} | {(n, "elu1"): [0.6, 0.6, 0.6] for n in names}
+    together = trained_with(scores, {"softmax": 1.0, "elu1": 1.0})
+    alone = trained_with(
+        {key: value for key, value in scores.items() if key[0] == "listops"}, {"softmax": 1, "elu1": 1}
+    )
+    assert together.claims[0].numbers["level"] == pytest.approx(0.99)
+    # t with 2 degrees of freedom: 4.303 for one task, 9.925 for five.
+    assert alone.claims[0].verdict == "holds"
+    assert {claim.verdict for claim in together.claims[:5]} == {"not decided"}
 
 
 def evaluate(tokens: list[int]) -> int:

@@ -4,6 +4,14 @@ Causal weights have a positive diagonal, so the whole matrix has full rank whate
 A[t > t0, s <= t0] of an r-feature linear attention is D phi(Q) phi(K)^T with D its row normaliser: rank at most r. By
 Eckart and Young no such attention comes nearer to a softmax block than the tail of the block's singular values. This
 bounds weights, not outputs: values of dimension d_v may hide any error of the weights.
+
+The column of the first key, the sink token, holds most of the energy of many heads and has rank 1. A rank by energy
+that includes it describes the sink. Leave it out (:func:`without_sink`) to describe the rest.
+
+Effective State-Size (Parnichkun et al. 2025, arXiv:2504.19561) is a relative: the rank of A[t >= i, s < i] at every
+position i, of the operator of a layer, by a tolerance on singular values or by their entropy. It measures how much
+memory a layer uses. Here ranks are of softmax weights per head, by energy at several thresholds, over disjoint dyadic
+blocks, with the sink left out; and what is asked is how they grow with the length.
 """
 
 from __future__ import annotations
@@ -19,7 +27,21 @@ from torch import Tensor
 
 from softgap.errors import ShapeError, ValueInputError
 
-__all__ = ["BlockSpectra", "block_error", "block_spectra", "capacity_exponent", "dyadic_blocks", "numerical_rank"]
+__all__ = [
+    "ENERGIES",
+    "BlockSpectra",
+    "RankGrowth",
+    "block_error",
+    "block_spectra",
+    "capacity_exponent",
+    "dyadic_blocks",
+    "numerical_rank",
+    "rank_growth",
+    "without_sink",
+]
+
+ENERGIES = (0.9, 0.99, 0.999)
+"""Shares of the energy that ranks are given for: one threshold alone says little about a spectrum."""
 
 
 def dyadic_blocks(length: int, smallest: int = 16) -> list[tuple[slice, slice]]:
@@ -107,6 +129,46 @@ def block_error(
         lost += (weights[:, rows, columns] - block).square().sum(dim=(-1, -2))
         whole += block.square().sum(dim=(-1, -2))
     return np.asarray((lost / whole).sqrt().numpy())
+
+
+def without_sink(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
+    """The weights with the column of the first key set to 0."""
+    rest = weights.clone()
+    rest[..., 0] = 0
+    return rest
+
+
+@dataclass(frozen=True)
+class RankGrowth:
+    """How the rank of the off-diagonal blocks of softmax grows with their size, over many heads.
+
+    Attributes
+    ----------
+    energy
+        Share of the energy that the rank holds.
+    sink
+        Whether the column of the first key is counted.
+    ranks
+        Median over heads for each size.
+    exponent
+        Slope of log rank in log size: the 10 %, 50 % and 90 % points over heads; None with one size only.
+    """
+
+    energy: float
+    sink: bool
+    ranks: tuple[float, ...]
+    exponent: tuple[float, float, float] | None
+
+
+def rank_growth(spectra: Sequence[BlockSpectra], energy: float, *, sink: bool) -> RankGrowth:
+    """The growth over all heads of some layers; ``sink`` says which weights the spectra are of."""
+    sizes = sorted(set(spectra[0].sizes))
+    ranks = np.stack([np.concatenate([x.energy_rank(size, 1 - energy) for x in spectra]) for size in sizes])
+    exponent = None
+    if len(sizes) > 1:
+        low, middle, high = np.quantile(capacity_exponent(sizes, ranks), [0.1, 0.5, 0.9]).tolist()
+        exponent = (low, middle, high)
+    return RankGrowth(energy, sink, tuple(np.median(ranks, axis=1).tolist()), exponent)
 
 
 def capacity_exponent(sizes: Sequence[int], ranks: Float[NDArray[np.float64], "size head"]) -> NDArray[np.float64]:

@@ -2,7 +2,8 @@
 
 The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
 the softmax weights (THEORY section 8). It bounds weights and says nothing about outputs. Beside them the capacity
-exponent: how the rank that holds 99 % of the energy of such a block grows with its size.
+exponent: how the rank that holds a share of the energy of such a block grows with its size, without the column of the
+sink token first, and with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention import Mechanism, attention_weights, compare_outputs, resolve
-from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, capacity_exponent
+from softgap.attention.off_diagonal import (
+    ENERGIES,
+    BlockSpectra,
+    RankGrowth,
+    block_error,
+    block_spectra,
+    rank_growth,
+    without_sink,
+)
 from softgap.calibration.held_out import FIRST
 from softgap.probe.models import Model
 from softgap.probe.tensors import LayerTensors, visit_layers
@@ -24,7 +33,6 @@ from softgap.probe.tensors import LayerTensors, visit_layers
 __all__ = ["Ladders", "Rung", "ladders"]
 
 FIXED = ("elu1", "relu", "exp_dim", "hedgehog", "focused", "dpfp", "favor")
-LOST = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,16 +64,15 @@ class Ladders:
 
     Attributes
     ----------
-    sizes, ranks
-        Sizes of off-diagonal blocks, and for each the median over heads of the rank that holds 99 % of its energy.
-    exponent
-        Slope of log rank in log size: the 10 %, 50 % and 90 % points over heads; None for a text with one size only.
+    sizes
+        Of off-diagonal blocks.
+    growth
+        Of the rank that holds 90, 99 and 99.9 % of their energy: without the sink first, then with it.
     """
 
     rungs: tuple[Rung, ...]
     sizes: tuple[int, ...]
-    ranks: tuple[float, ...]
-    exponent: tuple[float, float, float] | None
+    growth: tuple[RankGrowth, ...]
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
@@ -75,14 +82,20 @@ class Ladders:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Ladders:
         """From plain data."""
-        exponent = data["exponent"]
+        # Files of version 0.1 hold one growth, at 99 % and with the sink, in fields of their own.
+        old = [{"energy": 0.99, "sink": True, "ranks": data.get("ranks"), "exponent": data.get("exponent")}]
         return cls(
             tuple(Rung(**rung) for rung in data["rungs"]),
             tuple(data["sizes"]),
-            tuple(data["ranks"]),
-            None if exponent is None else (exponent[0], exponent[1], exponent[2]),
+            tuple(_growth(each) for each in data.get("growth", old)),
             data["tokens"],
         )
+
+
+def _growth(data: Mapping[str, Any]) -> RankGrowth:
+    exponent = data["exponent"]
+    ends = None if exponent is None else (exponent[0], exponent[1], exponent[2])
+    return RankGrowth(data["energy"], data["sink"], tuple(data["ranks"]), ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +105,7 @@ class _Layer:
     features: tuple[int | None, ...]
     numbers: Float[np.ndarray, "mechanism quantity head"]
     spectra: BlockSpectra
+    without: BlockSpectra
 
 
 def ladders(
@@ -115,14 +129,14 @@ def ladders(
         Rung(each.name, features, divergence, error, None if features is None else floor)
         for each, features, (divergence, error, floor) in zip(compared, layers[0].features, means, strict=True)
     ]
-    sizes = tuple(sorted(set(layers[0].spectra.sizes)))
-    ranks = np.stack([np.concatenate([x.spectra.energy_rank(size, LOST) for x in layers]) for size in sizes])
-    exponent = np.quantile(capacity_exponent(sizes, ranks), [0.1, 0.5, 0.9]).tolist() if len(sizes) > 1 else None
+    without, whole = [layer.without for layer in layers], [layer.spectra for layer in layers]
     return Ladders(
         tuple(sorted(rungs, key=lambda rung: -rung.divergence)),
-        sizes,
-        tuple(float(x) for x in np.median(ranks, axis=1)),
-        None if exponent is None else (exponent[0], exponent[1], exponent[2]),
+        tuple(sorted(set(whole[0].sizes))),
+        (
+            *(rank_growth(without, energy, sink=False) for energy in ENERGIES),
+            *(rank_growth(whole, energy, sink=True) for energy in ENERGIES),
+        ),
         len(token_ids),
     )
 
@@ -136,7 +150,7 @@ def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
         return attention_weights(mechanism, q, k, visible=layer.visible, scale=layer.scale)[0]
 
     exact = weights_of("softmax")
-    spectra = block_spectra(exact)
+    spectra, rest = block_spectra(exact), block_spectra(without_sink(exact))
     some = slice(min(FIRST, length // 2), None)
     rows = []
     for mechanism in compared:
@@ -145,4 +159,4 @@ def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
         features = mechanism.feature_dim(d)
         floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
         rows.append((features, np.stack([found.double().numpy(), block_error(weights, exact), floor])))
-    return _Layer(tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra)
+    return _Layer(tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest)

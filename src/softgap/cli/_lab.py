@@ -28,6 +28,7 @@ __all__ = [
     "LabTokens",
     "check_out",
     "model_and_text",
+    "model_and_texts",
     "present_lab",
     "reading_model",
     "run_lab",
@@ -87,6 +88,25 @@ def reading_model(model: str | None, text: str | None) -> str | None:
 
 def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequence[str] | None) -> tuple[Any, list[int]]:
     """The model and the token ids that it reads; a wrong text or an unknown mechanism is said before it is loaded."""
+    model, ids, _ = _model_and_ids(name, text, mechanisms)
+    return model, ids[:tokens]
+
+
+def model_and_texts(
+    name: str, text: str | None, texts: int, tokens: int, mechanisms: Sequence[str] | None
+) -> tuple[Any, list[list[int]]]:
+    """The model and up to so many texts of equal length, evenly spread over what was given."""
+    model, ids, first = _model_and_ids(name, text, mechanisms)
+    # Where the tokenizer puts a first token in front of a text, every text gets it.
+    front = ids[:1] if ids[0] == first and tokens > 1 else []
+    rest, size = ids[len(front) :], tokens - len(front)
+    parts = [rest[i : i + size] for i in range(0, len(rest) - size + 1, size)] or [rest]
+    taken = min(texts, len(parts))
+    return model, [front + parts[i * len(parts) // taken] for i in range(taken)]
+
+
+def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None) -> tuple[Any, list[int], int | None]:
+    """The model, the token ids of the whole text, and the model's BOS token."""
     from softgap.attention import resolve
     from softgap.cli._texts import given_text, plain_text
     from softgap.probe import load_model
@@ -100,7 +120,7 @@ def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequenc
     model, tokenizer = load_model(name)
     for wanted in mechanisms or ():
         ready(wanted, model)  # its parameters, if it needs any, are those of a calibration
-    return model, prompt_ids(tokenizer, page, chat=False)[:tokens]
+    return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
 
 
 def check_out(out: str | None) -> None:

@@ -178,9 +178,13 @@ def _ladder_table(found: Ladders) -> Table:
 
 
 def _capacity(found: Ladders) -> str:
-    ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, found.ranks, strict=True))
-    words = f"99 % of the energy of softmax's off-diagonal blocks takes rank {ranks} (median head)"
-    if found.exponent is None:
-        return f"{words}."
-    low, middle, high = found.exponent
-    return f"{words}: it grows as length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)."
+    """The rank of softmax's off-diagonal blocks, without the sink first: a line for each share of the energy."""
+    lines = ["Rank of softmax's off-diagonal blocks, median head, and how it grows with the length:"]
+    for growth in found.growth:
+        ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, growth.ranks, strict=True))
+        line = f"  {'with' if growth.sink else 'without'} the sink, {growth.energy:.1%} of the energy: {ranks}"
+        if growth.exponent is not None:
+            low, middle, high = growth.exponent
+            line += f"; length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)"
+        lines.append(line)
+    return "\n".join(lines)

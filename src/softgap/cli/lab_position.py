@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, check_out, model_and_text, present_lab, reading_model, run_lab
+from softgap.cli._lab import LabOut, LabText, check_out, model_and_texts, present_lab, reading_model, run_lab
 from softgap.cli._options import Json, Model
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ def position_command(
     model: Model = None,
     text: LabText = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Read, or draw, no more than so many tokens.")
+        int, typer.Option(min=1, max=1_000_000, help="Tokens of every text that is read or drawn.")
     ] = 512,
+    texts: Annotated[
+        int,
+        typer.Option(min=1, max=10_000, help="Read, or draw, no more than so many texts; --text is cut into them."),
+    ] = 8,
     start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
     mechanism: Annotated[
         list[str] | None,
@@ -45,28 +49,32 @@ def position_command(
     check_out(out)
     name = reading_model(model, text)
     if name is None:
-        lab = _synthetic(mechanism, heads, tokens, dim, start, seed)
+        lab = _synthetic(mechanism, heads, texts, tokens, dim, start, seed)
     else:
-        lab = _in_model(name, text, tokens, mechanism, start, seed)
-    title = f"Position in {name or 'i.i.d. heads'} over {lab.settings['tokens']} tokens"
+        lab = _in_model(name, text, texts, tokens, mechanism, start, seed)
+    count = lab.settings["texts"]
+    many = "1 text" if count == 1 else f"{count} texts"
+    title = f"Position in {name or 'i.i.d. heads'} over {many} of {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
     if not as_json:
         _output.console().print(_shares_table(lab))
 
 
-def _synthetic(mechanisms: list[str] | None, heads: int, tokens: int, dim: int, start: int, seed: int) -> Position:
+def _synthetic(
+    mechanisms: list[str] | None, heads: int, texts: int, tokens: int, dim: int, start: int, seed: int
+) -> Position:
     from softgap.theory.position.lab import position_lab
 
-    sizes: dict[str, Any] = {"heads": heads, "length": tokens, "dim": dim, "start": start}
+    sizes: dict[str, Any] = {"heads": heads, "texts": texts, "length": tokens, "dim": dim, "start": start}
     return run_lab(position_lab, stage="drawing heads", seed=seed, mechanisms=mechanisms, **sizes)
 
 
 def _in_model(
-    name: str, text: str | None, tokens: int, mechanisms: list[str] | None, start: int, seed: int
+    name: str, text: str | None, texts: int, tokens: int, mechanisms: list[str] | None, start: int, seed: int
 ) -> Position:
     from softgap.theory.position.lab import position_in_model
 
-    given = model_and_text(name, text, tokens, mechanisms)
+    given = model_and_texts(name, text, texts, tokens, mechanisms)
     about = {"model": name, "text": text}
     return run_lab(
         position_in_model, *given, stage="reading", seed=seed, about=about, start=start, mechanisms=mechanisms
@@ -76,7 +84,9 @@ def _in_model(
 def _shares_table(lab: Position) -> Table:
     from softgap.theory.position.drift import TERMS
 
-    table = Table(title="Shares of the trend, over the heads that have one", title_justify="left")
+    table = Table(
+        title="Shares of the trend, over the heads that have one (false discovery rate 5 %)", title_justify="left"
+    )
     for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
     for trend in lab.trends:

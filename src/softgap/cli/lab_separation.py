@@ -64,7 +64,7 @@ def separation_command(
     train: Annotated[bool, typer.Option("--train", help="Also train small models: minutes.")] = False,
     task: _Tasks = None,
     steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps of every model.")] = 600,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Models of every kind, from seeds 0, 1, ...")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Models of every kind, from seeds 0, 1, ...")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     out: LabOut = None,
     as_json: Json = False,

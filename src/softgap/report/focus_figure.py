@@ -139,17 +139,18 @@ def _draw_divergence(axes: Axes, found: ModelFocus) -> None:
 
 
 def _draw_capacity(axes: Axes, found: ModelFocus) -> None:
-    ranks = found.capacity.ranks.reshape(len(found.capacity.sizes), -1)
-    for share, style in ((0.1, ":"), (0.5, "-"), (0.9, "--")):
-        axes.plot(
-            found.capacity.sizes,
-            np.quantile(ranks, share, axis=1),
-            style,
-            color=_COLOURS[0],
-            label=f"{share:.0%} of heads",
-        )
-    axes.set(title="rank for 99 % of the energy", xlabel="block size", ylabel="rank", xscale="log", yscale="log")
-    _mark(axes, found.capacity.sizes)
+    capacity = found.capacity
+    for i, energy in enumerate(capacity.energies):
+        for ranks, style, name in ((capacity.ranks, "-", ""), (capacity.ranks_with_sink, ":", ", with the sink")):
+            middle = np.median(ranks[i].reshape(len(capacity.sizes), -1), axis=1)
+            axes.plot(capacity.sizes, middle, style, color=_COLOURS[i], label=f"{energy:.1%}{name}")
+    axes.set(
+        **{"title": "rank of the energy, median head, without the sink", "xlabel": "block size", "ylabel": "rank"},
+        xscale="log",
+        yscale="log",
+    )
+    axes.legend(frameon=False, fontsize="x-small")
+    _mark(axes, capacity.sizes)
 
 
 def _mark(axes: Axes, values: Sequence[float]) -> None:

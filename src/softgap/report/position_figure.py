@@ -27,7 +27,10 @@ def draw_position(lab: Position) -> Figure:
     _draw_heads(heads, lab)
     _draw_shares(shares, lab)
     name = lab.settings.get("model") or "i.i.d. heads"
-    figure.suptitle(f"{name}: divergence against position over {lab.settings['tokens']} tokens")
+    tokens, texts = lab.settings["tokens"], lab.settings["texts"]
+    figure.suptitle(
+        f"{name}: divergence against position over {texts} {'text' if texts == 1 else 'texts'} of {tokens} tokens"
+    )
     return figure
 
 
@@ -60,7 +63,7 @@ def _draw_heads(axes: Axes, lab: Position) -> None:
     order = np.argsort(trend.slopes.value.ravel())
     place = np.arange(len(order))
     low, high = trend.slopes.low.ravel()[order], trend.slopes.high.ravel()[order]
-    axes.fill_between(place, low, high, color="#999999", alpha=0.35, linewidth=0, label="95 % interval")
+    axes.fill_between(place, low, high, color="#999999", alpha=0.35, linewidth=0, label="95 % over texts")
     for name, values, colour in zip(TERMS, trend.terms.value, _COLOURS, strict=True):
         axes.plot(place, values.ravel()[order], ".", markersize=2.5, color=colour, label=name)
     axes.plot(place, trend.slopes.value.ravel()[order], color="black", linewidth=1.2, label="all")

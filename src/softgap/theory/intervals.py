@@ -12,10 +12,12 @@ from scipy.stats import rankdata
 
 from softgap.errors import ShapeError
 
-__all__ = ["Estimate", "Statistic", "cluster_interval", "rank_correlation", "ratio", "weighted_mean"]
+__all__ = ["Estimate", "Statistic", "cluster_interval", "joint_level", "rank_correlation", "ratio", "weighted_mean"]
 
 _REPLICATES = 999
 _FEWEST = 8
+# Draws beyond each end of an interval, at least: fewer leave its ends to chance.
+_BEYOND = 10
 
 Table = Float64[np.ndarray, "row head"]
 Statistic = Callable[[Table, Float64[np.ndarray, "draw head"]], Float64[np.ndarray, " draw"]]
@@ -24,9 +26,10 @@ Statistic = Callable[[Table, Float64[np.ndarray, "draw head"]], Float64[np.ndarr
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % bootstrap interval over clusters, and how many heads and clusters it rests on.
+    """A number with its bootstrap interval over clusters, and how many heads and clusters it rests on.
 
-    All three numbers are NaN where fewer than 8 heads have values or one side does not vary.
+    All three numbers are NaN where fewer than 8 heads have values or one side does not vary. ``level`` is the chance
+    that the interval by itself holds the truth: 95 %, or more where many intervals have to hold it together.
     """
 
     value: float
@@ -34,6 +37,7 @@ class Estimate:
     high: float
     heads: int
     clusters: int
+    level: float = 0.95
 
     @property
     def sign(self) -> int:
@@ -41,8 +45,20 @@ class Estimate:
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
+def joint_level(intervals: int, level: float = 0.95) -> float:
+    """The level at which each of so many intervals has to stand for all to hold together (Bonferroni)."""
+    return 1 - (1 - level) / max(intervals, 1)
+
+
 def rank_correlation(
-    x: Any, y: Any, clusters: Any, *, rng: np.random.Generator, given: Any | None = None, replicates: int = _REPLICATES
+    x: Any,
+    y: Any,
+    clusters: Any,
+    *,
+    rng: np.random.Generator,
+    given: Any | None = None,
+    replicates: int = _REPLICATES,
+    level: float = 0.95,
 ) -> Estimate:
     """Spearman's correlation of x and y across heads, with an interval from drawing whole clusters.
 
@@ -56,7 +72,7 @@ def rank_correlation(
     table = np.stack(columns)
     kept = np.isfinite(table).all(axis=0)
     ranks = np.stack([rankdata(row) for row in table[:, kept]])
-    return cluster_interval(ranks, groups[kept], _correlation, rng=rng, replicates=replicates)
+    return cluster_interval(ranks, groups[kept], _correlation, rng=rng, replicates=replicates, level=level)
 
 
 def cluster_interval(
@@ -66,20 +82,25 @@ def cluster_interval(
     *,
     rng: np.random.Generator,
     replicates: int = _REPLICATES,
+    level: float = 0.95,
 ) -> Estimate:
-    """A statistic of the columns of a table, with its quantiles when clusters of columns are drawn with replacement."""
+    """A statistic of the columns of a table, with its quantiles when clusters of columns are drawn with replacement.
+
+    There are ``replicates`` draws, or as many as put ten beyond each end of the interval.
+    """
     names, place = np.unique(clusters, return_inverse=True)
-    nothing = Estimate(float("nan"), float("nan"), float("nan"), table.shape[1], len(names))
+    nothing = Estimate(float("nan"), float("nan"), float("nan"), table.shape[1], len(names), level)
     if table.shape[1] < _FEWEST:
         return nothing
-    times = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=replicates)
+    draws = max(replicates, round(2 * _BEYOND / (1 - level)))
+    times = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
     weights = np.concatenate([np.ones((1, table.shape[1])), times[:, place]])
     found = statistic(table, weights)
     drawn = found[1:][np.isfinite(found[1:])]
     if not np.isfinite(found[0]) or not len(drawn):
         return nothing
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Estimate(float(found[0]), float(low), float(high), table.shape[1], len(names))
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(found[0]), float(low), float(high), table.shape[1], len(names), level)
 
 
 def weighted_mean(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
-from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, numerical_rank
+from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, numerical_rank, without_sink
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
 from softgap.theory.focus.interventions import Effect, intervened
@@ -117,7 +117,7 @@ def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
         mechanisms={each.name: _mechanism(each, layer, exact, seen, plan) for each in compared},
         spectra=block_spectra(exact, plan.smallest),
         # The first key's column holds most of the energy of a sink head, and one rank.
-        spectra_without=block_spectra(_without_first(exact), plan.smallest),
+        spectra_without=block_spectra(without_sink(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
         effects=intervened(compared, last, layer.key, scale=layer.scale, visible=tail),
         road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
@@ -126,12 +126,6 @@ def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
 
 def _weights(mechanism: Mechanism, layer: LayerTensors) -> Float[Tensor, "head query key"]:
     return attention_weights(mechanism, layer.query[None], layer.key[None], visible=layer.visible, scale=layer.scale)[0]
-
-
-def _without_first(exact: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
-    rest = exact.clone()
-    rest[..., 0] = 0
-    return rest
 
 
 def _shared(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) -> Float[Tensor, "head key dim"]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.off_diagonal import capacity_exponent
+from softgap.attention.off_diagonal import ENERGIES, capacity_exponent
 from softgap.errors import ValueInputError
 from softgap.probe.calibrations import calibrated
 from softgap.probe.recording import ready
@@ -37,11 +37,14 @@ Progress = Callable[[str, float], None]
 _SHORTEST = 64
 # Needed by verdicts.
 _ALWAYS = ("elu1", "relu2_scores", "uniform")
-LOST = 0.01
 ERROR = 0.1
 
 
 # What is measured of a mechanism in every head.
+_CAPACITY = (
+    *("ranks", "exponent", "needed"),
+    *("ranks_with_sink", "exponent_with_sink", "needed_with_sink"),
+)
 _PER_HEAD = ("sparsity", "general", "iid", "from_softmax", "from_uniform", "columns", "distance", "block_error")
 
 
@@ -109,26 +112,32 @@ class MechanismFocus:
 
 @dataclass(frozen=True, eq=False)
 class Capacity:
-    """Ranks of the off-diagonal blocks of softmax; arrays are ``[layer, head]``, ``ranks`` has block size in front.
+    """Ranks of the off-diagonal blocks of softmax, without the column of the first key, and with it.
+
+    That column holds most of a sink head's energy and needs one rank: with it, a rank by energy describes the sink.
 
     Attributes
     ----------
+    energies
+        Shares of the energy that a rank holds.
     ranks
-        r*(0.01): smallest rank that holds 99 % of the energy of the blocks of a size.
+        ``[energy, size, layer, head]``: smallest rank that holds the share of the energy of the blocks of a size.
     exponent
-        Slope of log r* in log size.
-    ranks_without, exponent_without
-        The same without the column of the first key, which holds most of a sink head's energy and needs one rank.
+        ``[energy, layer, head]``: slope of log rank in log size.
     needed
-        Smallest number of features of any linear map with a weight error of at most ``ERROR`` over all blocks.
+        ``[layer, head]``: smallest number of features of any linear map with a weight error of at most ``ERROR``.
+    ranks_with_sink, exponent_with_sink, needed_with_sink
+        The same with the column of the first key.
     """
 
     sizes: tuple[int, ...]
+    energies: tuple[float, ...]
     ranks: Reals
     exponent: Reals
-    ranks_without: Reals
-    exponent_without: Reals
     needed: NDArray[np.int64]
+    ranks_with_sink: Reals
+    exponent_with_sink: Reals
+    needed_with_sink: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,11 +197,8 @@ class ModelFocus(Displayed):
             "mechanisms": [found.summary() for found in self.mechanisms],
             "capacity": {
                 "sizes": list(self.capacity.sizes),
-                "ranks": self.capacity.ranks.tolist(),
-                "exponent": self.capacity.exponent.tolist(),
-                "ranks_without_first": self.capacity.ranks_without.tolist(),
-                "exponent_without_first": self.capacity.exponent_without.tolist(),
-                "needed": self.capacity.needed.tolist(),
+                "energies": list(self.capacity.energies),
+                **{name: getattr(self.capacity, name).tolist() for name in _CAPACITY},
             },
             "ranks": [
                 {"mechanism": name, "of": mask, "ranks": found.tolist()} for (name, mask), found in self.ranks.items()
@@ -353,12 +359,14 @@ def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> Me
 def _capacity(layers: Sequence[LayerFocus]) -> Capacity:
     sizes = tuple(sorted(set(layers[0].spectra.sizes)))
     found = []
-    for name in ("spectra", "spectra_without"):
-        ranks = np.stack([np.stack([getattr(x, name).energy_rank(size, LOST) for x in layers]) for size in sizes])
-        flat = ranks.reshape(len(sizes), -1)
-        slope = capacity_exponent(sizes, flat) if len(sizes) > 1 else np.full(flat.shape[1], np.nan)
-        found += [ranks, slope.reshape(ranks.shape[1:])]
-    return Capacity(sizes, found[0], found[1], found[2], found[3], np.stack([x.spectra.needed(ERROR) for x in layers]))
+    for spectra in ([x.spectra_without for x in layers], [x.spectra for x in layers]):
+        ranks = np.array([[[x.energy_rank(size, 1 - e) for x in spectra] for size in sizes] for e in ENERGIES])
+        flat = ranks.reshape(len(ENERGIES), len(sizes), -1)
+        unknown = np.full(flat.shape[-1], np.nan)
+        slopes = [capacity_exponent(sizes, each) if len(sizes) > 1 else unknown for each in flat]
+        exponent = np.stack(slopes).reshape(len(ENERGIES), *ranks.shape[2:])
+        found.append((ranks, exponent, np.stack([x.needed(ERROR) for x in spectra])))
+    return Capacity(sizes, ENERGIES, *found[0], *found[1])
 
 
 def _mean(x: Reals) -> float:

@@ -22,7 +22,7 @@ from softgap.theory.claims import Claim
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
 from softgap.theory.injectivity.model_claims import model_claims
-from softgap.theory.intervals import Estimate, cluster_interval, rank_correlation, weighted_mean
+from softgap.theory.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
 from softgap.trajectories.display import Displayed
 
 __all__ = ["Correlation", "ModelInjectivity", "comparable", "injectivity_in_model"]
@@ -50,6 +50,9 @@ class Correlation:
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelInjectivity(Displayed):
     """What the lab found in a model; arrays are [layer, head].
+
+    All intervals of a run hold together with 95 % confidence: each stands at the level of ``settings``, after
+    Bonferroni.
 
     Attributes
     ----------
@@ -221,6 +224,13 @@ def _assembled(
     common = int(np.flatnonzero(np.isfinite(confusion).any(axis=(0, 1, 2)))[-1])
     rate = confusion[..., common].reshape(len(names), -1)
     difference = (divergence[names.index("taylor2")] - divergence[names.index("relu2_scores")]).ravel()
+    against = [name for name in (CLASSICAL, "uniform", "fitted") if name in names]
+    measures = _measures(names, confusion[..., common], stacked)
+    softmax = rate[names.index("softmax")]
+    rated = [name != "softmax" and bool(np.isfinite(row).any()) for name, row in zip(names, rate, strict=True)]
+    # Every correlation plain and at equal concentration, every difference of rates, and which of two is nearer.
+    intervals = 2 * len(measures) * len(against) + sum(rated) + 1
+    level = joint_level(intervals)
     return ModelInjectivity(
         mechanisms=names,
         linear=tuple(m.kind == "features" and not m.query_free for m in chosen),
@@ -228,45 +238,55 @@ def _assembled(
         **stacked,
         confusion=confusion,
         divergence=divergence,
-        correlations=_correlations(names, confusion[..., common], divergence, stacked, clusters, rng),
-        nearer=_mean_over_heads(difference, clusters, rng),
-        confused=tuple(_mean_over_heads(row - rate[names.index("softmax")], clusters, rng) for row in rate),
+        correlations=_correlations(
+            measures, {name: divergence[names.index(name)] for name in against}, stacked["focus"], clusters, level, rng
+        ),
+        nearer=_mean_over_heads(difference, clusters, level, rng),
+        confused=tuple(_mean_over_heads(row - softmax, clusters, level, rng) for row in rate),
         collision=collision,
         dim=dim,
-        settings={**settings, "layers": len(layers), "heads": heads, "kv_heads": kv_heads},
+        settings={
+            **settings,
+            **{"layers": len(layers), "heads": heads, "kv_heads": kv_heads, "intervals": intervals, "level": level},
+        },
     )
 
 
-def _correlations(
-    names: tuple[str, ...],
-    rate: Float64[np.ndarray, "mechanism layer head"],
-    divergence: Float64[np.ndarray, "mechanism layer head"],
-    stacked: dict[str, np.ndarray],
-    clusters: Int[np.ndarray, " head"],
-    rng: np.random.Generator,
-) -> tuple[Correlation, ...]:
+def _measures(
+    names: tuple[str, ...], rate: Float64[np.ndarray, "mechanism layer head"], stacked: dict[str, np.ndarray]
+) -> dict[str, Float64[np.ndarray, "layer head"]]:
+    """What is held against divergences, by name."""
     softmax, classical = rate[names.index("softmax")], rate[names.index(CLASSICAL)]
-    measures = {
+    return {
         "softmax confusion": softmax,
         f"{CLASSICAL} confusion": classical,
         f"{CLASSICAL} confusion - softmax confusion": classical - softmax,
         "log margin": stacked["margin"][..., -1],
         "weight margin": stacked["weight_margin"],
     }
-    against = [name for name in (CLASSICAL, "uniform", "fitted") if name in names]
+
+
+def _correlations(
+    measures: dict[str, Float64[np.ndarray, "layer head"]],
+    divergences: dict[str, Float64[np.ndarray, "layer head"]],
+    focus: Float64[np.ndarray, "layer head"],
+    clusters: Int[np.ndarray, " head"],
+    level: float,
+    rng: np.random.Generator,
+) -> tuple[Correlation, ...]:
     found = []
     for measure, values in measures.items():
-        for mechanism in against:
-            x, y = values.ravel(), divergence[names.index(mechanism)].ravel()
-            plain = rank_correlation(x, y, clusters, rng=rng)
-            partial = rank_correlation(x, y, clusters, rng=rng, given=stacked["focus"].ravel())
+        for mechanism, divergence in divergences.items():
+            x, y = values.ravel(), divergence.ravel()
+            plain = rank_correlation(x, y, clusters, rng=rng, level=level)
+            partial = rank_correlation(x, y, clusters, rng=rng, given=focus.ravel(), level=level)
             found.append(Correlation(measure, mechanism, plain, partial))
     return tuple(found)
 
 
-def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, rng: np.random.Generator) -> Estimate:
+def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, level: float, rng: np.random.Generator) -> Estimate:
     known = np.isfinite(values)
-    return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng)
+    return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng, level=level)
 
 
 def _mean(values: np.ndarray) -> float:

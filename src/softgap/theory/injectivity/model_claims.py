@@ -157,6 +157,7 @@ def _matters(lab: ModelInjectivity) -> Claim:
             "difference": nearer.value,
             "low": nearer.low,
             "high": nearer.high,
+            "level": nearer.level,
             "collision_distance": lab.collision.distance,
         },
     )
@@ -178,6 +179,7 @@ def _numbers(correlation: Correlation) -> dict[str, float]:
         "spearman": plain.value,
         "low": plain.low,
         "high": plain.high,
+        "level": plain.level,
         "heads": plain.heads,
         "kv_groups": plain.clusters,
     }

@@ -8,6 +8,7 @@ import numpy as np
 
 from softgap.theory.claims import Claim, Verdict
 from softgap.theory.position.drift import TERMS
+from softgap.theory.position.trends import FALSE_DISCOVERIES
 
 if TYPE_CHECKING:
     from softgap.theory.position.lab import MechanismTrend, Position
@@ -17,6 +18,7 @@ __all__ = ["position_claims"]
 _SAD = "navi-SAD, capacity gap"
 # Rounding of a float64 cosine; a real effect of the normaliser would be many orders above.
 _ROUNDING = 1e-9
+_ONE_TEXT = "one text says nothing about other texts; give a longer file with --text, so that it holds 8 texts or more"
 
 
 def position_claims(lab: Position) -> tuple[Claim, ...]:
@@ -26,21 +28,26 @@ def position_claims(lab: Position) -> tuple[Claim, ...]:
 
 
 def _has_trend(trend: MechanismTrend) -> Claim:
-    slope, heads = trend.slopes.value, trend.trending
+    slope, heads, texts = trend.slopes.value, trend.trending, trend.slopes.texts
     rising, falling = int((heads & (slope > 0)).sum()), int((heads & (slope < 0)).sum())
     verdict: Verdict = "holds" if heads.all() else "does not hold" if not heads.any() else "holds only when"
+    condition = ""
+    if texts < 2:
+        verdict, condition = "not decided", _ONE_TEXT
+    elif verdict == "holds only when":
+        condition = f"the head is one of {rising} that rise or {falling} that fall, of {heads.size}"
     return Claim(
         name="position trend",
         source=_SAD,
         statement=f"The divergence from {trend.mechanism} has a trend with position.",
         verdict=verdict,
-        condition=f"the head is one of {rising} that rise or {falling} that fall, of {heads.size}"
-        if verdict == "holds only when"
-        else "",
+        condition=condition,
         numbers={
             "rising": rising,
             "falling": falling,
             "heads": heads.size,
+            "texts": texts,
+            "false discoveries at most": FALSE_DISCOVERIES,
             "mean_slope": float(slope.mean()),
             "median_size": float(np.median(np.abs(slope))),
         },
@@ -123,7 +130,9 @@ def _winner(trend: MechanismTrend) -> Claim:
         condition=f"the winner is '{ordered[0].name}', keeping {ordered[0].kept:.1%} of the variance around the trend; "
         "minus uniform is the transform 'control' of `softgap analyze`"
         if ordered
-        else "no head has a trend",
+        else "no head has a trend"
+        if trend.slopes.texts > 1
+        else _ONE_TEXT,
         numbers={
             f"{correction.name}: {key}": getattr(correction, key) for correction in ordered for key in ("left", "kept")
         },

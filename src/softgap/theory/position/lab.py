@@ -55,7 +55,7 @@ class MechanismTrend:
     Attributes
     ----------
     slopes
-        Of every head [layer, head].
+        Of every head [layer, head]: means over texts.
     terms
         Slopes of the terms in :data:`TERMS`, [term, layer, head]; over the terms they sum to ``slopes.value``.
     random
@@ -81,7 +81,7 @@ class MechanismTrend:
 
     @property
     def trending(self) -> np.ndarray:
-        """Heads whose interval excludes 0."""
+        """Heads with a trend over texts: q at most 0.05 among all heads."""
         return self.slopes.trending
 
     def to_json(self) -> dict[str, Any]:
@@ -91,6 +91,8 @@ class MechanismTrend:
             "slope": self.slopes.value.tolist(),
             "low": self.slopes.low.tolist(),
             "high": self.slopes.high.tolist(),
+            "p": self.slopes.p.tolist(),
+            "q": self.slopes.q.tolist(),
             "terms": {
                 name: {key: getattr(self.terms, key)[i].tolist() for key in ("value", "low", "high")}
                 for i, name in enumerate(TERMS)
@@ -106,7 +108,7 @@ class MechanismTrend:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Position(Displayed):
-    """What the lab found; ``profiles`` are means over heads by position, [mechanism and uniform and P, step]."""
+    """What the lab found; ``profiles`` are means over texts and heads by position, of mechanisms, uniform and P."""
 
     trends: tuple[MechanismTrend, ...]
     positions: Float64[np.ndarray, " step"]
@@ -143,6 +145,7 @@ def position_lab(
     length: int = 512,
     dim: int = 64,
     value_mean: float = 0.3,
+    texts: int = 8,
     start: int = 8,
     mechanisms: Sequence[str | Mechanism] | None = None,
     progress: Progress | None = None,
@@ -153,54 +156,90 @@ def position_lab(
     ----------
     value_mean
         Size of each coordinate's common mean of the values against their deviation of 1.
+    texts
+        Independent draws of every head, the sample that intervals and p-values are over.
     start
         First position that counts.
     """
     if heads < 8 or dim < 2:
         raise ValueInputError(f"heads must be at least 8 and dim at least 2, got {heads} and {dim}; use more")
+    if texts < 1:
+        raise ValueInputError(f"texts must be at least 1, got {texts}; 8 or more show a trend")
     chosen = _chosen(mechanisms)
     tell = progress or (lambda *_: None)
-    tell("drawing heads", 0.0)
-    layer = synthetic_layer(heads=heads, length=length, dim=dim, rng=rng, gains=GAINS, value_mean=value_mean)
-    series = layer_series(layer, chosen, start=start, rng=rng)
-    settings = {"heads": heads, "tokens": length, "dim": dim, "value_mean": value_mean, "start": start, "layers": 1}
-    return _assembled([series], chosen, np.arange(heads), settings, rng, tell)
+    sizes: dict[str, Any] = {"heads": heads, "length": length, "dim": dim, "value_mean": value_mean}
+    drawn = []
+    for text in range(texts):
+        tell("drawing heads", 0.7 * text / texts)
+        layer = synthetic_layer(**sizes, gains=GAINS, rng=rng)
+        drawn.append([layer_series(layer, chosen, start=start, rng=rng)])
+    settings = {
+        **{"heads": heads, "tokens": length, "texts": texts, "dim": dim, "value_mean": value_mean},
+        **{"start": start, "layers": 1},
+    }
+    return _assembled(drawn, chosen, np.arange(heads), settings, rng, tell)
 
 
 def position_in_model(
     model: Any,
-    token_ids: Sequence[int],
+    texts: Sequence[Sequence[int]] | Sequence[int],
     *,
     rng: np.random.Generator,
     start: int = 8,
     mechanisms: Sequence[str | Mechanism] | None = None,
     progress: Progress | None = None,
 ) -> Position:
-    """The lab in every head of a model over a text, with ``fitted`` where the model has a calibration."""
+    """The lab in every head of a model over some texts, with ``fitted`` where the model has a calibration.
+
+    Parameters
+    ----------
+    texts
+        The token ids of each text, all equally many; one list of ids is one text. A head has a trend only over texts:
+        with one text nothing is decided, and 8 or more are advised.
+    start
+        First position that counts.
+    """
     check_measurable(model)
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
+    read = _texts(texts)
     wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
     chosen = _chosen([ready(mechanism, model) for mechanism in wanted])
-    check_lengths(model, [list(token_ids)], 0)
+    check_lengths(model, read, 0)
     tell = progress or (lambda *_: None)
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     groups: list[int] = []
+    found: list[list[LayerSeries]] = []
 
     def visit(layer: LayerTensors) -> LayerSeries:
-        tell(f"layer {layer.layer}", 0.7 * layer.layer / total)
+        share = (len(found) + layer.layer / total) / len(read)
+        tell(f"text {len(found) + 1} of {len(read)}, layer {layer.layer}", 0.7 * share)
         groups.append(len(layer.key))
         return layer_series(layer, chosen, start=start, rng=rng)
 
-    layers = visit_layers(model, token_ids, visit)
+    for token_ids in read:
+        found.append(visit_layers(model, token_ids, visit))
+    layers = found[0]
     if len({series.uniform.shape for series in layers}) != 1:
         raise UnsupportedError(
             "this lab needs the same heads in every layer, got layers that differ; use another model"
         )
     heads = layers[0].uniform.shape[0]
     clusters = (np.arange(len(layers))[:, None] * groups[0] + np.arange(heads) // (heads // groups[0])).ravel()
-    settings = {"tokens": len(token_ids), "start": start, "layers": len(layers), "heads": heads}
-    return _assembled(layers, chosen, clusters, settings, rng, tell)
+    settings = {"tokens": len(read[0]), "texts": len(read), "start": start, "layers": len(layers), "heads": heads}
+    return _assembled(found, chosen, clusters, settings, rng, tell)
+
+
+def _texts(given: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
+    """Lists of token ids, all equally long."""
+    many = len(given) > 0 and isinstance(given[0], Sequence)
+    texts: list[list[int]] = [list(ids) for ids in (given if many else [given])]  # type: ignore[arg-type]
+    lengths = sorted({len(ids) for ids in texts})
+    if len(lengths) > 1:
+        raise ValueInputError(
+            f"texts must have the same number of tokens, got {lengths[0]} to {lengths[-1]}; cut them to {lengths[0]}"
+        )
+    return texts
 
 
 def _chosen(wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
@@ -213,90 +252,91 @@ def _chosen(wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
 
 
 def _assembled(
-    layers: Sequence[LayerSeries],
+    texts: Sequence[Sequence[LayerSeries]],
     chosen: Sequence[Mechanism],
     clusters: Int[np.ndarray, " head"],
     settings: dict[str, Any],
     rng: np.random.Generator,
     tell: Progress,
 ) -> Position:
-    positions = np.arange(layers[0].uniform.shape[-1], dtype=np.float64) + settings["start"] + 1
-    uniform, exchangeable = (np.stack([getattr(x, name) for x in layers]) for name in ("uniform", "predicted"))
-    mean_term, concentration = (np.stack([getattr(x, n) for x in layers]) for n in ("mean_term", "concentration_term"))
-    profiles = {"uniform": uniform.mean(axis=(0, 1)), "exchangeable values": exchangeable.mean(axis=(0, 1))}
+    def stacked(name: str, mechanism: int | None = None) -> Float64[np.ndarray, "text layer head step"]:
+        every = [[getattr(series, name) for series in layers] for layers in texts]
+        return np.array([[x if mechanism is None else x[mechanism] for x in layers] for layers in every])
+
+    uniform, exchangeable = stacked("uniform"), stacked("predicted")
+    positions = np.arange(uniform.shape[-1], dtype=np.float64) + settings["start"] + 1
+    mean_term, concentration = stacked("mean_term"), stacked("concentration_term")
+    profiles = {"uniform": uniform.mean(axis=(0, 1, 2)), "exchangeable values": exchangeable.mean(axis=(0, 1, 2))}
     trends = []
     for i, mechanism in enumerate(chosen):
         tell(f"trends of {mechanism.name}", 0.7 + 0.3 * i / len(chosen))
-        divergence, random = (np.stack([getattr(x, name)[i] for x in layers]) for name in ("divergence", "random"))
-        terms = np.stack([mean_term, concentration, uniform - exchangeable, divergence - uniform])
-        effect = np.array([x.normaliser[i] for x in layers])
-        profiles[mechanism.name] = divergence.mean(axis=(0, 1))
+        divergence, random = stacked("divergence", i), stacked("random", i)
+        terms = np.stack([mean_term, concentration, uniform - exchangeable, divergence - uniform], axis=1)
+        effect = np.array([series.normaliser[i] for layers in texts for series in layers])
+        profiles[mechanism.name] = divergence.mean(axis=(0, 1, 2))
         trends.append(_trend(mechanism.name, divergence, random, terms, positions, clusters, effect, rng))
     return Position(tuple(trends), positions, profiles, {**settings, "mechanisms": [m.name for m in chosen]})
 
 
 def _trend(
     name: str,
-    divergence: np.ndarray,
-    random: np.ndarray,
-    terms: np.ndarray,
+    divergence: Float64[np.ndarray, "text layer head step"],
+    random: Float64[np.ndarray, "text layer head step"],
+    terms: Float64[np.ndarray, "text term layer head step"],
     positions: np.ndarray,
     clusters: np.ndarray,
     effect: np.ndarray,
     rng: np.random.Generator,
 ) -> MechanismTrend:
-    # One call for all, so that every draw disturbs a series and its terms alike.
-    together = log_slopes(np.concatenate([divergence[None], random[None], terms]), positions, rng=rng)
-    total = _part(together, 0)
-    slopes = together.value.reshape(len(together.value), -1)
+    total, turned = log_slopes(divergence, positions), log_slopes(random, positions).value
+    parts = log_slopes(terms, positions)
     trending = total.trending.ravel()
 
-    def share(row: int) -> Estimate:
-        table = np.stack([np.sign(slopes[0]) * slopes[row], np.abs(slopes[0])])[:, trending]
+    def share(slopes: np.ndarray) -> Estimate:
+        table = np.stack([np.sign(total.value) * slopes, np.abs(total.value)]).reshape(2, -1)[:, trending]
         return cluster_interval(table, clusters[trending], ratio, rng=rng)
 
     known = np.isfinite(effect).all(axis=1)
     return MechanismTrend(
         mechanism=name,
         slopes=total,
-        terms=_part(together, slice(2, None)),
-        random=together.value[1],
-        shares=tuple(share(2 + i) for i in range(len(TERMS))),
-        random_share=share(1),
+        terms=parts,
+        random=turned,
+        shares=tuple(share(part) for part in parts.value),
+        random_share=share(turned),
         corrections=_corrections(divergence, terms, positions, total.trending),
         normaliser_change=float(effect[known, 0].max()) if known.any() else float("nan"),
         normaliser_growth=float(effect[known, 1].mean()) if known.any() else float("nan"),
     )
 
 
-def _part(slopes: Slopes, where: int | slice) -> Slopes:
-    return Slopes(slopes.value[where], slopes.low[where], slopes.high[where], slopes.drawn[where])
-
-
 def _corrections(
-    divergence: np.ndarray, terms: np.ndarray, positions: np.ndarray, trending: np.ndarray
+    divergence: Float64[np.ndarray, "text layer head step"],
+    terms: Float64[np.ndarray, "text term layer head step"],
+    positions: np.ndarray,
+    trending: np.ndarray,
 ) -> tuple[Correction, ...]:
     """What is left of trend and variance when a term, or all that the control explains, is taken away."""
     if not trending.any():
         return ()
     candidates = {
-        "minus running mean": terms[0],
-        "minus concentration": terms[1],
-        "minus exchangeable values": terms[0] + terms[1],
-        "minus uniform": divergence - terms[3],
+        "minus running mean": terms[:, 0],
+        "minus concentration": terms[:, 1],
+        "minus exchangeable values": terms[:, 0] + terms[:, 1],
+        "minus uniform": divergence - terms[:, 3],
     }
     x = np.log2(positions) - np.log2(positions).mean()
-    before_slope, before_spread = _line(divergence[trending], x)
+    before_slope, before_spread = _line(divergence[:, trending], x)
     found = []
     for name, taken in candidates.items():
-        slope, spread = _line((divergence - taken)[trending], x)
+        slope, spread = _line((divergence - taken)[:, trending], x)
         left = float(np.abs(slope).sum() / np.abs(before_slope).sum())
         found.append(Correction(name, left, float(np.median(spread / np.maximum(before_spread, 1e-300)))))
     return tuple(found)
 
 
-def _line(series: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slope, and variance around the line."""
+def _line(series: Float64[np.ndarray, "text head step"], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every head, in means over texts: slope, and variance around the line of each text."""
     centred = series - series.mean(axis=-1, keepdims=True)
     slope = centred @ x / (x @ x)
-    return slope, (centred - slope[:, None] * x).var(axis=-1)
+    return slope.mean(axis=0), (centred - slope[..., None] * x).var(axis=-1).mean(axis=0)

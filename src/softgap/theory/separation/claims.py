@@ -163,7 +163,7 @@ def _linear_ahead(softmax: PhaseMap, linear: PhaseMap) -> Claim:
         numbers |= {"P(both right), linear": float(linear.success[j, i]), "softmax": float(softmax.success[j, i])}
     return Claim(
         "linear ahead",
-        f"{_PAPER}, third open question",
+        f"{_PAPER}, third open question, for its fixed network",
         "There are constructions that linear attention separates and softmax does not.",
         "holds" if ahead.any() else "does not hold",
         condition,

@@ -151,6 +151,7 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     asked = {
         "training": asdict(training),
         **{"width": WIDTH, "heads": HEADS, "tested": _TESTED, "residual": task(name).residual},
+        "noise": task(name).noise,
     }
     there = _read(path, asked)
     if there is not None:

@@ -24,6 +24,14 @@ _LEVELS = {
     "separation_spread": (torch.tensor([0.7, 0.7]), torch.tensor([0.5, 0.5])),
     "separation_levels": (torch.tensor([0.0, 0.3, 0.6, 0.9]), torch.full((4,), 0.1)),
 }
+# Without noise every mechanism scores 1 and the tasks tell nothing. In units of L, on every entry.
+_NOISE = {
+    "separation": 0.2,
+    "separation_spread": 0.12,
+    "separation_levels": 0.2,
+    "separation_number": 0.2,
+}
+_COUNTING_NOISE = 2.0
 _SPREAD = 8
 _KEYS, _VALUES = 128, 16
 _SYMBOLS = 4
@@ -51,6 +59,9 @@ class TrainedTask:
     residual
         Whether tokens also go around the attention. Without it, as in the network of the source, all that the answer
         can be read off is what attention let through.
+    noise
+        Standard deviation of the normal noise on every entry, in the unit of the entries. It keeps the best score away
+        from 1, so that mechanisms can differ.
     """
 
     name: str
@@ -64,6 +75,7 @@ class TrainedTask:
     layers: int
     sample: Sample
     residual: bool = True
+    noise: float = 0.0
 
     @property
     def measure(self) -> str:
@@ -71,14 +83,15 @@ class TrainedTask:
         return "accuracy" if self.kind == "classes" else "R^2"
 
 
-def _separation(kind: str) -> TrainedTask:
-    """Rows of D0 and D1 in random order, with levels a from an interval so that no single value gives them away.
+def _separation(kind: str, noise: float | None = None) -> TrainedTask:
+    """Rows of D0 and D1 in random order under noise, with levels a from an interval so that no value gives them away.
 
     ``separation``: a in [0, 0.1] or [0.7, 1.2]; ``separation_spread``: a in [0.7, 1.2] in one row or spread evenly over
     8 rows, so that the mean of all rows says nothing; ``separation_levels``: four intervals; ``separation_number``: a
     itself.
     """
     size = construct(n=_ROWS, t=1)
+    deviation = (_NOISE[kind] if noise is None else noise) * size.unit
     spread, numeric = kind == "separation_spread", kind == "separation_number"
     low, width = _LEVELS.get(kind, _LEVELS["separation"])
     plain = torch.zeros(_ROWS, size.d)
@@ -97,12 +110,15 @@ def _separation(kind: str) -> TrainedTask:
         if spread:
             share[label == 0] = 1 / _SPREAD
         x[torch.arange(count)[:, None], marked, 0] = share * level[:, None] * size.unit
+        x += deviation * torch.randn(x.shape, generator=generator)
         return x, level if numeric else label
 
     outputs = 1 if numeric else len(low)
     chance = 0.0 if numeric else 1 / outputs
     answers: Literal["classes", "number"] = "number" if numeric else "classes"
-    return TrainedTask(kind, answers, _ROWS, size.d, outputs, chance, "mean", False, 1, sample, residual=False)
+    return TrainedTask(
+        *(kind, answers, _ROWS, size.d, outputs, chance, "mean", False, 1, sample), residual=False, noise=deviation
+    )
 
 
 def _recall(pairs: int) -> TrainedTask:
@@ -128,8 +144,8 @@ def _recall(pairs: int) -> TrainedTask:
     )
 
 
-def _counting(length: int) -> TrainedTask:
-    """The share of one symbol among random ones: a mean over all tokens, which asks for no sharp attention."""
+def _counting(length: int, noise: float = _COUNTING_NOISE) -> TrainedTask:
+    """The share of one symbol among random ones under noise: a mean over all tokens, with no sharp attention."""
     if not 2 <= length <= _LONGEST_COUNT:
         raise ValueInputError(
             f"counting takes a length from 2 to {_LONGEST_COUNT}, got {length}; for example counting-128"
@@ -140,9 +156,11 @@ def _counting(length: int) -> TrainedTask:
         chosen = torch.rand(count, length, generator=generator) < share
         other = torch.randint(1, _SYMBOLS, (count, length), generator=generator)
         symbols = torch.where(chosen, 0, other)
-        return torch.nn.functional.one_hot(symbols, _SYMBOLS).float(), chosen.float().mean(1)
+        x = torch.nn.functional.one_hot(symbols, _SYMBOLS).float()
+        return x + noise * torch.randn(x.shape, generator=generator), chosen.float().mean(1)
 
-    return TrainedTask(f"counting-{length}", "number", length, _SYMBOLS, 1, 0.0, "last", False, 1, sample)
+    name = f"counting-{length}"
+    return TrainedTask(name, "number", length, _SYMBOLS, 1, 0.0, "last", False, 1, sample, noise=noise)
 
 
 def _listops() -> TrainedTask:
