@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,6 +140,21 @@ def test_two_confounders_that_drive_two_heads_are_not_separated(tmp_path: Path) 
             "confirmation, matched on measured within difficulty",
         ]
         assert found.verdict.outcome == "not separated"
+
+
+def test_what_was_not_found_is_said_with_its_confidence(tmp_path: Path) -> None:
+    x, labels = planted(1, 200, 30, {})
+    found = compare_study(str(simulated_study(tmp_path / "a", x, named(labels))), replace(QUICK, match=(), margin=0.8))
+    assert re.fullmatch(
+        r"Not separated: all samples could have found an effect of 0.8 standard deviations in one unit and did not; "
+        r"with 95% confidence no effect there is larger than 0\.\d\d\.",
+        found.verdict.sentence,
+    )
+    assert re.fullmatch(
+        r"With 95% confidence no effect is larger than 0\.\d\d standard deviations\. 30 of 30 units lie within 0.8, each "
+        r"tested by itself\.",
+        found.equivalence_sentence,
+    )
 
 
 def test_an_effect_beyond_two_confounders_is_separated(tmp_path: Path) -> None:

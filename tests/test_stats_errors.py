@@ -74,8 +74,8 @@ CASES: Values = {
     "as many covariates as samples": (
         lambda: stats.compare_table(x, labels, covariates=RNG(2).standard_normal((12, 9)), rng=rng),
         ValueInputError,
-        "covariates must leave degrees of freedom, got 9 independent ones for 12 rows in 1 blocks; use fewer covariates "
-        "or more samples",
+        "covariates must leave degrees of freedom, got 9 independent ones for 12 rows in 1 blocks; use fewer "
+        "covariates or more samples",
     ),
     "a covariate that is the label": (
         lambda: stats.compare_table(x, labels, covariates=labels[:, None].astype(float), rng=rng),

@@ -146,6 +146,22 @@ def test_confounders_are_called_an_effect_at_most_at_the_nominal_rate(kind: str,
     assert confirmed <= above(0.05, studies)
 
 
+def test_a_difference_that_recurs_in_other_units_has_its_own_sentence() -> None:
+    """Without a joint control, a confirmation in which none of the units is found again does not confirm."""
+    x, labels = planted(21, 400, 40, {3: 1.0})
+    y, others = planted(22, 400, 40, {30: 1.0})
+    first = stats.compare_table(x, labels, permutations=199, rng=RNG(1))
+    again = stats.compare_table(y, others, permutations=199, rng=RNG(2))
+    found = stats.verdict(first, margin=0.6, controls={"confirmation": again})
+    assert found.outcome == "not separated"
+    assert found.sentence == (
+        "Not separated: confirmation differs as a whole (p = 0.005), but not in the 1 unit found in all samples."
+    )
+    joint = stats.verdict(first, margin=0.6, controls={"confirmation": again}, joint=("confirmation",))
+    assert joint.outcome == "separated"
+    assert joint.units == ()
+
+
 @pytest.mark.parametrize("studies", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_nine_looks_at_a_ninth_of_alpha_keep_the_error(studies: int) -> None:
     """Each look at alpha would find something in nearly a fifth of all null studies."""

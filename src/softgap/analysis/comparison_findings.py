@@ -108,6 +108,16 @@ class ComparisonFindings(Displayed):
         """Units that differ after max-T and every control."""
         return [self.unit(unit[0]) for unit in self.verdict.units]
 
+    @property
+    def equivalence_sentence(self) -> str:
+        """How large an effect can still be, with its confidence, and how many units are within the margin."""
+        tested = self.equivalent
+        return (
+            f"With {1 - tested.alpha:.0%} confidence no effect is larger than {tested.bound_all:.2f} standard "
+            f"deviations. {int(tested.equivalent.sum()):,} of {tested.equivalent.size:,} units lie within "
+            f"{tested.margin:g}, each tested by itself."
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values; NaN stays NaN."""
         first = self.comparison

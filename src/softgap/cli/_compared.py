@@ -63,13 +63,7 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
     console.print(_steps(findings))
     for name, reason in findings.impossible.items():
         console.print(f"{name}: not computed, {reason}", style="yellow", soft_wrap=True)
-    equal = document["equivalence"]
-    console.print(
-        f"With {equal['confidence']:.0%} confidence no effect is larger than {equal['bound_all']:.2f} standard "
-        f"deviations. {equal['equivalent']:,} of {document['family']['units']:,} units lie within "
-        f"{equal['margin']:g}, each tested by itself.",
-        soft_wrap=True,
-    )
+    console.print(findings.equivalence_sentence, soft_wrap=True)
     unequal = document["family"]["unequal_spread"]
     if unequal:
         console.print(

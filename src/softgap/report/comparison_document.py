@@ -20,7 +20,7 @@ def comparison_document(findings: ComparisonFindings, picture: bytes | None = No
         verdict=values["verdict"]["sentence"],
         tables=(_steps(findings), _units(values)),
         pictures=() if picture is None else (Picture("figure.svg", picture, "Effects of all units, and the null."),),
-        notes=tuple(_notes(values).items()),
+        notes=tuple(_notes(findings, values).items()),
     )
 
 
@@ -60,15 +60,12 @@ def _units(values: Mapping[str, Any]) -> Table:
     )
 
 
-def _notes(values: Mapping[str, Any]) -> dict[str, str]:
-    family, equal, beyond = values["family"], values["equivalence"], values["beyond_baselines"]
+def _notes(findings: ComparisonFindings, values: Mapping[str, Any]) -> dict[str, str]:
+    family, beyond = values["family"], values["beyond_baselines"]
     notes = {
         "Planned or exploratory": f"{values['status']}; {len(values['tried'])} lines in the log of what was tried.",
         "The family": f"{family['units']:,} units: {len(family['modes'])} features of {family['heads']:,} heads.",
-        "How small": (
-            f"No effect is larger than {equal['bound_all']:.2f} deviations; {equal['equivalent']:,} units lie within "
-            f"{equal['margin']:g}."
-        ),
+        "How small": findings.equivalence_sentence,
     }
     if beyond is not None:
         baseline, combined, difference = (beyond[name] for name in ("baseline", "combined", "difference"))

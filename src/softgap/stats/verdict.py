@@ -167,7 +167,7 @@ def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], ma
         if not silent:
             step = next((step for step in steps if not step.units), steps[-1])
             return (
-                f"Not separated: {step.name} differs as a whole (p = {step.p:.2g}), but in none of the "
+                f"Not separated: {step.name} differs as a whole (p = {step.p:.2g}), but not in the "
                 f"{_units(steps[0].units)} found in all samples."
             )
         step = silent[0]
