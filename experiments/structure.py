@@ -77,11 +77,13 @@ def imports_of(name: str, path: Path, names: dict[str, Path]) -> Imports:
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for inner in ast.walk(node)
     }
-    at_run_time, only_for_types, lines = set(), set(), set()
+    at_run_time: set[str] = set()
+    only_for_types: set[str] = set()
+    lines: set[int] = set()
     for node in ast.walk(syntax):
         targets = _targets(node, name, path, names)
         (only_for_types if id(node) in for_types else at_run_time).update(targets)
-        if isinstance(node, ast.Import | ast.ImportFrom) or _is_surface(node):
+        if isinstance(node, ast.stmt) and (isinstance(node, ast.Import | ast.ImportFrom) or _is_surface(node)):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     at_run_time.discard(name)
     return Imports(frozenset(at_run_time), frozenset(only_for_types - at_run_time), len(text.splitlines()), len(lines))
@@ -167,7 +169,7 @@ class Trace:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code

@@ -155,7 +155,7 @@ def test_a_difference_that_recurs_in_other_units_has_its_own_sentence() -> None:
     found = stats.verdict(first, margin=0.6, controls={"confirmation": again})
     assert found.outcome == "not separated"
     assert found.sentence == (
-        "Not separated: confirmation differs as a whole (p = 0.005), but not in the 1 unit found in all samples."
+        "Not separated: confirmation differs as a whole (p = 0.01), but not in the 1 unit found in all samples."
     )
     joint = stats.verdict(first, margin=0.6, controls={"confirmation": again}, joint=("confirmation",))
     assert joint.outcome == "separated"
