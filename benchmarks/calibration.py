@@ -147,7 +147,8 @@ def climb(found: Ladders) -> str:
     sizes = " | ".join(f"block of {size}" for size in found.sizes)
     grown = []
     for growth in found.growth:
-        low, middle, high = growth.exponent or (float("nan"),) * 3
+        # Adding 0 turns a rounded -0 into 0.
+        low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent or (float("nan"),) * 3)
         cells = " | ".join(f"{rank:.0f}" for rank in growth.ranks)
         sink = "with" if growth.sink else "without"
         grown.append(f"| {sink} | {growth.energy:.1%} | {cells} | {middle:.2f} ({low:.2f} to {high:.2f}) |")

@@ -184,7 +184,7 @@ def _capacity(found: Ladders) -> str:
         ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, growth.ranks, strict=True))
         line = f"  {'with' if growth.sink else 'without'} the sink, {growth.energy:.1%} of the energy: {ranks}"
         if growth.exponent is not None:
-            low, middle, high = growth.exponent
+            low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent)  # no -0.00
             line += f"; length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)"
         lines.append(line)
     return "\n".join(lines)
