@@ -151,8 +151,8 @@ def test_what_was_not_found_is_said_with_its_confidence(tmp_path: Path) -> None:
         found.verdict.sentence,
     )
     assert re.fullmatch(
-        r"With 95% confidence no effect is larger than 0\.\d\d standard deviations\. 30 of 30 units lie within 0.8, each "
-        r"tested by itself\.",
+        r"With 95% confidence no effect is larger than 0\.\d\d standard deviations\. 30 of 30 units lie within 0.8, "
+        r"each tested by itself\.",
         found.equivalence_sentence,
     )
 
