@@ -17,6 +17,7 @@ import torch
 import softgap
 from linearize_cases import sharp_llama
 from model_examples import byte_tokenizer
+from softgap import stats
 from softgap.analysis import ComparisonPlan
 from softgap.attention import Mechanism
 from softgap.attention.synthetic import measure, synthetic_head
@@ -273,6 +274,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("trials", "names"): wrong(
         lambda model: lambda given: softgap.theory.separation.trials(given, built(), 2, rng=RNG)
     ),
+    ("verdict", "joint"): same(lambda model: _judged_under, "confirmation"),
     ("write_explorer", "heads"): wrong(lambda model: lambda given: _explored((), heads=given)),
     ("write_explorer", "samples"): wrong(lambda model: lambda given: _explored(given)),
 }
@@ -285,6 +287,16 @@ def _as(given: Any, text: str) -> Any:
 def _one_group() -> None:
     with pytest.raises(SoftgapError, match=r"between must name two groups, got \['right'\]"):
         ComparisonPlan(between="right")  # type: ignore[arg-type]
+
+
+def _judged_under(joint: Any) -> Any:
+    """Separated by the joint control alone: the two comparisons find different units."""
+    labels = np.arange(200) < 100
+    tables = [np.random.default_rng(seed).standard_normal((200, 4)) for seed in (0, 1)]
+    for unit, table in enumerate(tables):
+        table[labels, unit] += 2
+    first, again = (stats.compare_table(x, labels, permutations=99, rng=np.random.default_rng(2)) for x in tables)
+    return stats.verdict(first, margin=1.0, controls={"confirmation": again}, joint=joint).outcome
 
 
 def _calibrated(model: Any, given: Any) -> Any:

@@ -28,6 +28,7 @@ from types import MappingProxyType
 import numpy as np
 
 from softgap.errors import ShapeError, ValueInputError
+from softgap.inputs import as_items
 from softgap.stats.comparison import Comparison
 from softgap.stats.equivalence import equivalence
 
@@ -110,7 +111,8 @@ def verdict(
     first = _step("all samples", comparison, comparison, margin)
     steps = (first, *(_step(name, control, comparison, margin) for name, control in controls.items()))
     units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
-    controlled = bool(joint) and set(joint) <= set(controls)
+    named = set(as_items(joint))
+    controlled = bool(named) and named <= set(controls)
     outcome = _outcome(steps, survives=bool(units) or not first.units or controlled)
     sentence = _sentence(outcome, steps, units, margin)
     if outcome == "separated" and impossible:
