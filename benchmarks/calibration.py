@@ -26,11 +26,12 @@ from harness import machine, peak_memory, peak_of_process, require_quiet_machine
 from held_out import halves, sequences
 from softgap.attention import Mechanism
 from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
-from softgap.calibration.elsewhere import elsewhere
+from softgap.calibration.conditions import elsewhere
 from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
-from softgap.probe import load_model, read_ids
-from softgap.probe.calibrations import equipped
+from softgap.models import load_model
+from softgap.models.calibrations import equipped
+from softgap.probe import read_ids
 from softgap.probe.tensors import visit_layers
 
 POSITIONS = 8192

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from softgap.errors import SoftgapError
-from softgap.probe import Gate, doctor
-from softgap.probe.gates import GATES
-from softgap.probe.tiny import attention_names, causal_types, goes_through_registry, tiny_model
+from softgap.gates import Gate, doctor
+from softgap.gates.model import GATES
+from support.tiny_models import attention_names, causal_types, goes_through_registry, tiny_model
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "coverage.md"
 SECONDS = 120

@@ -23,8 +23,8 @@ from torch.nn import functional
 from harness import interleaved, machine, ratio, require_quiet_machine, write_section
 from softgap.linearize import heads_of_layer, swap
 from softgap.linearize.impact import impact_on
-from softgap.linearize.passages import Passages
-from softgap.probe import load_model
+from softgap.linearize.sequences import Passages
+from softgap.models import load_model
 
 MOST = 0.6
 SAME = 1e-5

@@ -23,18 +23,16 @@ import torch
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves
+from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import frontier, head_scores, lookups, passages_of, rank_agreement, substitute
 from softgap.linearize.finite_step import with_finite_steps
-from softgap.linearize.frontier_result import Frontier
-from softgap.linearize.heads import Head
-from softgap.linearize.impact import impact_on
-from softgap.linearize.impact_result import Impact
-from softgap.linearize.passages import Passages, digest_of_passages
+from softgap.linearize.frontier import Frontier
+from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.substitute import Substitute
-from softgap.probe import load_model
-from softgap.report.linearize_figure import draw_frontier
-from softgap.report.pictures import save_figure
+from softgap.linearize.sequences import Passages, digest_of_passages
+from softgap.models import load_model
+from softgap.report.figures import draw_frontier
+from softgap.report.files import save_figure
 
 FITTED = "fitted"
 TOP = 16

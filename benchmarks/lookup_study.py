@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from harness import FINDINGS, machine, write_section
 from softgap.analysis import compare_study, read_plan
-from softgap.cli._compared import save_comparison
+from softgap.cli.render.findings import save_comparison
 from softgap.study import StudySettings, run_study
 from softgap.tasks import TASKS, Prompt, generate_prompts
 from softgap.trajectories import open_study

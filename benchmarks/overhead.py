@@ -30,7 +30,8 @@ from harness import (
     write_section,
 )
 from softgap.attention import LinearState
-from softgap.probe import Recording, load_model, meter, read_ids, record
+from softgap.models import load_model
+from softgap.probe import Recording, meter, read_ids, record
 from softgap.probe.stream import Stream
 from softgap.probe.token_scores import TokenScores, forward_then_logits
 

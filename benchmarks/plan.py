@@ -21,9 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from harness import machine, peak_memory, peak_of_process, ratio, require_quiet_machine, write_section
+from softgap.intervene.state_cache import cache_bytes
 from softgap.linearize import Plan, apply, load_plan
-from softgap.probe import load_model
-from softgap.probe.state_cache import cache_bytes
+from softgap.models import load_model
 
 CHUNK = 512
 

@@ -21,16 +21,14 @@ import torch
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves, sequences
-from softgap.attention.rotation import Rotation
+from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
-from softgap.calibration.curve import HeldLayer, divergences, held_layers
-from softgap.calibration.maps import Maps, landmark_maps
-from softgap.calibration.own_text import own_texts
-from softgap.calibration.rows import LayerText, RowPlan
-from softgap.calibration.texts import corpus_of, tokens_needed
-from softgap.probe import load_model
-from softgap.probe.models import Model, Tokenizer
-from softgap.probe.rotation import layer_rotations
+from softgap.calibration.fit import LayerText, Maps, RowPlan, landmark_maps
+from softgap.calibration.held_out import HeldLayer, divergences, held_layers
+from softgap.calibration.texts import corpus_of, own_texts, tokens_needed
+from softgap.models import load_model
+from softgap.models.loading import Model, Tokenizer
+from softgap.probe.layout import layer_rotations
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}

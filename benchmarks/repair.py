@@ -23,16 +23,14 @@ import numpy as np
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves
+from softgap.checkpoints import Kept
+from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import head_scores, lookups, passages_of, repaired, substitute, tuned
-from softgap.linearize.heads import Head
-from softgap.linearize.kept import Kept
-from softgap.linearize.mean_output import mean_outputs
-from softgap.linearize.orders import Unit, ordered, taken, units_of
-from softgap.linearize.passages import Passages, digest_of_passages
+from softgap.linearize.frontier import Unit, ordered, taken, units_of
+from softgap.linearize.impact import mean_outputs
 from softgap.linearize.scores import beside
-from softgap.linearize.substitute import Substitute
-from softgap.linearize.together import Reading, read_swapped
-from softgap.probe import load_model
+from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
+from softgap.models import load_model
 
 SCORE = "gradient+fisher"
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.

@@ -25,13 +25,12 @@ from torch import Tensor
 from harness import FINDINGS, machine, write_section
 from recipe import BINS, HELD_OUT, layers_of
 from softgap.attention import Mechanism
-from softgap.attention.rotation import Rotation
+from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
-from softgap.calibration.curve import HeldLayer, divergences
-from softgap.calibration.maps import landmark_maps
-from softgap.calibration.rows import LayerText
-from softgap.probe import load_model
-from softgap.probe.rotation import layer_rotations
+from softgap.calibration.fit import LayerText, landmark_maps
+from softgap.calibration.held_out import HeldLayer, divergences
+from softgap.models import load_model
+from softgap.probe.layout import layer_rotations
 
 RECIPE = Recipe(steps=300)
 OFFSETS = (0, 911, 2718, 5077)

@@ -18,8 +18,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from softgap.probe import generate, load_model, read
-from softgap.probe.calibrations import default_mechanisms
+from softgap.models import load_model
+from softgap.models.calibrations import default_mechanisms
+from softgap.probe import generate, read
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest
 

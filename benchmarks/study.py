@@ -22,10 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from harness import interleaved, machine, ratio, require_quiet_machine, write_section
-from softgap.probe.models import Loaded
-from softgap.probe.text_ids import prompt_ids
+from softgap.models.loading import Loaded
+from softgap.probe.capture import prompt_ids
 from softgap.study import Planned, StudySettings, plan_study
-from softgap.study.measuring import measure_batch
+from softgap.study.measurement import measure_batch
 from softgap.study.runner import written
 from softgap.tasks import generate_prompts
 from softgap.trajectories.folder import Folder

@@ -21,7 +21,7 @@ from harness import (
     write_section,
 )
 from softgap.signal import simulate, surrogates
-from softgap.signal.reference_surrogates import iaaft_loop
+from softgap.signal.reference import iaaft_loop
 
 SERIES, STEPS, SURROGATES = 270, 1000, 100
 # The loop over all 27,000 surrogates would take a quarter of an hour per round; both sides share a smaller batch.
@@ -121,7 +121,7 @@ def main() -> None:
         f"`python benchmarks/surrogates.py --pairs {pairs}`: {PAIR_SERIES} series of {STEPS} steps, {PAIR_SURROGATES} "
         f"surrogates each, float64, each until nothing changes; {machine()}. Times are medians of {pairs} interleaved "
         "rounds, speed-ups those of the pairwise ratios, with their range. The paper's loop is "
-        "`softgap.signal.reference_surrogates`, with which the batch agrees value by value; the lean one avoids its "
+        "`softgap.signal.reference`, with which the batch agrees value by value; the lean one avoids its "
         "trigonometry and its stable sort. A worker is a thread; compilation is excluded.\n\n"
         + "\n".join(lines)
         + f"\n\n{large}",

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from typer.core import TyperGroup
 
 import softgap
-from softgap.cli._app import app
+from softgap.cli.app import app
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

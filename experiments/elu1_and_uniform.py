@@ -27,8 +27,8 @@ from scipy.stats import spearmanr
 from harness import FINDINGS, machine, write_section
 from held_out import sequences
 from softgap.attention import attend, divergence
-from softgap.calibration.domains import DOMAINS
-from softgap.probe import load_model
+from softgap.calibration.conditions import DOMAINS
+from softgap.models import load_model
 from softgap.probe.tensors import LayerTensors, visit_layers
 
 FEWEST = 3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softgap.attention import Attention, LinearState, Mechanism, Visible, attend, mechanisms
 from softgap.attention.reference import reference_attention
-from softgap.attention.rotation import Layout, Rotation
+from softgap.attention.rotary import Layout, Rotation
 
 FACTORABLE = tuple(name for name, m in mechanisms().items() if "chunked" in m.forms)
 ALL = tuple(mechanisms())

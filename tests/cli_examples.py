@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model_examples import save_folder, tiny_llama
 from softgap.cli import main
-from softgap.probe import load_model
+from softgap.models import load_model
 
 SCRIPT = Path(sys.executable).with_name("softgap")
 CONTEXT = 64
@@ -64,7 +64,7 @@ def loads_once(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
             kept[key] = load_model(name, **options)
         return kept[key]
 
-    monkeypatch.setattr("softgap.probe.load_model", load)
+    monkeypatch.setattr("softgap.models.load_model", load)
     return asked
 
 

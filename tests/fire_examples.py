@@ -22,13 +22,13 @@ from explorer_examples import save_study, story
 from model_examples import config_folder, tiny_llama, write_gguf
 from softgap.attention import resolve
 from softgap.calibration.held_out import HeldOut
-from softgap.calibration.ladders import Ladders
-from softgap.calibration.result import Calibration
+from softgap.calibration.rank_floor import Ladders
+from softgap.calibration.whole_model import Calibration
 from softgap.cli import main
+from softgap.intervene.swap import Substitute
 from softgap.linearize.plan import Plan
-from softgap.linearize.substitute import Substitute
-from softgap.probe.calibrations import digest_of
-from softgap.report.document import Document, save_document
+from softgap.models.tensor_files import digest_of
+from softgap.report.documents import Document, save_document
 from study_examples import named, simulated_study
 
 # The command line; what it gets wrong, as the sentence must name it; how the sentence begins.

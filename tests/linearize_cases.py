@@ -17,8 +17,8 @@ from model_examples import tiny_llama
 from probe_cases import ids_of, row
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.reference import reference_attention
+from softgap.models.support import attention_registries
 from softgap.probe.layout import attention_layers
-from softgap.probe.support import attention_registries
 from softgap.probe.tap import AttentionCall, tapped
 
 Heads = Sequence[tuple[int, int]]

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from softgap.attention import Mechanism, resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.probe.tap import overridden_names
-from softgap.probe.tiny import tiny_model
 from softgap.trajectories import Trajectories
+from support.tiny_models import tiny_model
 
 PAIR = ("elu1", "uniform")
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")

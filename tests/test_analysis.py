@@ -109,7 +109,7 @@ def test_the_residual_is_fitted_over_the_study(monkeypatch: pytest.MonkeyPatch) 
     expected = plane(counts / counts.sum(axis=1, keepdims=True))[0]
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
     # The same where memory allows only two heads at a time.
-    monkeypatch.setattr("softgap.analysis.counting.HELD", 2 * 340)
+    monkeypatch.setattr("softgap.analysis.pattern_counts.HELD", 2 * 340)
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
 
 
@@ -281,7 +281,7 @@ def test_heads_are_counted_in_groups_where_all_do_not_fit(monkeypatch: pytest.Mo
     runs = [run_of(noise(seed, 40), str(seed)) for seed in range(12)]
     whole = analyze(runs, order=4)
     # Two heads at a time: 12 samples of 24 patterns each.
-    monkeypatch.setattr("softgap.analysis.counting._COUNTS", 2 * 12 * 24)
+    monkeypatch.setattr("softgap.analysis.pattern_counts._COUNTS", 2 * 12 * 24)
     told: list[float] = []
     parts = analyze(runs, order=4, progress=lambda what, share: told.append(share) if "counting" in what else None)
     assert parts.heads == whole.heads
@@ -290,7 +290,7 @@ def test_heads_are_counted_in_groups_where_all_do_not_fit(monkeypatch: pytest.Mo
 
 def test_the_noise_of_a_study_needs_memory_for_a_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """At order 8 the pattern counts of all simulated studies would take 3 GB."""
-    monkeypatch.setattr("softgap.analysis.pooled._USUAL", 999)
+    monkeypatch.setattr("softgap.analysis.pattern_counts._USUAL", 999)
     tracemalloc.start()
     try:
         found = analyze(run_of(noise(1, 60, layers=1, heads=1)), order=8, eligibility=1)

@@ -27,11 +27,12 @@ from softgap.calibration import (
     judge,
     whole_model,
 )
-from softgap.calibration.maps import Maps
+from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.models.calibrations import calibration_path, default_mechanisms
+from softgap.models.tensor_files import load_calibration, save_calibration
 from softgap.probe import read_ids
-from softgap.probe.calibrations import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.report import write_explorer
 from softgap.report.columns import own_calibration
 from softgap.trajectories import open_study

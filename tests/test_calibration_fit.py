@@ -12,11 +12,20 @@ from torch.nn import functional
 
 from softgap.attention import attend, attention_weights, compare_outputs, mechanisms
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.off_diagonal import block_spectra, dyadic_blocks
-from softgap.attention.rotation import Rotation, TurnTable
-from softgap.calibration.fit import Recipe, fit_maps
-from softgap.calibration.maps import Maps, landmark_maps, log_weights, softmax_scores, weights_kl
-from softgap.calibration.rows import LayerText, RowPlan, sample_rows
+from softgap.attention.rank import block_spectra, dyadic_blocks
+from softgap.attention.rotary import Rotation, TurnTable
+from softgap.calibration.fit import (
+    LayerText,
+    Maps,
+    Recipe,
+    RowPlan,
+    fit_maps,
+    landmark_maps,
+    log_weights,
+    sample_rows,
+    softmax_scores,
+    weights_kl,
+)
 from softgap.errors import ValueInputError
 
 DIM, LENGTH, HEADS, KV_HEADS = 8, 320, 4, 2

@@ -13,7 +13,7 @@ import pytest
 
 import softgap
 from softgap.cli import main
-from softgap.cli._output import write_json
+from softgap.cli.render.output import write_json
 from softgap.errors import ShapeError
 
 SCRIPT = Path(sys.executable).with_name("softgap")
@@ -147,7 +147,7 @@ def test_ctrl_c_is_one_sentence() -> None:
 import os, signal, sys
 import softgap.attention
 from softgap.cli import main
-from softgap.cli._output import write_json
+from softgap.cli.render.output import write_json
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with the signal ignored
 softgap.attention.mechanisms = lambda: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(main(["mechanisms"]))
@@ -156,13 +156,17 @@ sys.exit(main(["mechanisms"]))
     assert (shown.returncode, shown.stdout, shown.stderr) == (130, "", "softgap: interrupted\n")
 
 
+# The package exports the function by the module's name.
+MAIN = "import sys, importlib; main = importlib.import_module('softgap.cli.main')"
+
+
 @pytest.mark.parametrize(
     "command",
     [
         [SCRIPT, "--help"],
         [SCRIPT, "mechanisms", "--json"],
         # So little that it is only flushed at the end.
-        [sys.executable, "-c", "import sys, softgap.cli._main as m; m._run = lambda _: print(1); sys.exit(m.main())"],
+        [sys.executable, "-c", f"{MAIN}; main._run = lambda _: print(1); sys.exit(main.main())"],
     ],
 )
 def test_a_closed_pipe_is_quiet(command: list[str]) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from cli_examples import contents, failure, script
 from softgap.analysis import analyze
 from softgap.cli import main
-from softgap.cli._findings import show_findings
+from softgap.cli.render.findings import show_findings
 from softgap.signal import simulate
 from softgap.trajectories import StudyWriter, open_study
 from test_analysis import noise, run_of

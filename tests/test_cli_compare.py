@@ -13,7 +13,7 @@ import pytest
 from cli_examples import contents, failure, script
 from softgap.analysis import ComparisonPlan, compare_study
 from softgap.cli import main
-from softgap.cli._plan_options import PlanOptions
+from softgap.cli.compare import PlanOptions
 from stats_cases import planted
 from study_examples import named, simulated_study
 

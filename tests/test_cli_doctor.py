@@ -11,8 +11,8 @@ import pytest
 
 from cli_examples import Terminal, failure, loads_once, tiny_folder
 from softgap.cli import main
-from softgap.probe import Diagnosis, Gate
-from softgap.probe.gates import GATES
+from softgap.gates import Diagnosis, Gate
+from softgap.gates.model import GATES
 
 GATE_ROWS = (
     Gate("parity", "pass", 3.87e-07, 1e-4, "relative L2 of outputs"),
@@ -33,7 +33,7 @@ def diagnosed(monkeypatch: pytest.MonkeyPatch, gates: tuple[Gate, ...]) -> list[
         return Diagnosis("tiny", "sha", "float32", "sdpa", found)
 
     found = gates
-    monkeypatch.setattr("softgap.probe.doctor", doctor)
+    monkeypatch.setattr("softgap.gates.doctor", doctor)
     return asked
 
 

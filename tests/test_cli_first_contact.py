@@ -14,7 +14,7 @@ import pytest
 import softgap
 from cli_examples import script
 from softgap.cli import main
-from softgap.probe import installation as room
+from softgap.gates import diagnosis as room
 
 
 def test_no_arguments_greet_with_three_things_to_try(tmp_path: Path) -> None:

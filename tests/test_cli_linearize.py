@@ -12,7 +12,7 @@ from cli_examples import failure
 from model_examples import save_folder, tiny_llama
 from softgap.cli import main
 from softgap.linearize import apply, load_plan
-from softgap.probe import load_model
+from softgap.models import load_model
 
 QUICK = ["--length", "64", "--tokens", "1024", "--budget", "9"]
 

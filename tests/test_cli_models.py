@@ -11,7 +11,7 @@ from cli_examples import tiny_folder
 from model_examples import hub_cache
 from softgap.cli import main
 from softgap.cli.models import _counted
-from softgap.probe import ModelInfo, available_models
+from softgap.models import ModelInfo, available_models
 
 
 def test_json_lists_the_embedded_model_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_a_model_that_is_absent_has_no_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent = ModelInfo("smollm2-135m", "absent", None, None, 134_515_008, "llama")
-    monkeypatch.setattr("softgap.probe.available_models", lambda: (absent,))
+    monkeypatch.setattr("softgap.models.available_models", lambda: (absent,))
     assert main(["models", "--json"]) == 0
     model = json.loads(capsys.readouterr().out)["models"][0]
     assert (model["origin"], model["path"], model["size_bytes"]) == ("absent", None, None)

@@ -118,7 +118,7 @@ def test_json_lines_become_one_study(
 def test_prompts_may_be_wrapped_in_the_chat_template(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = softgap.load_model(folder)
     monkeypatch.setattr(tokenizer, "chat_template", "<s>{{ messages[0]['content'] }}</s>")
-    monkeypatch.setattr("softgap.probe.load_model", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr("softgap.models.load_model", lambda *_, **__: (model, tokenizer))
     assert main(["read", "many.jsonl", "--chat", "--out", "a"]) == 0
     expected = softgap.read(model, tokenizer, "The fox", " ran", chat=True)
     saved = next(iter(open_study("a")))

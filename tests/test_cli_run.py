@@ -27,7 +27,7 @@ from disk_examples import largest_file
 from model_examples import config_folder
 from softgap import probe
 from softgap.cli import main
-from softgap.cli._task import default_out
+from softgap.cli.measurement import default_out
 from softgap.probe import Interrupted
 from softgap.trajectories import Trajectories, load, open_study
 
@@ -176,7 +176,7 @@ def test_two_runs_in_one_second_have_two_names(here: Path, monkeypatch: pytest.M
         def now(cls, tz: tzinfo | None = None) -> Noon:
             return cls(2026, 1, 2, 12, 0, 0, tzinfo=tz)
 
-    monkeypatch.setattr("softgap.trajectories.names.datetime", Noon)
+    monkeypatch.setattr("softgap.trajectories.folder.datetime", Noon)
     names = []
     for _ in range(3):
         names.append(default_out("fox"))

@@ -13,7 +13,7 @@ from cli_examples import failure
 from explorer_examples import save_study, story
 from softgap.cli import main
 from softgap.report.live import Limits
-from softgap.report.live.guard import allowed_names, refusal
+from softgap.report.live.requests import allowed_names, refusal
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("softgap.probe.load_model", load)
+    monkeypatch.setattr("softgap.models.load_model", load)
     monkeypatch.chdir(tmp_path)
 
 

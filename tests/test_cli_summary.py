@@ -12,13 +12,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli._colour import harmless, shade
-from softgap.cli._heatmap import heat_map
-from softgap.cli._show import show_run, show_study
-from softgap.cli._summary import merged, summarise
+from softgap.cli.render.heatmap import harmless, heat_map, shade
+from softgap.cli.render.run import show_run, show_study
+from softgap.cli.render.summary import merged, summarise
 from softgap.trajectories import QUANTITIES, Trajectories
-from softgap.trajectories.names import slug
-from softgap.trajectories.pieces import pieces
+from softgap.trajectories.folder import slug
+from softgap.trajectories.run import pieces
 from trajectory_examples import example_run
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from softgap import stats
 from softgap.analysis import ComparisonFindings, ComparisonPlan, compare_study
-from softgap.analysis.baselines import BASELINES, baseline_table
+from softgap.analysis.comparison_data import BASELINES, baseline_table
 from softgap.errors import SoftgapError
 from softgap.signal import complexity_entropy
 from softgap.trajectories import open_study

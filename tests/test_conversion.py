@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import model_examples as examples
-from softgap.probe import gguf_files
-from softgap.probe.cache import cache_dir, read_record
-from softgap.probe.models import load_model
+from softgap.models import gguf
+from softgap.models.cache import cache_dir, read_record
+from softgap.models.loading import load_model
 
 WAITING = "waiting for another process that converts this model"
 # Loads the model named on the command line; with "stop" it halts when the weights are written and not yet verified.
 LOADER = """
 import sys, time
-from softgap.probe import gguf_files, models
+from softgap.models import gguf as gguf_files, loading as models
 
 def stop(*_):
     print("written", flush=True)
@@ -111,7 +111,7 @@ def test_an_interrupted_conversion_cleans_up(tiny: Path, cache: Path, monkeypatc
         assert (folder / "model.safetensors").is_file()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_files, "_verify", interrupt)
+    monkeypatch.setattr(gguf, "_verify", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load_model(tiny)
     assert copies(cache) == []
@@ -136,7 +136,7 @@ def test_a_damaged_copy_is_converted_again(tiny: Path, cache: Path) -> None:
     record = read_record(folder)
     assert record is not None
     assert record.source == str(tiny)
-    assert record.sha256 == gguf_files.file_hash(tiny)
+    assert record.sha256 == gguf.file_hash(tiny)
     assert set(record.files) | {"softgap.json"} == {path.name for path in folder.iterdir()}
 
     weights = folder / "model.safetensors"
@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_converted_again(tiny: Path, cache: Path) -> None:
 def test_a_copy_that_differs_from_its_source_is_not_published(
     tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = gguf_files._save
+    save = gguf._save
 
     def save_another(model: torch.nn.Module, *rest: object) -> None:
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_copy_that_differs_from_its_source_is_not_published(
         with torch.no_grad():
             model.get_parameter("model.norm.weight")[3] -= 1e-6
 
-    monkeypatch.setattr(gguf_files, "_save", save_another)
+    monkeypatch.setattr(gguf, "_save", save_another)
     with pytest.raises(RuntimeError, match=r"the converted weight 'model\.norm\.weight' differs from its source"):
         load_model(tiny)
     assert copies(cache) == []

@@ -19,9 +19,9 @@ import softgap
 from model_examples import CHAT_TEMPLATE, byte_tokenizer, tiny_llama
 from softgap.attention import resolve
 from softgap.calibration import Recipe, calibrate
-from softgap.cli._app import app
+from softgap.cli.app import app
 from softgap.linearize import Plan, Substitute
-from softgap.probe import model_fingerprint
+from softgap.models import model_fingerprint
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -91,7 +91,7 @@ def desk(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
     monkeypatch.setattr(softgap, "load_model", lambda *_: loaded)
-    monkeypatch.setattr("softgap.probe.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("softgap.models.load_model", lambda *_, **__: loaded)
     monkeypatch.setattr(softgap, "calibrate", partial(calibrate, recipe=Recipe(features=4, steps=1), positions=128))
     Path("book.txt").write_text(BOOK, encoding="utf-8")
     Path("requests.jsonl").write_text(json.dumps(REQUEST) + "\n", encoding="utf-8")
@@ -149,8 +149,8 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
 # Lines of the README that a command printed, with what the code says there: numbers and names of the run stand for *.
 PRINTED = {
     "src/softgap/cli/report.py": ["opens in any browser:"],
-    "src/softgap/cli/_findings.py": ["in the median of ", "; white noise of these lengths ", " below noise and "],
-    "src/softgap/probe/gates.py": [
+    "src/softgap/cli/render/findings.py": ["in the median of ", "; white noise of these lengths ", " below noise and "],
+    "src/softgap/gates/model.py": [
         "largest difference of logits, greedy and sampling",
         "largest difference from the float64 reference",
         "live with the dynamic cache against replay",

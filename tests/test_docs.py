@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_in_the_reference(site: Path) -> None:
-    from softgap.cli._app import app
+    from softgap.cli.app import app
 
     page = (site / "reference" / "cli" / "index.html").read_text(encoding="utf-8")
     names = [command.name for command in app.registered_commands]

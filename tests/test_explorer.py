@@ -22,12 +22,10 @@ from scipy.stats import t as student
 from explorer_examples import HOSTILE, labelled_runs, save_study, story
 from softgap.errors import UnknownNameError
 from softgap.report import explorer
-from softgap.report.chosen import array_keys, choose
 from softgap.report.groups import Groups
-from softgap.report.packing import pack, unpack
 from softgap.report.page import render
 from softgap.report.payload import Payload, payload
-from softgap.report.samples import head_means
+from softgap.report.samples import array_keys, choose, head_means, pack, unpack
 from softgap.trajectories import Study, Trajectories, open_study
 
 FLOATS = st.floats(-1e6, 1e6, width=32) | st.just(math.nan)

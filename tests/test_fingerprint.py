@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_examples as examples
 from softgap.errors import ModelError
-from softgap.probe import fingerprint
-from softgap.probe.models import load_model, model_fingerprint
-from softgap.probe.tiny import tiny_model
+from softgap.models import fingerprint
+from softgap.models.fingerprint import model_fingerprint
+from softgap.models.loading import load_model
+from support.tiny_models import tiny_model
 
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Visible
 from softgap.errors import UnknownNameError
-from softgap.probe import arguments, doctor, meter, recording, stream, tap, visibility
-from softgap.probe.gates import GATES, Gate
-from softgap.probe.tiny import attention_names, tiny_model
+from softgap.gates import doctor
+from softgap.gates.model import GATES, Gate
+from softgap.probe import arguments, meter, recording, stream, tap, visibility
+from support.tiny_models import attention_names, tiny_model
 
 TYPES = """llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite cohere2 deepseek_v3 gpt_oss
 smollm3 mixtral starcoder2 qwen3_moe glm4 exaone4 helium stablelm phi nemotron bert doge qwen3_next jamba deepseek_v32

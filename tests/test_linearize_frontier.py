@@ -13,6 +13,7 @@ import torch
 from linearize_cases import sharp_llama
 from model_examples import byte_tokenizer
 from softgap.errors import SoftgapError
+from softgap.intervals import Interval
 from softgap.linearize import (
     Budget,
     Frontier,
@@ -27,12 +28,11 @@ from softgap.linearize import (
     swap,
     tuned,
 )
-from softgap.linearize.orders import ordered, random_order, taken, units_of
-from softgap.linearize.resampling import Interval
+from softgap.linearize.frontier import ordered, random_order, taken, units_of
 from softgap.linearize.search import _largest
-from softgap.linearize.together import read_swapped
-from softgap.report.linearize_figure import draw_frontier, draw_plan
-from softgap.report.pictures import save_figure
+from softgap.linearize.sequences import read_swapped
+from softgap.report.figures import draw_frontier, draw_plan
+from softgap.report.files import save_figure
 
 TEXT = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge." for i in range(60))
 

@@ -14,11 +14,10 @@ from model_examples import byte_tokenizer, tiny_llama
 from probe_cases import tiny_with
 from softgap.errors import SoftgapError, StoreError
 from softgap.linearize import Impact, heads_of_layer, impact, swap
-from softgap.linearize.impact import impact_on
-from softgap.linearize.mean_output import mean_outputs
-from softgap.linearize.passages import Passages, lookups, passages_of
-from softgap.probe.tiny import attention_names
+from softgap.linearize.impact import impact_on, mean_outputs
+from softgap.linearize.sequences import Passages, lookups, passages_of
 from softgap.report.columns import read_columns
+from support.tiny_models import attention_names
 
 TEXT = "The miller counted his sacks twice, wrote the number on the door, and went to look for the missing one. " * 3
 TYPES = "llama mistral gemma2 gpt2 gpt_neox gpt_oss bart qwen3_next jamba deepseek_v3".split()  # noqa: SIM905

@@ -17,12 +17,12 @@ from model_examples import tiny_llama
 from probe_cases import tiny_with, written
 from softgap.attention import Mechanism, resolve
 from softgap.errors import SoftgapError
+from softgap.intervals import Interval
+from softgap.intervene.state_cache import bounded_layers, cache_bytes
 from softgap.linearize import Plan, Readout, Substitute, apply, load_plan, swap
-from softgap.linearize.memory import memory_of
-from softgap.linearize.resampling import Interval
-from softgap.probe.fingerprint import model_fingerprint
+from softgap.linearize.plan import memory_of
+from softgap.models.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
-from softgap.probe.state_cache import bounded_layers, cache_bytes
 
 # Layer 0: all of KV head 1, and one query head of KV head 0; layer 1: everything.
 HEADS = ((0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3))

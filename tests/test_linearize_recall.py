@@ -13,7 +13,6 @@ import torch
 from linearize_cases import sharp_llama
 from model_examples import byte_tokenizer
 from softgap.linearize import Passages, find_plan, load_plan, lookups
-from softgap.linearize.judged import judge_forward, right_tokens
 from softgap.linearize.recall import (
     BLOCK_LISTS,
     FEWEST_LISTS,
@@ -22,7 +21,7 @@ from softgap.linearize.recall import (
     RecallTest,
     half_widths,
 )
-from softgap.linearize.together import Reading, read_swapped
+from softgap.linearize.sequences import Reading, judge_forward, read_swapped, right_tokens
 
 TEXT = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge." for i in range(60))
 QUESTIONS = 12

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from linearize_cases import sharp_llama
 from softgap.errors import SoftgapError
+from softgap.intervene.swap import Readout, Substitute
 from softgap.linearize import heads_of_layer, swap
-from softgap.linearize.passages import Passages
-from softgap.linearize.repair import repaired, ridge_map
-from softgap.linearize.substitute import Readout, Substitute
+from softgap.linearize.output_correction import repaired, ridge_map
+from softgap.linearize.sequences import Passages
 from softgap.probe.tap import AttentionCall, tapped
 
 HEADS = [(0, 0), (0, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]

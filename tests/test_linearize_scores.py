@@ -11,13 +11,13 @@ import torch
 from linearize_cases import sharp_llama, with_random_parameters
 from softgap.attention import attend, attention_weights, compare_outputs
 from softgap.errors import SoftgapError
+from softgap.intervene.swap import swap
 from softgap.linearize import heads_of_layer
 from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.impact import impact_on
-from softgap.linearize.passages import Passages
 from softgap.linearize.ranking import rank_agreement, split_half
 from softgap.linearize.scores import SCORES, Scores, beside, head_scores
-from softgap.linearize.swapping import swap
+from softgap.linearize.sequences import Passages
 from softgap.probe.tap import AttentionCall, replaced, tapped
 
 HEADS = [(layer, head) for layer in range(2) for head in range(4)]

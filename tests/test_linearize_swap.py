@@ -29,8 +29,8 @@ from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_group, heads_of_layer, swap
 from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall, tapped
-from softgap.probe.tiny import attention_names, causal_types, goes_through_registry, tiny_model
 from softgap.probe.visibility import VisibleSets
+from support.tiny_models import attention_names, causal_types, goes_through_registry, tiny_model
 
 TYPES = """llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite cohere2 deepseek_v3 gpt_oss
 smollm3 mixtral starcoder2 bert bart doge qwen3_next jamba""".split()  # noqa: SIM905

@@ -12,9 +12,9 @@ from linearize_cases import sharp_llama, with_random_parameters
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
 from softgap.linearize import Readout, Substitute, repaired, swap, tuned
-from softgap.linearize.passages import Passages
-from softgap.linearize.tuning import _rows
-from softgap.probe.calibrations import digest_of
+from softgap.linearize.distil import _rows
+from softgap.linearize.sequences import Passages
+from softgap.models.tensor_files import digest_of
 
 HEADS = [(0, 0), (0, 1), (1, 2)]
 

@@ -31,9 +31,9 @@ from model_examples import byte_tokenizer, tiny_llama
 from softgap.calibration import judge
 from softgap.errors import ModelError
 from softgap.linearize import Passages, find_plan, frontier, head_scores, impact, repaired, swap, tuned
-from softgap.linearize.together import read_swapped
+from softgap.linearize.sequences import read_swapped
+from softgap.models.support import check_measurable, untappable_reason
 from softgap.probe import read_ids
-from softgap.probe.support import check_measurable, untappable_reason
 from softgap.probe.tensors import visit_layers
 from softgap.theory import focus_in_model, injectivity_in_model, position_in_model
 

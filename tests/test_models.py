@@ -12,8 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from transformers.integrations.gguf import GgufHeader
 
 import model_examples as examples
-from softgap.probe import catalogue, embedded, models
-from softgap.probe.models import EMBEDDED, ModelInfo, available_models, load_model
+from softgap.models import catalogue, loading
+from softgap.models import gguf as embedded
+from softgap.models.catalogue import ModelInfo, available_models
+from softgap.models.gguf import EMBEDDED
+from softgap.models.loading import load_model
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -168,7 +171,7 @@ def test_a_gguf_file_is_converted_once(own_cache: Path, monkeypatch: pytest.Monk
     assert fractions == sorted(fractions)
     assert stages[-1] == ("converted", 1.0)
 
-    monkeypatch.setattr(models, "convert", lambda *_: pytest.fail("converted twice"))
+    monkeypatch.setattr(loading, "convert", lambda *_: pytest.fail("converted twice"))
     moved = path.rename(own_cache / "moved.gguf")
     load_model(moved)
     examples.write_gguf(path, examples.tiny_llama(seed=1))
@@ -177,7 +180,7 @@ def test_a_gguf_file_is_converted_once(own_cache: Path, monkeypatch: pytest.Monk
 
 
 def test_a_large_gguf_file_is_read_without_a_copy(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "LARGEST_CACHED", 1000)
+    monkeypatch.setattr(loading, "LARGEST_CACHED", 1000)
     original = examples.tiny_llama()
     path = examples.write_gguf(own_cache / "tiny.gguf", original)
     model, tokenizer = load_model(path, dtype="bfloat16", attn="eager")

@@ -24,7 +24,8 @@ from probe_cases import (
     tiny_with,
     written,
 )
-from softgap.probe import Recording, load_model, read_ids, record
+from softgap.models import load_model
+from softgap.probe import Recording, read_ids, record
 from softgap.trajectories import Trajectories
 
 NEW = 24

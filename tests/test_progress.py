@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 import model_examples as examples
 from softgap.errors import ModelError
-from softgap.probe.models import load_model
-from softgap.probe.progress import quiet_transformers, reporter
+from softgap.models.console import quiet_transformers, reporter
+from softgap.models.loading import load_model
 
 
 def settings() -> tuple[int, int, bool, bool]:

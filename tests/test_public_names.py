@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import softgap
-from softgap.cli._app import app
+from softgap.cli.app import app
 
 REPOSITORY = Path(__file__).parents[1]
 NAMES = [

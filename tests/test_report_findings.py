@@ -17,7 +17,7 @@ from softgap.cli import main
 from softgap.errors import StoreError, ValueInputError
 from softgap.report import Column, Document, Picture, Table, notebook_html, read_columns, save_document, write_explorer
 from softgap.report.columns import calibration_columns
-from softgap.report.document import documents_in
+from softgap.report.documents import documents_in
 from softgap.theory import Claim
 
 SVG = (

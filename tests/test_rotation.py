@@ -14,11 +14,11 @@ from linearize_cases import IDS, PAIR, SINGLE, WINDOW, apart, calls_of, logits_o
 from model_examples import tiny_llama
 from probe_cases import SAME_MODEL, difference, ids_of, row, tiny_with, written
 from softgap.attention import HybridState, LinearState, Mechanism, Visible, attend, attend_hybrid
-from softgap.attention.rotation import Rotation, TurnTable
+from softgap.attention.rotary import Rotation, TurnTable
 from softgap.linearize import Plan, Substitute, apply, swap
+from softgap.models.fingerprint import model_fingerprint
 from softgap.probe import read_ids, record
-from softgap.probe.fingerprint import model_fingerprint
-from softgap.probe.rotation import layer_rotations
+from softgap.probe.layout import layer_rotations
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -144,7 +144,7 @@ def test_blocks_of_series_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     x = np.round(noise(11, 37, 60), 1)
     whole = signal.permutation_entropy(x, 4, eligibility=1)
     links = signal.ordinal_network(x, 4)
-    monkeypatch.setattr("softgap.signal.batch._BLOCK", 200)
+    monkeypatch.setattr("softgap.signal.patterns._BLOCK", 200)
     parts = signal.permutation_entropy(x, 4, eligibility=1)
     for name in ("value", "windows", "tie_rate", "eligible"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
@@ -168,7 +168,7 @@ def test_memory_is_that_of_a_block(measure: Callable[..., object], monkeypatch: 
     """Three series at a time, of 60: neither windows x order nor a copy of the series is ever held."""
     x = noise(27, 60, 20_000)
     measure(x[:2, :500], 5)  # compiles, which takes memory of its own
-    monkeypatch.setattr("softgap.signal.batch._BLOCK", 3 * 20_000)
+    monkeypatch.setattr("softgap.signal.patterns._BLOCK", 3 * 20_000)
     tracemalloc.start()
     try:
         measure(x, 5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from softgap.errors import ShapeError, SoftgapError, UnknownNameError, UnsupportedError, ValueInputError
-from softgap.signal.reference_surrogates import iaaft_loop
+from softgap.signal.reference import iaaft_loop
 from softgap.signal.surrogates import SURROGATES, spectrum_error, surrogates
 from softgap.signal.systems import simulate
 

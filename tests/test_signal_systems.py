@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 
 from softgap.errors import SoftgapError, UnknownNameError, ValueInputError
 from softgap.signal import chaos, permutation_entropy, simulate, systems
-from softgap.signal.noises import fgn_covariance, fgn_from_normals
+from softgap.signal.systems import fgn_covariance, fgn_from_normals
 
 NAMES = tuple(systems())
 

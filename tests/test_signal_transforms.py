@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from softgap.errors import ShapeError, SoftgapError, UnknownNameError, UnsupportedError, ValueInputError
-from softgap.signal.residuals import residuals
-from softgap.signal.transforms import SEGMENTS, TRANSFORMS, apply_transform, segment, segment_slice, steps_lost
+from softgap.signal.transforms import (
+    SEGMENTS,
+    TRANSFORMS,
+    apply_transform,
+    residuals,
+    segment,
+    segment_slice,
+    steps_lost,
+)
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from softgap.errors import ShapeError, SoftgapError, UnknownNameError, ValueInputError
-from softgap.signal import windowed as module
+from softgap.signal import entropy as module
 from softgap.signal.change_points import change_points
-from softgap.signal.entropy import permutation_entropy
+from softgap.signal.entropy import permutation_entropy, windowed_entropy
 from softgap.signal.systems import simulate
-from softgap.signal.windowed import windowed_entropy
 
 
 def generator(seed: int = 0) -> np.random.Generator:

@@ -10,9 +10,9 @@ from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from softgap import stats
 from softgap.stats import design as designs
 from softgap.stats import reference as oracle
-from softgap.stats.contrast import contrast_of
 from softgap.stats.design import Design, design_of
-from softgap.stats.relabelling import THRESHOLDS, parts, prepare, tail_counts
+from softgap.stats.effects import contrast_of
+from softgap.stats.permutation import THRESHOLDS, parts, prepare, tail_counts
 from stats_cases import RNG, heads, labels_of, questions
 
 BLOCKS = np.array([0] * 9 + [1] * 5 + [2] * 2 + [3] * 7)
@@ -203,8 +203,8 @@ def test_p_of_one_unit_is_scipys() -> None:
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = heads(RNG(14), 40, 50), labels_of(RNG(15), 40, 15)
     whole = stats.compare_table(x, labels, permutations=300, rng=RNG(16))
-    monkeypatch.setattr("softgap.stats.relabelling._UNITS", 7)
-    monkeypatch.setattr("softgap.stats.relabelling._RELABELLINGS", 11)
+    monkeypatch.setattr("softgap.stats.permutation._UNITS", 7)
+    monkeypatch.setattr("softgap.stats.permutation._RELABELLINGS", 11)
     cut = stats.compare_table(x, labels, permutations=300, rng=RNG(16))
     np.testing.assert_array_equal(cut.p, whole.p)
     np.testing.assert_allclose(cut.maximum.sample, whole.maximum.sample, rtol=1e-5)
@@ -245,7 +245,7 @@ def test_replicates_of_the_auroc_are_areas_of_drawn_samples() -> None:
     a, b = rng.integers(0, 9, 8).astype(float), rng.integers(0, 9, 7).astype(float)
     clusters = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6])
     ours = stats.auroc(a, b, clusters=clusters, replicates=99, rng=RNG(23))
-    from softgap.stats.resampling import drawn_weights
+    from softgap.stats.design import drawn_weights
 
     drawn = drawn_weights(np.arange(15) < 8, clusters, 99, RNG(23)).astype(int)
     assert ours.sample is not None

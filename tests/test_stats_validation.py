@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from softgap import stats
-from softgap.stats.folds import grouped_folds
+from softgap.stats.splits import grouped_folds
 from stats_cases import RNG, heads, labels_of, length_confound, planted, questions
 
 

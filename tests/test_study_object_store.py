@@ -146,7 +146,7 @@ def test_a_store_that_cannot_be_written_is_said_before_a_model_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("softgap.probe.load_model", load)
+    monkeypatch.setattr("softgap.models.load_model", load)
     lost = re.sub("softgap-[0-9a-f]+", "softgap-elsewhere", uri.format("fox"))
     said = failure(["study", "task", "lookup", "--n", "2", "--out", lost], capsys)
     assert said.startswith(f"cannot write to '{lost}': ")

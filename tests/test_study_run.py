@@ -17,8 +17,8 @@ import pytest
 from cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
 from softgap.cli import main
 from softgap.study import StudySettings, run_study
-from softgap.study.batches import plan_batches
 from softgap.study.files import read_failures
+from softgap.study.measurement import plan_batches
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
@@ -270,7 +270,7 @@ def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch
     import weakref
 
     from softgap.study import runner
-    from softgap.study.measuring import Measured
+    from softgap.study.measurement import Measured
 
     alive: list[weakref.ref[Any]] = []
     most = 0

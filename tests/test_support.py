@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import model_examples as examples
 from softgap.errors import ModelError
-from softgap.probe.support import attention_modules, attention_registries, check_tappable, untappable_reason
-from softgap.probe.tiny import attention_names, causal_types, tiny_config, tiny_model
+from softgap.models.support import attention_modules, attention_registries, check_tappable, untappable_reason
+from support.tiny_models import attention_names, causal_types, tiny_config, tiny_model
 
 # What transformers 5.22 computes outside its registry.
 OUTSIDE = {

@@ -13,8 +13,7 @@ import pytest
 
 from softgap.errors import SoftgapError
 from softgap.tasks import TASKS, Prompt, generate_prompts, read_labels, read_prompts, resolve_scorer
-from softgap.tasks.facts import RELATIONS
-from softgap.tasks.words import WORDS, draw_pairs
+from softgap.tasks.generators import RELATIONS, WORDS, draw_pairs
 
 HEADER = "Type,Category,Question,Best Answer,Best Incorrect Answer,Correct Answers,Incorrect Answers,Source\n"
 

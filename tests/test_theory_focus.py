@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softgap.attention import Visible, attention_weights, mechanisms, resolve
-from softgap.attention.off_diagonal import (
+from softgap.attention.rank import (
     block_spectra,
     capacity_exponent,
     dyadic_blocks,
@@ -22,10 +22,16 @@ from softgap.attention.off_diagonal import (
 )
 from softgap.errors import ShapeError, ValueInputError
 from softgap.theory.focus.closed_forms import iid_sparsity
-from softgap.theory.focus.concentration import concentration, feature_prediction, score_moments
-from softgap.theory.focus.interventions import intervene, intervened
-from softgap.theory.focus.placement import column_share, distance_share
-from softgap.theory.focus.road import feature_road
+from softgap.theory.focus.concentration import (
+    column_share,
+    concentration,
+    distance_share,
+    feature_prediction,
+    feature_road,
+    intervene,
+    intervened,
+    score_moments,
+)
 
 LENGTH, DIM = 64, 8
 

@@ -16,9 +16,13 @@ from softgap.theory.injectivity.collisions import (
     affine_collision,
     certify,
     elu1_collision,
+    flat_keys,
+    log_margin_sweep,
     mechanism_weights,
     multiples_collision,
+    prefixes,
     softmax_collision,
+    weight_margin_sweep,
 )
 from softgap.theory.injectivity.inversion import (
     inline_query,
@@ -28,7 +32,6 @@ from softgap.theory.injectivity.inversion import (
     softmax_weights,
     weight_margin,
 )
-from softgap.theory.injectivity.margins import flat_keys, log_margin_sweep, prefixes, weight_margin_sweep
 
 DIM, SCALE = 6, 6**-0.5
 

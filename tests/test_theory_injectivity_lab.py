@@ -15,17 +15,17 @@ from scipy.stats import norm
 from cli_examples import failure, loads_once
 from model_examples import byte_tokenizer, save_folder, tiny_llama
 from softgap.attention import attend, resolve
-from softgap.attention.divergence import divergence
+from softgap.attention.outputs import divergence
 from softgap.calibration import Recipe, calibrate
 from softgap.cli import main
 from softgap.errors import ValueInputError
+from softgap.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
 from softgap.probe.tensors import LayerTensors, visit_layers
-from softgap.theory.claims import Claim
 from softgap.theory.injectivity.confusion import confusion_rate, first_injective
 from softgap.theory.injectivity.inversion import key_condition
 from softgap.theory.injectivity.model import ModelInjectivity, injectivity_in_model
 from softgap.theory.injectivity.synthetic import Injectivity, injectivity_lab
-from softgap.theory.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
+from softgap.theory.lab import Claim
 
 IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 

@@ -13,14 +13,13 @@ import torch
 from cli_examples import failure, loads_once
 from model_examples import save_folder, tiny_llama
 from softgap.attention import Visible, attend, attention_weights, resolve
-from softgap.attention.divergence import divergence
+from softgap.attention.outputs import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
+from softgap.intervals import Estimate
 from softgap.probe.tensors import LayerTensors
-from softgap.theory.intervals import Estimate
-from softgap.theory.position.drift import TERMS, layer_series, normaliser_effect, predicted, synthetic_layer
+from softgap.theory.position.drift import TERMS, layer_series, log_slopes, normaliser_effect, predicted, synthetic_layer
 from softgap.theory.position.lab import Position, position_in_model, position_lab
-from softgap.theory.position.trends import log_slopes
 
 IDS = [int(x) for x in np.random.default_rng(0).integers(3, 250, 60)]
 

@@ -11,11 +11,30 @@ import torch
 
 from softgap.attention import Visible, attention_weights, resolve
 from softgap.errors import UnknownNameError, UnsupportedError, ValueInputError
-from softgap.theory.separation.classes import class_outputs, dense_products, distinct_products, form_of
-from softgap.theory.separation.data import Construction, Draw, construct, draw_many, sequences
-from softgap.theory.separation.network import argument, fire, hoeffding, missing_bound, signal_margin
+from softgap.theory.separation.classes import (
+    Construction,
+    Draw,
+    class_outputs,
+    construct,
+    dense_products,
+    distinct_products,
+    draw_many,
+    form_of,
+    sequences,
+)
+from softgap.theory.separation.network import (
+    argument,
+    computable,
+    fire,
+    hoeffding,
+    missing_bound,
+    named,
+    share,
+    signal_margin,
+    trial,
+    trials,
+)
 from softgap.theory.separation.reference import tensor_product_network, tensor_product_scores
-from softgap.theory.separation.trials import computable, named, share, trial, trials
 
 ALIKE = [name for name in computable() if form_of(resolve(name), construct(d=8)) == "classes"]
 POSITION_FREE = [*ALIKE, "favor", "relu_affine", "dpfp"]

@@ -11,14 +11,12 @@ import pytest
 
 from softgap.attention import resolve
 from softgap.errors import UnknownNameError, ValueInputError
-from softgap.report.separation_figure import draw_separation
-from softgap.theory.separation.classes import class_outputs
-from softgap.theory.separation.data import construct, draw_many, sequences
+from softgap.report.lab_figures import draw_separation
+from softgap.theory.separation.ablation import best_threshold, normaliser_ablation, probe_outputs
+from softgap.theory.separation.classes import class_outputs, construct, draw_many, sequences
 from softgap.theory.separation.lab import Separation, separation_lab
-from softgap.theory.separation.network import fire
+from softgap.theory.separation.network import fire, share, trial
 from softgap.theory.separation.phase_map import AXES, Axis, PhaseMap, parse_axes, phase_maps, turning_point
-from softgap.theory.separation.probe import best_threshold, normaliser_ablation, probe_outputs
-from softgap.theory.separation.trials import share, trial
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -14,10 +14,28 @@ import torch
 
 from softgap.attention import Visible, attend, resolve
 from softgap.errors import StoreError, UnknownNameError, UnsupportedError, ValueInputError
-from softgap.theory.separation.trained import Trained, score_of, train_all
-from softgap.theory.separation.trained_cells import Cell, Checkpoint, Training, stored_cell, train_cell
-from softgap.theory.separation.trained_model import TRAINABLE, answer, mix, parameters, trainable
-from softgap.theory.separation.trained_tasks import DEFAULT_TASKS, _counting, _separation, expression, task
+from softgap.theory.separation.small_models import (
+    DEFAULT_TASKS,
+    TRAINABLE,
+    _counting,
+    _separation,
+    answer,
+    expression,
+    mix,
+    parameters,
+    task,
+    trainable,
+)
+from softgap.theory.separation.training import (
+    Cell,
+    Checkpoint,
+    Trained,
+    Training,
+    score_of,
+    stored_cell,
+    train_all,
+    train_cell,
+)
 
 SHORT = Training(steps=4, batch=8, checkpoints=2)
 

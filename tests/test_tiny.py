@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softgap.errors import UnknownNameError, UnsupportedError
-from softgap.probe.tiny import attention_names, causal_types, goes_through_registry, tiny_config, tiny_model
+from support.tiny_models import attention_names, causal_types, goes_through_registry, tiny_config, tiny_model
 
 DIVERSE = [
     "llama mistral qwen2 qwen3 gemma2 gemma3_text gemma4_text phi phi3 gpt2 gpt_neox opt olmo2 granite cohere2 helium",

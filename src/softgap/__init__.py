@@ -15,7 +15,10 @@ if TYPE_CHECKING:
         attention,
         calibration,
         errors,
+        gates,
+        intervene,
         linearize,
+        models,
         probe,
         report,
         signal,
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
     from softgap.attention.attend import attend  # by its file: the room has a module of that name too
     from softgap.calibration import Calibration, calibrate
     from softgap.errors import SoftgapError
-    from softgap.probe import Diagnosis, Recording, doctor, generate, load_model, read, record
+    from softgap.gates import Diagnosis, doctor
+    from softgap.models import load_model
+    from softgap.probe import Recording, generate, read, record
     from softgap.trajectories import Trajectories, load, open_study
 
 __version__ = version("softgap")
@@ -50,11 +55,14 @@ __all__ = [
     "compare_outputs",
     "doctor",
     "errors",
+    "gates",
     "generate",
+    "intervene",
     "linearize",
     "load",
     "load_model",
     "mechanisms",
+    "models",
     "open_study",
     "probe",
     "read",
@@ -74,7 +82,10 @@ _ROOMS = (
     "attention",
     "calibration",
     "errors",
+    "gates",
+    "intervene",
     "linearize",
+    "models",
     "probe",
     "report",
     "signal",
@@ -88,7 +99,9 @@ _NAMES_BY_ROOM = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "calibration": ("Calibration", "calibrate"),
     "errors": ("SoftgapError",),
-    "probe": ("Diagnosis", "Recording", "doctor", "generate", "load_model", "read", "record"),
+    "gates": ("Diagnosis", "doctor"),
+    "models": ("load_model",),
+    "probe": ("Recording", "generate", "read", "record"),
     "trajectories": ("Trajectories", "load", "open_study"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}

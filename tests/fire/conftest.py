@@ -18,7 +18,7 @@ def shared_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     build_world(sandbox)
     import matplotlib.font_manager  # noqa: F401  it keeps a list of fonts in the home that it finds first
 
-    from softgap.cli._app import app
+    from softgap.cli.app import app
 
     with pytest.MonkeyPatch.context() as patch:
         asked = loads_once(patch)

@@ -18,7 +18,7 @@ import pytest
 from cli_examples import SCRIPT, failure
 from disk_examples import largest_file
 from fire_examples import World, arguments_of
-from softgap.analysis.tried import Tried
+from softgap.analysis.preregistration import Tried
 from softgap.cli import main
 from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder
@@ -41,7 +41,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
         yield show
 
-    monkeypatch.setattr("softgap.cli._waiting.waiting", waiting)
+    monkeypatch.setattr("softgap.cli.render.output.waiting", waiting)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -16,24 +16,21 @@ from hypothesis import strategies as st
 from fire_examples import LAB, calibration
 from fuzz_cases import DAMAGES, Damage, Reader, check_reader, damaged_bytes, damaged_document, json_bytes
 from model_examples import tiny_llama, write_gguf
-from softgap.analysis.plan import ComparisonPlan, read_plan
-from softgap.analysis.tried import Tried
+from softgap.analysis.preregistration import ComparisonPlan, Tried, read_plan
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
+from softgap.intervene.swap import Substitute
 from softgap.linearize.plan import Plan, load_plan
-from softgap.linearize.substitute import Substitute
-from softgap.probe.gguf_files import gguf_metadata
+from softgap.models.gguf import gguf_metadata
 from softgap.report.columns import calibration_columns, read_columns
-from softgap.report.document import Document, Picture, Table, documents_in, save_document, sections
-from softgap.report.labs import lab_in
-from softgap.report.live.limits import Limits
-from softgap.report.live.wishes import wishes
-from softgap.study.files import read_failures, stored_prompts
+from softgap.report.documents import Document, Picture, Table, documents_in, lab_in, save_document, sections
+from softgap.report.live.requests import Limits, wishes
+from softgap.study.files import read_failures
 from softgap.tasks import read_labels, read_prompts
-from softgap.tasks.tables import TRUTHFULQA
+from softgap.tasks.sources import TRUTHFULQA
+from softgap.tasks.stored import stored_prompts
 from softgap.trajectories import open_study
-from softgap.trajectories.folder import Folder
-from softgap.trajectories.names import slug
+from softgap.trajectories.folder import Folder, slug
 from trajectory_examples import example_run
 
 QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from softgap.signal.change_points import change_points
-from softgap.signal.residuals import residuals
 from softgap.signal.surrogates import SURROGATES, spectrum_error, surrogates
 from softgap.signal.systems import simulate, systems
-from softgap.signal.transforms import apply_transform, segment, steps_lost
+from softgap.signal.transforms import apply_transform, residuals, segment, steps_lost
 
 DIFFERENCES = ("raw", "diff", "diff2", "diff3")
 VALUES = st.floats(-1e3, 1e3, width=32)

@@ -3,9 +3,9 @@
 from softgap.analysis.comparison import compare_study
 from softgap.analysis.comparison_findings import ComparisonFindings
 from softgap.analysis.dynamics import analyze
-from softgap.analysis.findings import Findings, HeadFinding, SystemPoint
+from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
 from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
-from softgap.analysis.plan import ComparisonPlan, read_plan
+from softgap.analysis.preregistration import ComparisonPlan, read_plan
 
 __all__ = [
     "ComparisonFindings",

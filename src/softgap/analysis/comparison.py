@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from softgap.analysis.baselines import baseline_table
-from softgap.analysis.compared_samples import (
+from softgap.analysis.comparison_data import (
     ComparedSamples,
+    baseline_table,
     compared_samples,
     repeated_prompts,
     samples_frame,
     without_repeats,
 )
 from softgap.analysis.comparison_findings import ComparisonFindings, Reliability, top_units
-from softgap.analysis.plan import ComparisonPlan
-from softgap.analysis.tried import Tried
+from softgap.analysis.preregistration import ComparisonPlan, Tried
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.stats import (
     Comparison,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from softgap.analysis.baselines import BASELINES
+from softgap.analysis.comparison_data import BASELINES
 from softgap.analysis.features import FeatureTable
-from softgap.analysis.plan import ComparisonPlan
+from softgap.analysis.preregistration import ComparisonPlan
 from softgap.stats import (
     OUTCOMES,
     Comparison,
@@ -25,7 +25,7 @@ from softgap.stats import (
     auroc,
     hedges_g,
 )
-from softgap.trajectories.display import Displayed
+from softgap.trajectories.run import Displayed
 
 __all__ = ["ComparisonFindings", "Reliability", "top_units"]
 

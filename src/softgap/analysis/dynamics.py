@@ -12,11 +12,18 @@ from jaxtyping import Float64
 from scipy.stats import false_discovery_control
 
 from softgap import __version__
-from softgap.analysis.counting import Counted, Moments, Progress, count_patterns, moments_of
-from softgap.analysis.findings import Findings, HeadFinding, SystemPoint
-from softgap.analysis.pooled import Geometry, known_points, noise_entropies
-from softgap.analysis.samples import Samples, samples_of
-from softgap.analysis.settings import Settings
+from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
+from softgap.analysis.pattern_counts import (
+    Counted,
+    Geometry,
+    Moments,
+    Progress,
+    count_patterns,
+    known_points,
+    moments_of,
+    noise_entropies,
+)
+from softgap.analysis.series import Samples, Settings, samples_of
 from softgap.signal.complexity import plane
 from softgap.signal.nulls import scored
 from softgap.trajectories import Study, Trajectories

@@ -10,13 +10,13 @@ from itertools import product
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from softgap.analysis.counting import HELD
-from softgap.analysis.cuts import CONTROL, Cut
-from softgap.analysis.plan import ComparisonPlan
+from softgap.analysis.pattern_counts import HELD
+from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.series import CONTROL, Cut
 from softgap.errors import ValueInputError, unknown_name
 from softgap.signal import pattern_counts
 from softgap.signal.complexity import plane
-from softgap.signal.eligibility import least_windows
+from softgap.signal.patterns import least_windows
 from softgap.trajectories import Study, Trajectories
 
 __all__ = ["FeatureTable", "Mode", "feature_table"]

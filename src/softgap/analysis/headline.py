@@ -184,7 +184,7 @@ def held_out_sentence(held_out: object) -> str:
     Parameters
     ----------
     held_out
-        As :func:`softgap.probe.calibrations.held_out_summary` gives it, and as a manifest carries it. What an earlier
+        As :func:`softgap.models.tensor_files.held_out_summary` gives it, and as a manifest carries it. What an earlier
         version did not measure is left out; with nothing to quote the sentence is empty.
     """
     share, profile, explained, uniform, ranks = (

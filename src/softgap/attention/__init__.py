@@ -1,7 +1,10 @@
 """Attention mathematics on tensors: mechanisms, three forms that agree, and how far outputs lie apart."""
 
 from softgap.attention.attend import attend, attention_weights, choose_form
-from softgap.attention.divergence import (
+from softgap.attention.hybrid import HybridState, attend_hybrid
+from softgap.attention.mechanism import Mechanism, Site
+from softgap.attention.outputs import (
+    Attention,
     Comparison,
     compare_heads,
     compare_outputs,
@@ -9,10 +12,7 @@ from softgap.attention.divergence import (
     norm_ratio,
     relative_l2,
 )
-from softgap.attention.hybrid import HybridState, attend_hybrid
-from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.registry import mechanisms, register_mechanism, resolve
-from softgap.attention.result import Attention
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
 

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention.mechanism import Mechanism
+from softgap.attention.outputs import Attention
 from softgap.attention.quadratic import quadratic, weight_blocks
 from softgap.attention.registry import resolve
-from softgap.attention.result import Attention
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name

@@ -1,4 +1,4 @@
-"""The built-in mechanisms (THEORY section 7), one entry each."""
+"""The built-in mechanisms, one entry each, and the weights of those that are not feature maps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,84 @@ import math
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-from softgap.attention import feature_maps, row_weights
+from softgap.attention import feature_maps
 from softgap.attention.mechanism import Mechanism, Options, Site
 from softgap.errors import ValueInputError
 
-__all__ = ["BUILT_IN"]
+__all__ = ["BUILT_IN", "top_k"]
+
+
+Scores = Float[Tensor, "batch head query key"]
+
+
+Seen = Bool[Tensor, "batch head query key"]
+
+
+def softmax(scores: Scores, seen: Seen, options: Options) -> Scores:
+    """exp(s_j), relative to the largest visible score."""
+    lowest = torch.finfo(scores.dtype).min
+    top = scores.masked_fill(~seen, lowest).amax(dim=-1, keepdim=True)
+    return (scores - top).clamp(max=0).exp()
+
+
+def relu2(scores: Scores, seen: Seen, options: Options) -> Scores:
+    """relu(s_j)^2."""
+    return functional.relu(scores).square()
+
+
+def polynomial(scores: Scores, seen: Seen, options: Options) -> Scores:
+    """s_j^p for even p, relative to the largest visible |s_j| so that no power overflows."""
+    top = scores.abs().masked_fill(~seen, 0).amax(dim=-1, keepdim=True)
+    return (scores / top.clamp(min=torch.finfo(scores.dtype).tiny)) ** options["p"]
+
+
+def taylor2(scores: Scores, seen: Seen, options: Options) -> Scores:
+    """1 + s_j + s_j^2 / 2, at least one half."""
+    return 1 + scores + scores.square() / 2
+
+
+def top_k(scores: Scores, seen: Seen, options: Options) -> Scores:
+    """exp(s_j) on the k largest visible scores, 0 elsewhere; scores equal to the k-th are all kept."""
+    hidden = scores.masked_fill(~seen, -torch.inf)
+    k = min(int(options["k"]), hidden.shape[-1])
+    threshold = hidden.topk(k, dim=-1).values[..., -1:]
+    return softmax(scores, seen, options).masked_fill(hidden < threshold, 0)
+
+
+def self_token(p: Int[Tensor, "query 1"], j: Int[Tensor, " key"], seen: Seen, site: Site) -> Scores:
+    """All weight on the last visible key (the token itself under causal attention)."""
+    return _last_seen(seen)
+
+
+def previous_token(p: Int[Tensor, "query 1"], j: Int[Tensor, " key"], seen: Seen, site: Site) -> Scores:
+    """All weight on the last visible key but one, or on the only one."""
+    last = _last_seen(seen)
+    before = _last_seen(seen & (last == 0))
+    return torch.where(before.any(dim=-1, keepdim=True), before, last)
+
+
+def first_token(p: Int[Tensor, "query 1"], j: Int[Tensor, " key"], seen: Seen, site: Site) -> Scores:
+    """All weight on the first visible key (token 0 unless a window or padding hides it)."""
+    return _first_seen(seen).float()
+
+
+def profile(p: Int[Tensor, "query 1"], j: Int[Tensor, " key"], seen: Seen, site: Site) -> Scores:
+    """A weight for the first visible key, and one by distance for the others; the last distance serves all beyond."""
+    by_distance = site.parameters["by_distance"]
+    distance = (p - j).abs().clamp(max=by_distance.shape[-1] - 1)
+    return torch.where(_first_seen(seen), site.parameters["first"][..., None, None], by_distance[..., distance])
+
+
+def _first_seen(seen: Seen) -> Seen:
+    return seen & (seen.cumsum(dim=-1) == 1)
+
+
+def _last_seen(seen: Seen) -> Scores:
+    return _first_seen(seen.flip(-1)).flip(-1).float()
 
 
 def _options(**options: float) -> Options:
@@ -67,6 +137,7 @@ def _mean_output(site: Site) -> Float[Tensor, "batch head value_dim"]:
 
 _maps = feature_maps
 
+
 BUILT_IN: tuple[Mechanism, ...] = (
     Mechanism(
         name="softmax",
@@ -74,7 +145,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         paper="Vaswani et al. 2017, arXiv:1706.03762",
         kind="scores",
         scale="scores",
-        score_weights=row_weights.softmax,
+        score_weights=softmax,
     ),
     Mechanism(
         name="elu1",
@@ -174,7 +245,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         paper="Arora et al. 2024, arXiv:2402.18668",
         kind="features",
         scale="sqrt",
-        score_weights=row_weights.taylor2,
+        score_weights=taylor2,
         query_map=_maps.taylor2,
         key_map=_maps.taylor2,
         dim=lambda d, _: 1 + d + d * d,
@@ -190,7 +261,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         check=_check_power,
         query_map=_maps.pair_products,
         key_map=_maps.pair_products,
-        score_weights=row_weights.polynomial,
+        score_weights=polynomial,
         dim=lambda d, mechanism: d * d if mechanism.options["p"] == 2 else None,
     ),
     Mechanism(
@@ -245,7 +316,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         paper="Hua et al. 2022, arXiv:2202.10447",
         kind="scores",
         scale="scores",
-        score_weights=row_weights.relu2,
+        score_weights=relu2,
     ),
     Mechanism(
         name="top_k",
@@ -255,7 +326,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         scale="scores",
         options=_options(k=32),
         check=_check_k,
-        score_weights=row_weights.top_k,
+        score_weights=top_k,
     ),
     Mechanism(
         name="fitted",
@@ -294,21 +365,21 @@ BUILT_IN: tuple[Mechanism, ...] = (
         formula="v_t (the last visible value)",
         paper="control",
         kind="positions",
-        position_weights=row_weights.self_token,
+        position_weights=self_token,
     ),
     Mechanism(
         name="previous_token",
         formula="v_(t-1) (the last visible value but one)",
         paper="control",
         kind="positions",
-        position_weights=row_weights.previous_token,
+        position_weights=previous_token,
     ),
     Mechanism(
         name="first_token",
         formula="v_0 (the first visible value)",
         paper="control",
         kind="positions",
-        position_weights=row_weights.first_token,
+        position_weights=first_token,
     ),
     Mechanism(
         name="profile",
@@ -316,6 +387,6 @@ BUILT_IN: tuple[Mechanism, ...] = (
         paper="control",
         kind="positions",
         needs=("first", "by_distance"),
-        position_weights=row_weights.profile,
+        position_weights=profile,
     ),
 )

@@ -1,24 +1,8 @@
-"""The chunked causal form: weighted sums over all visible keys in time O(T r d_v), for one block of positions.
-
-Positions are cut into chunks of C. A query's sum has up to three parts: keys of its own chunk (a small masked
-quadratic product), whole chunks before it (each reduced to a state S = sum_j phi(k_j) v_j^T with its total
-z = sum_j phi(k_j), the states summed),
-and under a window the one or two chunks that the window's edge runs through (masked products again). States are only
-ever added: subtracting prefix states loses 5e-3 in float32 when one key is large (THEORY section 7).
-
-Features given as logarithms L are exponentiated relative to a scale that is undone at the end: per feature for a
-state, per key and per query row for a masked product, so a sum is exact as long as its *row* fits the float range. A
-feature that decays at rate a contributes exp(L_q + L_k - a (t - j)); the exponent is split at a reference position
-between j and t (the chunk's border or middle), which keeps both halves small.
-
-A key that is not there (padding) has features of zero, or logarithms of LOG_ZERO.
-
-Axes: n = batch x key head, g = query heads per key head, chunk, c = position in the chunk, r feature, e value_dim.
-"""
+"""The chunked causal form: weighted sums over all visible keys in O(T r d_v) time, one block of positions at a time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,15 +10,57 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from softgap.attention.carry import Carry, carry_after
-from softgap.attention.features import LOG_ZERO
+from softgap.attention.feature_maps import LOG_ZERO
 from softgap.errors import ValueInputError
 
-__all__ = ["block_sums", "chunk_length"]
+__all__ = ["Carry", "block_sums", "empty_carry"]
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """What one block of positions leaves for the next.
+
+    Without a window: ``sums``, the state of all keys so far, relative to ``exp(scale - rate * age)`` per feature. The
+    scale stays as the largest key set it and only its age grows: subtracting the rate at every step would add up 8192
+    roundings. With a window of w: the features and values of the last w - 1 keys.
+    """
+
+    sums: Float[Tensor, "n r e"]
+    totals: Float[Tensor, "n r"]
+    scale: Float[Tensor, "n r"] | None
+    age: Float[Tensor, "n r"] | None
+    tail_key: Float[Tensor, "n tail r"]
+    tail_value: Float[Tensor, "n tail e"]
+
+
+def empty_carry(n: int, r: int, e: int, like: Tensor, *, log: bool, window: int | None = None) -> Carry:
+    """The carry before the first key."""
+    stated = r if window is None else 0
+    scale = like.new_full((n, stated), LOG_ZERO) if log else None
+    age = like.new_zeros(n, stated) if log else None
+    return Carry(
+        like.new_zeros(n, stated, e),
+        like.new_zeros(n, stated),
+        scale,
+        age,
+        like.new_zeros(n, 0, r),
+        like.new_zeros(n, 0, e),
+    )
+
+
+def carry_after(carry: Carry, states: Float[Tensor, "n rows r e"], totals: Float[Tensor, "n rows r"]) -> Carry:
+    """The carry behind a block: a copy, since a slice would keep the states of the whole block alive."""
+    sums, total = (x[:, -1].clone(memory_format=torch.contiguous_format) for x in (states, totals))
+    return replace(carry, sums=sums, totals=total)
+
 
 CHUNK = 64
+
+
 # Log-features above this belong to a key that is there.
 PRESENT = LOG_ZERO / 2
+
+
 # exp(-RATE_SPREAD * 16 / 2) is the smallest factor a chunk of 16 must hold: e^-40, far inside float32.
 RATE_SPREAD = 5.0
 

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from softgap.attention.attend import attend, choose_form
 from softgap.attention.mechanism import Mechanism
+from softgap.attention.outputs import Attention
 from softgap.attention.quadratic import weight_blocks
 from softgap.attention.registry import resolve
-from softgap.attention.result import Attention
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
 from softgap.errors import UnsupportedError, ValueInputError

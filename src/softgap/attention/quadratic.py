@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softgap.attention.features import LOG_ZERO, Features, featurise
+from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.result import Attention, divided
+from softgap.attention.outputs import Attention, divided
 from softgap.attention.visible import Visible
 from softgap.errors import UnsupportedError
 

@@ -11,14 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softgap.attention.carry import Carry, empty_carry
-from softgap.attention.chunked import block_sums
-from softgap.attention.divergence import compare_heads
-from softgap.attention.features import Features, featurise
+from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.feature_maps import Features, featurise
 from softgap.attention.fused import compare_positions, served
 from softgap.attention.mechanism import Mechanism
+from softgap.attention.outputs import Attention, compare_heads, divided
 from softgap.attention.registry import resolve
-from softgap.attention.result import Attention, divided
 from softgap.errors import ShapeError, UnsupportedError
 
 __all__ = ["LinearState"]

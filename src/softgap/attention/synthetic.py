@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from softgap.attention import attend, compare_outputs, mechanisms
+from softgap.attention import attend, mechanisms
+from softgap.attention.outputs import compare_outputs
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 

@@ -2,9 +2,8 @@
 
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.held_out import Closed, HeldOut, gap_closed, judge
-from softgap.calibration.ladders import Ladders, Rung, ladders
-from softgap.calibration.result import Calibration
-from softgap.calibration.whole_model import calibrate
+from softgap.calibration.rank_floor import Ladders, Rung, ladders
+from softgap.calibration.whole_model import Calibration, calibrate
 
 __all__ = [
     "Calibration",

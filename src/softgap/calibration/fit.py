@@ -1,22 +1,295 @@
-"""Fitting the map of one layer: Adam on the KL divergence from the softmax weights, from landmarks on."""
+"""Fit the feature map of one layer: Adam on the KL divergence from the softmax weights over sampled rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
 
-from softgap.attention.rotation import Rotation, TurnTable
-from softgap.calibration.maps import Maps, Scores, landmark_maps, log_weights, softmax_scores, weights_kl
-from softgap.calibration.rows import LayerText, RowPlan, Rows, sample_rows
+from softgap.attention import Mechanism, resolve
+from softgap.attention.rotary import Rotation, TurnTable
 from softgap.errors import ValueInputError
 
-__all__ = ["Recipe", "fit_maps"]
+__all__ = [
+    "LayerText",
+    "Maps",
+    "Recipe",
+    "RowPlan",
+    "fit_maps",
+    "landmark_maps",
+    "log_weights",
+    "sample_rows",
+    "softmax_scores",
+    "weights_kl",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerText:
+    """Queries and keys of one layer over one text, after rotary embedding; ``start`` is its first position."""
+
+    query: Float[Tensor, "head time dim"]
+    key: Float[Tensor, "kv_head time dim"]
+    start: int = 0
+
+    @property
+    def length(self) -> int:
+        """Positions of the text."""
+        return self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How rows and keys are drawn.
+
+    Attributes
+    ----------
+    blocks, rows
+        Blocks per step, and consecutive rows in each.
+    sinks, near, far
+        First keys, keys right before the block, and keys sampled in between.
+    start
+        Rows before this position are never drawn: they see few keys, and any mechanism does well there.
+    """
+
+    blocks: int = 8
+    rows: int = 8
+    sinks: int = 4
+    near: int = 64
+    far: int = 64
+    start: int = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Blocks of query rows with the keys drawn for them.
+
+    Attributes
+    ----------
+    query_seen, key_seen
+        What features are made of: queries and keys, and behind each the same vector before rotary embedding where the
+        fit knows it.
+    from_middle, key_from_middle
+        Positions counted from the middle of each block: decay is measured from there, so that no power of it is large.
+    log_count
+        Logarithm of the number of keys that each stands for.
+    seen
+        Which keys each row sees.
+    """
+
+    query: Float[Tensor, "block kv_head group row dim"]
+    key: Float[Tensor, "block kv_head key dim"]
+    query_seen: Float[Tensor, "block kv_head group row seen"]
+    key_seen: Float[Tensor, "block kv_head key seen"]
+    from_middle: Float[Tensor, "block row"]
+    key_from_middle: Float[Tensor, "block key"]
+    log_count: Float[Tensor, "block key"]
+    seen: Bool[Tensor, "block row key"]
+
+
+def sample_rows(
+    texts: Sequence[LayerText],
+    plan: RowPlan,
+    *,
+    window: int | None = None,
+    turns: TurnTable | None = None,
+    rng: np.random.Generator,
+) -> Rows:
+    """Draw blocks of rows, texts in proportion to their length and places within them evenly.
+
+    ``turns`` lets features see vectors before rotary embedding too.
+    """
+    lengths = np.array([text.length for text in texts], dtype=float)
+    chosen = rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())
+    drawn = [_block(texts[i], plan, rng) for i in chosen]
+    query, key, row, column, log_count = (torch.stack(part) for part in zip(*drawn, strict=True))
+    distance = row[:, :, None] - column[:, None, :]
+    seen = (distance >= 0) & (log_count > -torch.inf)[:, None, :]
+    if window is not None:
+        seen = seen & (distance < window)
+    middle = row.mean(dim=1, keepdim=True)
+    query_seen, key_seen = query, key
+    if turns is not None:
+        start = torch.tensor([texts[i].start for i in chosen])[:, None]
+        query_seen = torch.cat([query, turns.before(query, start + row.long())], dim=-1)
+        key_seen = torch.cat([key, turns.before(key, start + column.long())], dim=-1)
+    return Rows(query, key, query_seen, key_seen, row - middle, column - middle, log_count, seen)
+
+
+def _block(text: LayerText, plan: RowPlan, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One block: its queries, keys, row positions, key positions and logarithms of counts."""
+    rows = min(plan.rows, text.length)
+    first = int(rng.integers(min(plan.start, text.length - rows), text.length - rows + 1))
+    near = np.arange(first - plan.near, first + rows)
+    sinks = np.arange(plan.sinks)
+    sinks = np.where(sinks < near[0], sinks, -1)
+    far, log_count = _far_keys(plan.sinks, max(plan.sinks, int(near[0])), plan.far, rng)
+    position = np.concatenate([sinks, far, near])
+    count = np.concatenate([np.zeros(len(sinks)), np.full(len(far), log_count), np.zeros(len(near))])
+    count = np.where(position >= 0, count, -np.inf)
+    at = torch.from_numpy(np.maximum(position, 0))
+    query = text.query[:, first : first + rows]
+    return (
+        query.unflatten(0, (text.key.shape[0], -1)),
+        text.key[:, at],
+        torch.arange(first, first + rows, dtype=query.dtype),
+        at.to(query.dtype),
+        torch.from_numpy(count).to(query.dtype),
+    )
+
+
+def _far_keys(start: int, stop: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, float]:
+    """``n`` positions out of start..stop-1, one from each of n equal strata, and the log of what each stands for.
+
+    Where there are no more than n, all of them are taken, and the places left over are -1.
+    """
+    length = stop - start
+    if length <= n:
+        return np.concatenate([np.arange(start, stop), np.full(n - length, -1)]), 0.0
+    stratum = length / n
+    places = start + np.floor((np.arange(n) + rng.random(n)) * stratum).astype(int)
+    return np.minimum(places, stop - 1), math.log(stratum)
+
+
+Scores = Float[Tensor, "block kv_head group row key"]
+
+
+# A feature that decays by exp(-1) a step sees little but its own token; the kernels are safe up to a spread of 5.
+FASTEST = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """log phi_q = W_q q + b_q per query head, log phi_k = W_k k + b_k and a decay rate per KV head, r features each.
+
+    With a rotation q and k are followed by the same vectors before rotary embedding, and weights are twice as wide.
+    """
+
+    query_weight: Float[Tensor, "kv_head group feature seen"]
+    query_bias: Float[Tensor, "kv_head group feature"]
+    key_weight: Float[Tensor, "kv_head feature seen"]
+    key_bias: Float[Tensor, "kv_head feature"]
+    log_rate: Float[Tensor, "kv_head feature"]
+
+    @property
+    def rate(self) -> Float[Tensor, "kv_head feature"]:
+        """Decay per position."""
+        return self.log_rate.exp().clamp(max=FASTEST)
+
+    def parameters(self) -> dict[str, Float[Tensor, "layer head ..."]]:
+        """What the mechanism ``fitted`` needs, for one layer."""
+        return {
+            "query_weight": self.query_weight.flatten(0, 1)[None],
+            "query_bias": self.query_bias.flatten(0, 1)[None],
+            "key_weight": self.key_weight[None],
+            "key_bias": self.key_bias[None],
+            "rate": self.rate[None],
+        }
+
+    def mechanism(self, rotation: Rotation | None = None) -> Mechanism:
+        """The mechanism ``fitted`` of one layer, given the rotation that the maps were fitted with."""
+        turning = {} if rotation is None else rotation.parameters()
+        return resolve("fitted").with_parameters(**self.parameters(), **turning)
+
+    def widened(self, more: int) -> Maps:
+        """The same maps of vectors that are longer by so many numbers, which count for nothing yet."""
+        wider = {name: functional.pad(getattr(self, name), (0, more)) for name in ("query_weight", "key_weight")}
+        return replace(self, **wider)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The free numbers by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def log_weights(maps: Maps, rows: Rows) -> Scores:
+    """log sum_r exp(log phi_q,r + log phi_k,r - a_r (t - s)): unnormalised log-weights, up to a term per row."""
+    rate = maps.rate
+    key = _affine(rows.key_seen, maps.key_weight, maps.key_bias)
+    key = key + rate[:, None] * rows.key_from_middle[:, None, :, None]
+    query = _affine(rows.query_seen, maps.query_weight, maps.query_bias)
+    query = query - rate[:, None, None] * rows.from_middle[:, None, None, :, None]
+    # Constants per key and per row keep the exponentials in range; the first is put back, the second cancels.
+    key_top = key.detach().amax(dim=-1, keepdim=True)
+    query_top = query.detach().amax(dim=-1, keepdim=True)
+    product = (query - query_top).exp().flatten(2, 3) @ (key - key_top).exp().transpose(-1, -2)
+    logs = product.clamp(min=torch.finfo(product.dtype).tiny).log() + key_top.transpose(-1, -2)
+    return _by_row(logs, rows)
+
+
+def _affine(
+    x: Float[Tensor, "block *head row seen"],
+    weight: Float[Tensor, "*head feature seen"],
+    bias: Float[Tensor, "*head feature"],
+) -> Float[Tensor, "block *head row feature"]:
+    """W x + b with the rows of all blocks side by side: one product per head is faster than one per block and head."""
+    together = x.movedim(0, -3).flatten(-3, -2)
+    found: Tensor = together @ weight.transpose(-1, -2) + bias[..., None, :]
+    by_block: Tensor = found.unflatten(-2, (len(x), -1))
+    return by_block.movedim(-3, 0)
+
+
+def softmax_scores(rows: Rows, scale: float, softcap: float | None = None) -> Scores:
+    """The model's own scores s q.k, capped where the model caps them."""
+    scores = (rows.query.flatten(2, 3) * scale) @ rows.key.transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return _by_row(scores, rows)
+
+
+def _by_row(logs: Float[Tensor, "block kv_head group_row key"], rows: Rows) -> Scores:
+    blocks, kv_heads, group, count = rows.query.shape[:4]
+    return logs.reshape(blocks, kv_heads, group, count, -1)
+
+
+def weights_kl(wanted: Scores, found: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
+    """KL divergence of the found weights from the wanted ones, both given as unnormalised log-weights, per row."""
+    prior = rows.log_count[:, None, :].masked_fill(~rows.seen, -torch.inf)[:, None, None]
+    target, reached = (functional.log_softmax(logs + prior, dim=-1) for logs in (wanted, found))
+    # Hidden keys are -inf on both sides; their share is 0.
+    difference = (target - reached).masked_fill(~rows.seen[:, None, None], 0.0)
+    return (target.exp() * difference).sum(dim=-1)
+
+
+def landmark_maps(
+    texts: Sequence[LayerText], features: int, scale: float, *, sharpness: float = 1.0, rng: np.random.Generator
+) -> Maps:
+    """Where the fit starts: every feature is the softmax distribution of one real query, a landmark.
+
+    phi_k,r = exp(s q_r.k), and phi_q,r is large for queries whose distribution is near that of q_r: to second order the
+    KL divergence between the two is s^2 (q - q_r)^T Sigma (q - q_r) / 2, with Sigma the covariance of the keys.
+    """
+    kv_heads = texts[0].key.shape[0]
+    group = texts[0].query.shape[0] // kv_heads
+    queries = torch.cat([text.query for text in texts], dim=1).unflatten(0, (kv_heads, group)).flatten(1, 2)
+    keys = torch.cat([text.key for text in texts], dim=1)
+    some = keys[:, torch.from_numpy(rng.choice(keys.shape[1], size=min(2048, keys.shape[1]), replace=False))]
+    at = torch.from_numpy(np.stack([rng.choice(queries.shape[1], size=features) for _ in range(kv_heads)]))
+    landmark = queries[torch.arange(kv_heads)[:, None], at]
+    centred = some - some.mean(dim=1, keepdim=True)
+    covariance = centred.transpose(-1, -2) @ centred / some.shape[1]
+    pull = sharpness * scale**2 * landmark @ covariance
+    total = torch.logsumexp(scale * landmark @ some.transpose(-1, -2), dim=-1)
+    query_bias = -0.5 * (pull * landmark).sum(dim=-1) - total
+    rate = torch.logspace(-4, -1.5, features, dtype=keys.dtype)
+    order = torch.from_numpy(np.stack([rng.permutation(features) for _ in range(kv_heads)]))
+    return Maps(
+        query_weight=pull[:, None].expand(-1, group, -1, -1).clone(),
+        query_bias=query_bias[:, None].expand(-1, group, -1).clone(),
+        key_weight=scale * landmark.clone(),
+        key_bias=torch.zeros(kv_heads, features, dtype=keys.dtype),
+        log_rate=rate[order].log(),
+    )
+
 
 WARM_UP = 20
+
+
 FEWEST_FEATURES, MOST_FEATURES = 2, 8192
 
 

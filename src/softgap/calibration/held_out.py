@@ -1,15 +1,11 @@
-"""How far a calibration closes the gap on text that it was not fitted to.
-
-gap_closed = 1 - mean divergence(mechanism) / mean divergence(uniform), a ratio of means over heads, texts and queries
-from position 64 on (THEORY section 8). Intervals come from resampling texts. Per head it is undefined where the mean
-of values is already within 0.02: there is no gap to close.
-"""
+"""How far a calibration closes the gap on held-out text, and with more or fewer features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -17,23 +13,48 @@ import torch
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
-from softgap.attention import Mechanism
+from softgap.attention import Mechanism, attend, compare_outputs
+from softgap.calibration.activations import Gathered
+from softgap.calibration.fit import Recipe, fit_maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
+from softgap.models.loading import Model
+from softgap.models.support import check_measurable
 from softgap.probe.arguments import takes_positions
-from softgap.probe.models import Model
 from softgap.probe.recording import record
-from softgap.probe.support import check_measurable
+from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
 
-__all__ = ["Closed", "HeldOut", "compared", "gap_closed", "judge"]
+__all__ = [
+    "Closed",
+    "HeldLayer",
+    "HeldOut",
+    "compared",
+    "divergences",
+    "feature_curve",
+    "gap_closed",
+    "held_layers",
+    "judge",
+    "some_layers",
+]
+
 
 FIRST = 64
+
+
 NO_GAP = 0.02
+
+
 BINS = (0, 16, 64, 512, 1024, 2048, 4096, 8192)
+
+
 RESAMPLES = 999
+
+
 SINK = 0.5
+
+
 SINKS, OTHERS = "first token over half", "first token at most half"
 
 
@@ -250,3 +271,105 @@ def _rank_correlation(
     if len(np.unique(one)) < 2 or len(np.unique(other)) < 2:
         return None
     return float(spearmanr(one, other).statistic)
+
+
+FEATURES = (16, 32, 64, 128, 256)
+
+
+LAYERS = 3
+
+
+STEPS = 75
+
+
+TEXTS, TOKENS = 3, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLayer:
+    """One layer on held-out texts, with the divergence of the mean of values there."""
+
+    number: int
+    texts: tuple[LayerTensors, ...]
+    uniform: tuple[Float[np.ndarray, "head time"], ...]
+
+
+def divergences(mechanism: str | Mechanism, texts: Sequence[LayerTensors]) -> tuple[np.ndarray, ...]:
+    """Divergence of a mechanism from the model's output, text by text."""
+    return tuple(
+        compare_outputs(
+            x.output,
+            attend(mechanism, x.query[None], x.key[None], x.value[None], visible=x.visible, scale=x.scale).output[0],
+        ).divergence.numpy()
+        for x in texts
+    )
+
+
+def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[HeldLayer, ...]:
+    """Some layers of a model as held-out texts show them."""
+
+    def visit(layer: LayerTensors) -> LayerTensors | None:
+        if layer.layer not in layers:
+            return None
+        tensors = {name: getattr(layer, name).cpu().clone() for name in ("query", "key", "value", "output")}
+        return replace(layer, **tensors)
+
+    read = [visit_layers(model, ids, visit) for ids in texts]
+    found = []
+    for number in layers:
+        mine = tuple(layer for text in read if (layer := text[number]) is not None)
+        found.append(HeldLayer(number, mine, divergences("uniform", mine)))
+    return tuple(found)
+
+
+def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
+    """Layers spread evenly over a model, on the beginnings of a few held-out texts."""
+    numbers = sorted({int(x) for x in np.linspace(0, layers - 1, LAYERS + 2)[1:-1]})
+    return held_layers(model, [ids[:TOKENS] for ids in held_out[:TEXTS]], numbers)
+
+
+def feature_curve(
+    layers: Sequence[HeldLayer],
+    gathered: Gathered,
+    recipe: Recipe,
+    *,
+    workers: int = 1,
+    report: Callable[[float], None] = lambda share: None,
+) -> Mapping[str, Closed]:
+    """The share of the gap closed on held-out text by number of features, in these layers.
+
+    It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps. ``workers`` of
+    them run at a time, the longest first.
+    """
+    short = replace(recipe, steps=min(recipe.steps, STEPS))
+
+    def divergences_of(layer: HeldLayer, features: int) -> tuple[np.ndarray, ...]:
+        site = gathered.sites[layer.number]
+        maps = fit_maps(
+            gathered.layer(layer.number),
+            replace(short, features=features),
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            rotation=site.rotation,
+            layer=layer.number,
+        )
+        return divergences(maps.mechanism(site.rotation), layer.texts)
+
+    mine: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
+    asked = [(layer, features) for features, layer in product(reversed(FEATURES), layers)]
+    with ThreadPoolExecutor(workers) as pool:
+        for done, (one, found) in enumerate(
+            zip(asked, pool.map(divergences_of, *zip(*asked, strict=True)), strict=True)
+        ):
+            mine[one[1]].append(found)
+            report((done + 1) / len(asked))
+    uniform = _by_text([layer.uniform for layer in layers])
+    rng = np.random.default_rng(recipe.seed)
+    closed = {str(features): gap_closed(_by_text(found), uniform, rng=rng) for features, found in mine.items()}
+    return {name: found for name, found in closed.items() if found is not None}
+
+
+def _by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Layers of texts to texts of layers."""
+    return [np.stack(text) for text in zip(*layers, strict=True)]

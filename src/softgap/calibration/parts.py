@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from softgap.calibration.maps import Maps
+from softgap.calibration.fit import Maps
 from softgap.errors import StoreError
-from softgap.probe.calibrations import load_calibration, save_calibration
+from softgap.models.tensor_files import load_calibration, save_calibration
 
 __all__ = ["Parts"]
 

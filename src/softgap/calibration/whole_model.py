@@ -1,4 +1,4 @@
-"""Fit a linear attention to every head of a model: read, fit layer by layer, judge on held-out text, save."""
+"""Calibrate a model: fit every layer, evaluate on held-out text, save; and the Calibration that results."""
 
 from __future__ import annotations
 
@@ -9,45 +9,156 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from softgap.attention import Visible, attend, divergence, resolve
-from softgap.attention.rotation import Rotation
-from softgap.calibration.curve import feature_curve, some_layers
-from softgap.calibration.elsewhere import elsewhere
-from softgap.calibration.fit import Recipe, fit_maps
-from softgap.calibration.gather import Gathered, LayerShown, LayerSite, gather
-from softgap.calibration.held_out import Closed, judge
-from softgap.calibration.ladders import ladders
-from softgap.calibration.maps import Maps
-from softgap.calibration.own_text import own_texts
+from softgap.attention import Mechanism, Visible, attend, divergence, resolve
+from softgap.attention.rotary import Rotation
+from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gather
+from softgap.calibration.conditions import elsewhere
+from softgap.calibration.fit import Maps, Recipe, fit_maps
+from softgap.calibration.held_out import Closed, HeldOut, feature_curve, judge, some_layers
 from softgap.calibration.parts import Parts
-from softgap.calibration.result import Calibration
-from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, tokens_needed
-from softgap.errors import ValueInputError
-from softgap.probe.calibrations import StoredCalibration, calibration_path, digest_of
-from softgap.probe.fingerprint import model_fingerprint
-from softgap.probe.models import Model, Tokenizer
-from softgap.probe.progress import Report
-from softgap.probe.provenance import library_versions
-from softgap.probe.rotation import layer_rotations
-from softgap.probe.support import check_measurable
+from softgap.calibration.rank_floor import Ladders, ladders
+from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
+from softgap.errors import StoreError, ValueInputError
+from softgap.models.calibrations import calibration_path
+from softgap.models.console import Report
+from softgap.models.fingerprint import library_versions, model_fingerprint
+from softgap.models.loading import Model, Tokenizer
+from softgap.models.support import check_measurable
+from softgap.models.tensor_files import (
+    StoredCalibration,
+    digest_of,
+    held_out_summary,
+    load_calibration,
+    save_calibration,
+)
+from softgap.probe.layout import layer_rotations
 
-__all__ = ["calibrate"]
+__all__ = ["Calibration", "calibrate"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Calibration:
+    """What :func:`softgap.calibrate` found for a model.
+
+    Attributes
+    ----------
+    tensors
+        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the controls
+        ``mean_ablation`` and ``profile``, taken from the same text.
+    metadata
+        Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
+    held_out
+        How far the gap is closed on text that the fit never saw.
+    elsewhere
+        The same by condition: the text of the fit, other kinds of text, with a BOS token, as a chat message, at random
+        offsets.
+    ladders
+        From the mean of values to softmax, by output and by weights, and the rank floor.
+    curve
+        The share of the gap closed by number of features, by short fits in a few layers.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+    held_out: HeldOut
+    elsewhere: Mapping[str, Closed]
+    ladders: Ladders
+    curve: Mapping[str, Closed]
+
+    def __repr__(self) -> str:
+        found = held_out_summary(self.held_out.to_json())
+        words = {
+            "gap_closed": "gap closed",
+            "against_profile": "of the gap that profile leaves",
+            "explained": "energy explained",
+            "explained_uniform": "by uniform",
+            "rank_correlation": "rank correlation of the two over heads",
+        }
+        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in found.items())
+        return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
+
+    def mechanism(self, name: str = "fitted") -> Mechanism:
+        """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
+        return StoredCalibration(self.tensors, self.metadata, self.digest).equip(name)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the parameters."""
+        return str(self.metadata["digest"])
+
+    @property
+    def fingerprint(self) -> str:
+        """The model that it belongs to."""
+        return str(self.metadata["fingerprint"])
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model."""
+        target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
+        save_calibration(target, self.tensors, {**self.metadata, **self.report()})
+        return target
+
+    def report(self) -> dict[str, Any]:
+        """How good it is, as plain data; ``summary`` holds the few numbers that belong together."""
+        return {
+            "summary": held_out_summary(self.held_out.to_json()),
+            "held_out": self.held_out.to_json(),
+            "elsewhere": {name: asdict(closed) for name, closed in self.elsewhere.items()},
+            "ladders": self.ladders.to_json(),
+            "curve": {name: asdict(closed) for name, closed in self.curve.items()},
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read one from a file."""
+        stored = load_calibration(Path(path).expanduser())
+        metadata = dict(stored.metadata)
+        try:
+            metadata["fingerprint"] = str(metadata["fingerprint"])
+            held_out = HeldOut.from_json(metadata.pop("held_out"))
+            ladders = Ladders.from_json(metadata.pop("ladders"))
+            metadata.pop("summary", None)
+            elsewhere, curve = (
+                {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise StoreError(
+                f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
+                "again"
+            ) from None
+        return cls(stored.tensors, metadata, held_out, elsewhere, ladders, curve)
+
 
 DISTANCES = 2048
+
+
 PROBE_STEPS = 12
+
+
 FEWEST_STEPS, MOST_STEPS = 50, 5000
+
+
 OWN_POSITIONS = 2048
+
+
 LADDER_TOKENS = 512
+
+
 SHOWN_TOKENS = 256
+
+
 JUDGED_BY = ("elu1", "uniform")
+
+
 CONTROLS = ("mean_ablation", "profile")
+
+
 # What features see: without and with a rotation.
 VECTORS = ("after rotary embedding or without", "before and after rotary embedding")
 

@@ -1,5 +1,5 @@
 """The command line: each command parses its options, calls one function and renders what came back."""
 
-from softgap.cli._main import main
+from softgap.cli.main import main
 
 __all__ = ["main"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli import _output
-from softgap.cli._options import Json
+from softgap.cli.options import Json
+from softgap.cli.render import output
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings
@@ -42,7 +42,7 @@ def analyze_command(
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
-    from softgap.cli._findings import check_files, default_files, save_findings, saved, show_findings
+    from softgap.cli.render.findings import check_files, default_files, save_findings, saved, show_findings
 
     check_files(out or ())
     settings: dict[str, Any] = {
@@ -62,9 +62,9 @@ def analyze_command(
         # Files first: a document on standard output means that all is done.
         for name in out or ():
             save_findings(findings, name)
-        _output.write_json(findings.to_json())
+        output.write_json(findings.to_json())
         return
-    console = _output.console()
+    console = output.console()
     show_findings(console, findings)
     for line in saved(findings, default_files(study, findings) if out is None else out):
         console.print(line, soft_wrap=True)
@@ -72,7 +72,7 @@ def analyze_command(
 
 def _analyzed(study: str, settings: dict[str, Any]) -> Findings:
     from softgap.analysis import analyze
-    from softgap.cli._waiting import waiting_share
+    from softgap.cli.render.output import waiting_share
     from softgap.trajectories import open_study
 
     opened = open_study(study)

@@ -9,11 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli import _output
-from softgap.cli._colour import colourful
-from softgap.cli._new_file import check_new
-from softgap.cli._options import Attn, Device, Dtype, Json
-from softgap.cli._texts import given_text
+from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text
+from softgap.cli.render import output
+from softgap.cli.render.heatmap import colourful
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def calibrate_command(
     options = {"dtype": dtype, "device": device, "attn": attn}
     calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
     if as_json:
-        _output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
+        output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
         _show(calibration, path)
 
@@ -81,9 +79,9 @@ def _calibrated(
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
     from softgap.calibration import Recipe, calibrate
-    from softgap.probe import load_model
-    from softgap.probe.calibrations import calibration_path
-    from softgap.probe.progress import quiet_transformers, reporter
+    from softgap.models import load_model
+    from softgap.models.calibrations import calibration_path
+    from softgap.models.console import quiet_transformers, reporter
 
     recipe = Recipe(**settings)
     loaded = load_model(model, **options)
@@ -107,10 +105,10 @@ def _show(calibration: Calibration, path: Path) -> None:
     import numpy as np
 
     from softgap.analysis.headline import held_out_sentence
-    from softgap.cli._heatmap import heat_map
-    from softgap.probe.calibrations import held_out_summary
+    from softgap.cli.render.heatmap import heat_map
+    from softgap.models.tensor_files import held_out_summary
 
-    console = _output.console()
+    console = output.console()
     held_out = calibration.held_out
     source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))

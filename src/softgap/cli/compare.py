@@ -1,20 +1,98 @@
-"""`softgap compare`: whether two groups of a study differ, and how sure one can be."""
+"""``softgap compare``: whether two groups of a study differ, and how sure one can be."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli import _output
-from softgap.cli._grouped import grouped
-from softgap.cli._options import Json
-from softgap.cli._plan_options import PlanOptions
+from softgap.cli.options import Json, grouped
+from softgap.cli.render import output
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, ComparisonPlan
 
-__all__ = ["compare_command"]
+__all__ = ["PlanOptions", "compare_command"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Fields of ComparisonPlan by the same names; None where the plan's own default stands."""
+
+    by: Annotated[
+        str | None, typer.Option(help="The field that names the groups; label by default.", show_default=False)
+    ] = None
+    between: Annotated[
+        list[str] | None, typer.Option(help="A group to compare, given twice; all by default.", show_default=False)
+    ] = None
+    first: Annotated[str | None, typer.Option(help="The group whose effect is positive.", show_default=False)] = None
+    mechanisms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mechanism", help="Of the study's mechanisms; may be repeated, all by default.", show_default=False
+        ),
+    ] = None
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--feature", help="mean, slope, entropy, complexity, sparsity; all by default.", show_default=False
+        ),
+    ] = None
+    transforms: Annotated[
+        list[str] | None,
+        typer.Option("--transform", help="Of entropies; may be repeated, diff by default.", show_default=False),
+    ] = None
+    orders: Annotated[
+        list[int] | None,
+        typer.Option("--order", help="Of entropies; may be repeated, 3 by default.", show_default=False),
+    ] = None
+    segments: Annotated[
+        list[str] | None, typer.Option("--segment", help="full, early, mid, late; may be repeated.", show_default=False)
+    ] = None
+    part: Annotated[str | None, typer.Option(help="completion (the default) or prompt.", show_default=False)] = None
+    collapse: Annotated[
+        bool | None, typer.Option("--collapse", help="Average heads that share a KV head.", show_default=False)
+    ] = None
+    match: Annotated[
+        list[str] | None,
+        typer.Option(help="Confounder (a number) to match on; may be repeated. Default: length.", show_default=False),
+    ] = None
+    strata: Annotated[
+        list[str] | None,
+        typer.Option("--stratum", help="Confounder (a field) to match within; may be repeated.", show_default=False),
+    ] = None
+    margin: Annotated[
+        float | None,
+        typer.Option(help="The smallest effect that would matter, in deviations; 0.5.", show_default=False),
+    ] = None
+    confirm: Annotated[
+        float | None, typer.Option(help="Lock this share of the samples for confirmation.", show_default=False)
+    ] = None
+    min_steps: Annotated[int | None, typer.Option(min=1, help="Leave out shorter samples.", show_default=False)] = None
+    permutations: Annotated[
+        int | None, typer.Option(min=19, help="Relabellings; 4999 by default.", show_default=False)
+    ] = None
+    refits: Annotated[
+        int | None,
+        typer.Option(min=19, help="Permutations with heads selected anew; 199 by default.", show_default=False),
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Of relabellings and intervals.", show_default=False)] = None
+
+    def plan(self, path: str | None) -> ComparisonPlan:
+        """The plan in a file, which decides everything; or the default one with what was given here."""
+        from softgap.analysis import ComparisonPlan, read_plan
+
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
+        if path is None:
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            return ComparisonPlan(**values)
+        if given:
+            raise ValueInputError(
+                f"a plan decides everything, got {', '.join(given)} on the command line too; write it into '{path}'"
+            )
+        return read_plan(path)
 
 
 @grouped
@@ -45,13 +123,13 @@ def compare_command(
         # Before the labels are looked at, which the study's log counts.
         Folder.at(out).try_writing("a comparison is")
     findings = _compared(study, options.plan(plan), plan, second, open_confirmation)
-    from softgap.cli._compared import save_comparison, show_comparison
+    from softgap.cli.render.findings import save_comparison, show_comparison
 
     lines = save_comparison(findings, study, out)
     if as_json:
-        _output.write_json(findings.to_json())
+        output.write_json(findings.to_json())
         return
-    console = _output.console()
+    console = output.console()
     show_comparison(console, findings)
     for line in lines:
         console.print(line, soft_wrap=True)
@@ -61,7 +139,7 @@ def _compared(
     study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
-    from softgap.cli._waiting import waiting_share
+    from softgap.cli.render.output import waiting_share
     from softgap.tasks import read_labels
 
     others = None if second is None else read_labels(second)

@@ -8,11 +8,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli import _output
-from softgap.cli._options import Attn, Device, Dtype, Json
+from softgap.cli.options import Attn, Device, Dtype, Json
+from softgap.cli.render import output
 
 if TYPE_CHECKING:
-    from softgap.probe import Diagnosis
+    from softgap.gates import Diagnosis
 
 __all__ = ["doctor_command"]
 
@@ -44,9 +44,9 @@ def doctor_command(
         return _checked_installation(as_json)
     diagnosis = _examined(model, gate, dtype=dtype, device=device, attn=attn)
     if as_json:
-        _output.write_json(diagnosis.to_json())
+        output.write_json(diagnosis.to_json())
     else:
-        console = _output.console()
+        console = output.console()
         console.print(_table(diagnosis))
         console.print(_verdict(diagnosis))
     return 0 if diagnosis.passed else 1
@@ -56,14 +56,14 @@ def _checked_installation(as_json: bool) -> int:
     from dataclasses import asdict
 
     from softgap import __version__
-    from softgap.probe.installation import installation
+    from softgap.gates.diagnosis import installation
 
     parts = installation()
     fine = all(part.verdict != "wrong" for part in parts)
     if as_json:
-        _output.write_json({"softgap": __version__, "passed": fine, "parts": [asdict(part) for part in parts]})
+        output.write_json({"softgap": __version__, "passed": fine, "parts": [asdict(part) for part in parts]})
         return 0 if fine else 1
-    console = _output.console()
+    console = output.console()
     table = Table(title=f"softgap {__version__}", title_justify="left")
     for heading in ("part", "verdict", "found", "what to do"):
         table.add_column(heading, no_wrap=heading == "verdict", overflow="fold")
@@ -77,10 +77,11 @@ def _checked_installation(as_json: bool) -> int:
 
 
 def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
-    from softgap.cli._waiting import waiting
+    from softgap.cli.render.output import waiting
     from softgap.errors import unknown_name
-    from softgap.probe import doctor, load_model
-    from softgap.probe.gates import GATES
+    from softgap.gates import doctor
+    from softgap.gates.model import GATES
+    from softgap.models import load_model
 
     for name in gates or ():
         if name not in GATES:

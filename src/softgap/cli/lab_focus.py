@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, check_out, model_and_text, present_lab, reading_model, run_lab
-from softgap.cli._options import Json, Model
+from softgap.cli.options import Json, Model
+from softgap.cli.render import output
+from softgap.cli.render.lab import (
+    LabOut,
+    LabText,
+    LabTokens,
+    check_out,
+    model_and_text,
+    present_lab,
+    reading_model,
+    run_lab,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,13 +56,13 @@ def focus_command(
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
         present_lab(found, partial(_draw_synthetic, found), title=title, out=out, as_json=as_json)
         if not as_json:
-            _output.console().print(_rank_table(found))
+            output.console().print(_rank_table(found))
         return
     lab = _in_model(name, text, tokens, mechanism, seed)
     title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
     if not as_json:
-        _output.console().print(_mechanism_table(lab))
+        output.console().print(_mechanism_table(lab))
 
 
 def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, LabTokens, check_out, model_and_text, present_lab, reading_model, run_lab
-from softgap.cli._options import Json, Model
+from softgap.cli.options import Json, Model
+from softgap.cli.render import output
+from softgap.cli.render.lab import (
+    LabOut,
+    LabText,
+    LabTokens,
+    check_out,
+    model_and_text,
+    present_lab,
+    reading_model,
+    run_lab,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +68,7 @@ def injectivity_command(
         draw = partial(_draw_synthetic, found)
         present_lab(found, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
         if not as_json:
-            _output.console().print(_search_table(found))
+            output.console().print(_search_table(found))
         return
     lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
     title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
@@ -105,12 +114,12 @@ def _search_table(lab: Injectivity) -> Table:
 
 
 def _draw_synthetic(lab: Injectivity) -> Figure:
-    from softgap.report.injectivity_figure import draw_injectivity
+    from softgap.report.lab_figures import draw_injectivity
 
     return draw_injectivity(lab)
 
 
 def _draw_model(lab: ModelInjectivity) -> Figure:
-    from softgap.report.injectivity_figure import draw_injectivity_in_model
+    from softgap.report.lab_figures import draw_injectivity_in_model
 
     return draw_injectivity_in_model(lab)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli import _output
-from softgap.cli._lab import LabOut, LabText, check_out, model_and_texts, present_lab, reading_model, run_lab
-from softgap.cli._options import Json, Model
+from softgap.cli.options import Json, Model
+from softgap.cli.render import output
+from softgap.cli.render.lab import LabOut, LabText, check_out, model_and_texts, present_lab, reading_model, run_lab
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def position_command(
     title = f"Position in {name or 'i.i.d. heads'} over {many} of {lab.settings['tokens']} tokens"
     present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
     if not as_json:
-        _output.console().print(_shares_table(lab))
+        output.console().print(_shares_table(lab))
 
 
 def _synthetic(
@@ -97,6 +97,6 @@ def _shares_table(lab: Position) -> Table:
 
 
 def _draw(lab: Position) -> Figure:
-    from softgap.report.position_figure import draw_position
+    from softgap.report.lab_figures import draw_position
 
     return draw_position(lab)

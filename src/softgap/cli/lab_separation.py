@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli._lab import LabOut, check_out, present_lab, run_lab
-from softgap.cli._options import Json
+from softgap.cli.options import Json
+from softgap.cli.render.lab import LabOut, check_out, present_lab, run_lab
 
 if TYPE_CHECKING:
     from softgap.theory.separation.lab import Separation
-    from softgap.theory.separation.trained import Trained
+    from softgap.theory.separation.training import Trained
 
 __all__ = ["separation_command"]
 
@@ -95,7 +95,7 @@ def separation_command(
         found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
 
     def draw() -> Any:
-        from softgap.report.separation_figure import draw_separation
+        from softgap.report.lab_figures import draw_separation
 
         return draw_separation(found)
 
@@ -104,8 +104,7 @@ def separation_command(
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:
     """Refuse what cannot be trained before anything runs."""
-    from softgap.theory.separation.trained_model import trainable
-    from softgap.theory.separation.trained_tasks import task
+    from softgap.theory.separation.small_models import task, trainable
 
     for name in mechanisms or ():
         trainable(name)
@@ -114,9 +113,8 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
 
 
 def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
-    from softgap.cli._waiting import waiting_share
-    from softgap.theory.separation.trained import train_all
-    from softgap.theory.separation.trained_cells import Training
+    from softgap.cli.render.output import waiting_share
+    from softgap.theory.separation.training import Training, train_all
 
     with waiting_share("training") as show:
         return train_all(

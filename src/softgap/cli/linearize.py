@@ -1,18 +1,20 @@
-"""`softgap linearize`: which heads of a model can go without softmax, as a plan."""
+"""``softgap linearize``: which heads of a model can go without softmax, as a plan."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from softgap.cli import _output
-from softgap.cli._new_file import check_new
-from softgap.cli._options import Attn, Device, Dtype, Json
-from softgap.cli._plan import show_plan
-from softgap.cli._texts import given_text, plain_text
+from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text, plain_text
+from softgap.cli.render import output
 from softgap.errors import StoreError, ValueInputError
 
 if TYPE_CHECKING:
@@ -20,6 +22,57 @@ if TYPE_CHECKING:
     from softgap.probe.layout import AttentionLayer
 
 __all__ = ["linearize_command"]
+
+
+_WORDS = {
+    "loss": "loss, nats per token",
+    "accuracy": "accuracy of the top token",
+    "recall": "recall (first token of each answer)",
+    "whole_answers": "recall (whole answers)",
+}
+
+
+def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], path: Path) -> None:
+    """How many heads go, what that costs on unseen text, what it saves, and which they are."""
+    heads, groups = sum(x.heads for x in layers), sum(x.kv_heads for x in layers)
+    console.print(
+        f"{len(plan.heads)} of {heads} heads go without softmax ({plan.substitute.name}); {len(plan.groups)} of "
+        f"{groups} KV groups are freed, {len(plan.layers)} layers whole."
+    )
+    console.print(_costs(plan))
+    if plan.recall:
+        console.print(plan.recall_words())
+    saved = plan.memory["saved_per_token"] / max(1.0, plan.memory["per_token_original"])
+    console.print(
+        f"The KV cache takes {plan.memory['per_token']:,.0f} bytes per token instead of "
+        f"{plan.memory['per_token_original']:,.0f} ({saved:.0%} less), and "
+        f"{plan.memory['states'] / 1e6:.1f} MB of states; the plan itself is {plan.memory['parameters'] / 1e6:.1f} MB."
+    )
+    console.print(
+        Text("Heads (down) by layer (across): . softmax, o swapped, # swapped and its KV group freed", "bold")
+    )
+    for line in _grid(plan, layers):
+        console.print(line)
+    console.print(f"Saved to {path}", soft_wrap=True)
+
+
+def _costs(plan: Plan) -> Table:
+    table = Table(show_header=True)
+    for name in ("on unseen text", "original", "change", "95 % interval"):
+        table.add_column(name, justify="left" if name == "on unseen text" else "right")
+    for name, interval in plan.expected.items():
+        spread = f"{interval.low:+.3f} to {interval.high:+.3f}"
+        table.add_row(_WORDS[name], f"{plan.original[name]:.3f}", f"{interval.value:+.3f}", spread)
+    return table
+
+
+def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
+    cells = np.full((max(x.heads for x in layers), len(layers)), " ")
+    for column, layer in enumerate(layers):
+        for head in range(layer.heads):
+            freed = (layer.number, head // (layer.heads // layer.kv_heads)) in plan.groups
+            cells[head, column] = "#" if freed else "o" if (layer.number, head) in plan.heads else "."
+    return ["".join(row) for row in cells]
 
 
 def linearize_command(
@@ -85,9 +138,9 @@ def linearize_command(
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:
-        _output.write_json(json.loads(out.read_text(encoding="utf-8")))
+        output.write_json(json.loads(out.read_text(encoding="utf-8")))
     else:
-        show_plan(_output.console(), plan, layers, out)
+        show_plan(output.console(), plan, layers, out)
 
 
 def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
@@ -99,8 +152,7 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
     if parameters.exists() and not out.exists():
         raise StoreError(f"'{parameters}' is there already, where the plan's numbers go; choose another --out")
     if picture is not None:
-        from softgap.report.files import check_place
-        from softgap.report.pictures import check_ending, require_matplotlib
+        from softgap.report.files import check_ending, check_place, require_matplotlib
 
         check_ending(picture)
         check_place(picture, "--picture")
@@ -118,12 +170,12 @@ def _found(
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
     import shutil
 
+    from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
-    from softgap.linearize.substitute import check_substitute, substitute
-    from softgap.probe import load_model
-    from softgap.probe.calibrations import calibrated
+    from softgap.models import load_model
+    from softgap.models.calibrations import calibrated
+    from softgap.models.console import quiet_transformers, reporter
     from softgap.probe.layout import attention_layers
-    from softgap.probe.progress import quiet_transformers, reporter
 
     check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
     check_substitute(mechanism, window)
@@ -147,8 +199,7 @@ def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None
     """What `softgap report` shows of the folder that the plan lies in."""
     from dataclasses import replace
 
-    from softgap.report.document import save_document
-    from softgap.report.plan_document import plan_document
+    from softgap.report.documents import plan_document, save_document
 
     found = plan_document(plan, *_shape(layers))
     pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in found.pictures)
@@ -156,8 +207,8 @@ def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None
 
 
 def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:
-    from softgap.report.linearize_figure import draw_plan
-    from softgap.report.pictures import save_figure
+    from softgap.report.figures import draw_plan
+    from softgap.report.files import save_figure
 
     save_figure(draw_plan(plan, *_shape(layers)), picture)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli import _output
+from softgap.cli.render import output
 
 if TYPE_CHECKING:
     from softgap.attention import Mechanism
@@ -33,9 +33,9 @@ def mechanisms_command(
     registry = mechanisms()
     head, rows = _measured(seed) if measured else (None, ())
     if as_json:
-        _output.write_json(_document(registry, head, rows))
+        output.write_json(_document(registry, head, rows))
         return
-    console = _output.console()
+    console = output.console()
     console.print(_registry_table(registry))
     if head is not None:
         console.print(_measured_table(head, rows))

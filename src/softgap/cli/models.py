@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from softgap.cli import _output
-from softgap.cli._options import Json
+from softgap.cli.options import Json
+from softgap.cli.render import output
 
 if TYPE_CHECKING:
-    from softgap.probe import ModelInfo
+    from softgap.models import ModelInfo
 
 __all__ = ["models_command"]
 
@@ -20,11 +20,11 @@ def models_command(as_json: Json = False) -> None:
 
     Any other causal model of the hub is downloaded when it is first named.
     """
-    from softgap.probe import available_models
+    from softgap.models import available_models
 
     found = available_models()
     if as_json:
-        _output.write_json({"default": found[0].name, "models": [_described(info) for info in found]})
+        output.write_json({"default": found[0].name, "models": [_described(info) for info in found]})
         return
     table = Table(title="Models", title_justify="left")
     for heading in ("name", "type"):
@@ -38,7 +38,7 @@ def models_command(as_json: Json = False) -> None:
         size = "" if info.size_bytes is None else f"{_counted(info.size_bytes)}B"
         place = "" if info.path is None else str(info.path)
         table.add_row(info.name, info.model_type, parameters, size, info.origin, place)
-    _output.console().print(table)
+    output.console().print(table)
 
 
 def _described(info: ModelInfo) -> dict[str, Any]:

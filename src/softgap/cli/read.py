@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from softgap.cli._options import Attn, Device, DropSinks, Dtype, Focus, Json, Mechanisms, Model, Out, Overwrite
-from softgap.cli._present import present_run, present_study
-from softgap.cli._task import Task, default_out, with_control
-from softgap.cli._texts import given_text, plain_text
+from softgap.cli.measurement import Task, default_out, with_control
+from softgap.cli.options import (
+    Attn,
+    Device,
+    DropSinks,
+    Dtype,
+    Focus,
+    Json,
+    Mechanisms,
+    Model,
+    Out,
+    Overwrite,
+    given_text,
+    plain_text,
+)
 from softgap.errors import ValueInputError
-from softgap.tasks.json_lines import json_prompts
+from softgap.tasks.sources import json_prompts
 
 if TYPE_CHECKING:
-    from softgap.cli._summary import Summary
-    from softgap.probe.models import Loaded
+    from softgap.cli.render.summary import Summary
+    from softgap.models.loading import Loaded
     from softgap.tasks import Prompt
     from softgap.trajectories import Trajectories
 
@@ -71,17 +82,21 @@ def read_command(
     )
     task.check()
     if samples is None:
+        from softgap.cli.render.run import present_run
+
         present_run(_read_text(task, text), task.out, as_json=as_json)
     else:
         summaries = _read_samples(task, samples, name, chat)
+        from softgap.cli.render.run import present_study
+
         present_study(summaries, task.stored(), task.out, as_json=as_json)
 
 
 def _read_text(task: Task, text: str) -> Trajectories:
     """Load, read and save one text."""
-    from softgap.cli._waiting import waiting
+    from softgap.cli.render.output import waiting
+    from softgap.models.fingerprint import replay_options
     from softgap.probe import read
-    from softgap.probe.provenance import replay_options
 
     loaded = task.load()
     task = task.for_model(loaded)
@@ -94,9 +109,9 @@ def _read_text(task: Task, text: str) -> Trajectories:
 
 def _read_samples(task: Task, samples: Sequence[Prompt], name: str, chat: bool) -> list[Summary]:
     """Load, then read and save one sample after the other; what is finished stays, whatever comes after."""
-    from softgap.cli._summary import summarise
-    from softgap.cli._waiting import waiting
-    from softgap.probe.provenance import replay_options
+    from softgap.cli.render.output import waiting
+    from softgap.cli.render.summary import summarise
+    from softgap.models.fingerprint import replay_options
 
     loaded = task.load()
     task = task.for_model(loaded)
@@ -126,7 +141,7 @@ def _read_sample(task: Task, loaded: Loaded, sample: Prompt, chat: bool) -> Traj
 
 def _require_room(loaded: Loaded, samples: Sequence[Prompt], name: str, chat: bool) -> None:
     """Refuse a sample that the model cannot read before the first one is read."""
-    from softgap.probe.text_ids import check_lengths, completion_ids, prompt_ids
+    from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
 
     model, tokenizer = loaded
     for sample in samples:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from softgap.cli import _output
-from softgap.cli._options import Json
+from softgap.cli.options import Json
+from softgap.cli.render import output
 
 if TYPE_CHECKING:
     from softgap.report import Report
@@ -56,8 +56,7 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Write a study as one self-contained HTML file: text, heads and time, linked, offline."""
-    from softgap.cli._browser import find_browser, show
-    from softgap.cli._waiting import waiting_share
+    from softgap.cli.render.output import find_browser, show, waiting_share
     from softgap.report import write_explorer
 
     browser = find_browser() if open_it else None
@@ -79,9 +78,9 @@ def report_command(
 def _present(written: Report, study: str, *, as_json: bool) -> None:
     if as_json:
         place = {"study": study, "out": str(written.path), "bytes": written.size}
-        _output.write_json({**place, "samples": written.samples, "carried": written.carried})
+        output.write_json({**place, "samples": written.samples, "carried": written.carried})
         return
-    console = _output.console()
+    console = output.console()
     carried = "" if written.carried == written.samples else f", {written.carried} of them token by token"
     many = {0: "findings", 1: "1 sample"}.get(written.samples, f"{written.samples:,} samples")
     console.print(f"a report on {many}{carried}; {written.size / 1e6:.1f} MB, opens in any browser:")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli._options import (
+from softgap.cli.measurement import Task, default_out, with_control
+from softgap.cli.options import (
     Attn,
     Device,
     DropSinks,
@@ -18,10 +19,8 @@ from softgap.cli._options import (
     Model,
     Out,
     Overwrite,
+    given_prompt,
 )
-from softgap.cli._present import present_run
-from softgap.cli._task import Task, default_out, with_control
-from softgap.cli._texts import given_prompt
 
 if TYPE_CHECKING:
     from softgap.trajectories import Trajectories
@@ -64,6 +63,8 @@ def run_command(
         drop_sinks=drop_sinks,
         seed=seed,
     )
+    from softgap.cli.render.run import present_run
+
     present_run(_generated(task, text, max_new_tokens, raw, sampling), task.out, as_json=as_json)
 
 
@@ -71,7 +72,7 @@ def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, 
     """The seed, None for greedy search, and the settings of sampling."""
     if temperature is None:
         return seed, {"do_sample": seed is not None}
-    from softgap.probe.temperature import checked_temperature
+    from softgap.probe.capture import checked_temperature
 
     return seed or 0, {"do_sample": True, "temperature": checked_temperature(temperature, "--temperature")}
 
@@ -79,9 +80,9 @@ def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, 
 def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:
     """Check, load, generate and save."""
     task.check()
-    from softgap.cli._waiting import waiting
+    from softgap.cli.render.output import waiting
+    from softgap.models.fingerprint import live_options
     from softgap.probe import Interrupted, generate
-    from softgap.probe.provenance import live_options
 
     loaded = task.load()
     task = task.for_model(loaded)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from softgap.cli import _output
-from softgap.cli._options import Attn, Device, Dtype, Json, Model
+from softgap.cli.options import Attn, Device, Dtype, Json, Model
+from softgap.cli.render import output
 
 __all__ = ["serve_command"]
 
@@ -31,28 +31,28 @@ def serve_command(
     as_json: Json = False,
 ) -> None:
     """Type a prompt in the browser and watch the heads while the model writes; Ctrl-C ends it."""
-    from softgap.cli._browser import find_browser, visit
-    from softgap.probe import load_model
+    from softgap.cli.render.output import find_browser, visit
+    from softgap.models import load_model
     from softgap.report.live import serve
 
     browser = find_browser() if open_it else None
     if host not in _LOCAL:
-        _output.warn(
+        output.warn(
             f"--host {host} lets every machine that reaches this one run the model and read the studies in "
             f"'{studies}'; there is no password"
         )
 
     def started(address: str) -> None:
         if as_json:
-            _output.write_json({"address": address, "studies": studies})
+            output.write_json({"address": address, "studies": studies})
         else:
-            console = _output.console()
+            console = output.console()
             console.print("the live explorer is ready; Ctrl-C ends it:")
             # Last and alone on its line, so that a program can take it from there; never wrapped.
             console.print(address, soft_wrap=True)
         sys.stdout.flush()
         if browser is not None and not visit(browser, address):
-            _output.warn(f"the browser did not open {address}; open it yourself")
+            output.warn(f"the browser did not open {address}; open it yourself")
 
     serve(
         lambda: load_model(model, dtype=dtype, device=device, attn=attn),

@@ -1,16 +1,225 @@
-"""`softgap study`: many prompts, measured, judged and labelled."""
+"""``softgap study``: measure many prompts, score and label them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
-from softgap.cli.study_label import label_command
-from softgap.cli.study_run import run_command
-from softgap.cli.study_task import task_command
+from softgap.cli.measurement import check_mechanisms
+from softgap.cli.options import Json, Limit, Measuring, StudyOut, grouped
+from softgap.cli.render import output
+from softgap.errors import ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.study import Estimate, StudyResult, StudySettings
+    from softgap.tasks import Prompt
 
 __all__ = ["study"]
 
+
+def label_command(
+    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study.")],
+    labels: Annotated[str, typer.Argument(help="A .jsonl or .csv file with id and label; an empty label removes one.")],
+    as_json: Json = False,
+) -> None:
+    """Give samples of a study other labels; nothing is measured again."""
+    from softgap.study import label_study
+    from softgap.tasks import read_labels
+
+    found = label_study(study, read_labels(labels), source=labels)
+    if as_json:
+        output.write_json({"study": study, **asdict(found)})
+        return
+    output.console().print(
+        f"{found.given} labels read, {found.changed} of them new; {found.without} samples have none", soft_wrap=True
+    )
+
+
+_MOST_LISTED = 5
+
+
+def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measuring: Measuring) -> None:
+    """Measure the prompts and say what came of it; with --dry-run only what it would cost."""
+    if measuring.ray_address is not None and measuring.engine != "ray":
+        raise ValueInputError(f"--ray-address goes with --engine ray, got '{measuring.ray_address}' without it; add it")
+    check_mechanisms(settings.mechanisms)
+    if measuring.dry_run:
+        _show_estimate(_estimated(prompts, out, settings), out, as_json=measuring.as_json)
+        return
+    from softgap.cli.render.output import waiting
+    from softgap.study import run_study
+
+    with waiting("measuring", len(prompts), rate="samples") as show:
+        result = run_study(
+            prompts,
+            out,
+            settings,
+            engine=measuring.engine,
+            address=measuring.ray_address,
+            progress=lambda done, total, seconds: show("measuring", done),
+        )
+    _show_result(result, as_json=measuring.as_json)
+    if not result.measured:
+        raise typer.Exit(1)
+
+
+def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
+    from softgap.cli.render.output import waiting
+    from softgap.models.console import quiet_transformers
+    from softgap.study import estimate_study, plan_study
+    from softgap.trajectories.folder import Folder
+    from softgap.trajectories.writer import check_new_study
+
+    check_new_study(Folder.at(out))
+    loaded = settings.load()
+    with waiting("timing a batch"), quiet_transformers(downloads=False):
+        return estimate_study(plan_study(prompts, loaded, settings), loaded)
+
+
+def _show_estimate(estimate: Estimate, out: str, *, as_json: bool) -> None:
+    if as_json:
+        output.write_json({"out": out, "dry_run": True, **asdict(estimate)})
+        return
+    console = output.console()
+    console.print(
+        f"{estimate.samples:,} samples in {estimate.batches:,} batches: {estimate.prompt_tokens:,} tokens to read and "
+        f"at most {estimate.new_tokens:,} to write"
+    )
+    if estimate.unmeasurable:
+        console.print(f"{estimate.unmeasurable:,} prompts are too long for the model and would be recorded as failed")
+    console.print(
+        f"about {_duration(estimate.seconds)} and at most {estimate.bytes / 1e6:,.0f} MB on this machine; nothing was "
+        "written"
+    )
+
+
+def _show_result(result: StudyResult, *, as_json: bool) -> None:
+    labels = _labels(result.out)
+    if as_json:
+        document: dict[str, Any] = {**asdict(result), "labels": labels}
+        document["failures"] = [failure.to_json() for failure in result.failures]
+        output.write_json(document)
+        return
+    console = output.console()
+    before = f", {result.resumed:,} of them before" if result.resumed else ""
+    new = result.measured - result.resumed
+    speed = f"; {60 * new / result.seconds:,.1f} samples a minute" if new > 0 and result.seconds > 0 else ""
+    console.print(f"{result.measured:,} of {result.samples:,} samples measured{before}{speed}")
+    if labels:
+        console.print("labels: " + ", ".join(f"{name} {count:,}" for name, count in labels.items()))
+    for failure in result.failures[:_MOST_LISTED]:
+        console.print(f"failed in {failure.stage}: {failure.sample_id}: {failure.reason}", soft_wrap=True)
+    if len(result.failures) > _MOST_LISTED:
+        console.print(f"and {len(result.failures) - _MOST_LISTED:,} more; see failures/ in the study")
+    console.print(result.out, soft_wrap=True)
+
+
+def _labels(out: str) -> dict[str, int]:
+    from softgap.trajectories import open_study
+
+    counts = open_study(out).samples()["label"].value_counts()
+    return {str(name): int(count) for name, count in counts.items()}
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@grouped
+def run_command(
+    prompts: Annotated[str, typer.Argument(help="A .jsonl or .csv file, or a dataset as org/name:config@split.")],
+    *,
+    out: StudyOut = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", help="Our field = theirs, as prompt=question; may be repeated.", show_default=False),
+    ] = None,
+    score: Annotated[
+        str | None,
+        typer.Option(help="Judge answers: exact, contains, numeric, choice or module:function.", show_default=False),
+    ] = None,
+    answer: Annotated[
+        bool, typer.Option("--answer", help="Let the model answer prompts that come with a completion, too.")
+    ] = False,
+    limit: Limit = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed, not greedily.")] = None,
+    measuring: Measuring,
+) -> None:
+    """Measure every head on many prompts: answered by the model, or read where a completion is given."""
+    from softgap.tasks import read_prompts, resolve_scorer
+    from softgap.trajectories.folder import slug
+
+    found = read_prompts(prompts, renamed=_renamed(field or ()))[:limit]
+    if answer:
+        found = _answered(found)
+    if score is not None:
+        resolve_scorer(score).check(found, f"'{prompts}'")
+    settings = measuring.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
+    place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
+    carry_out(found, place, settings, measuring)
+
+
+def _renamed(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for entry in given:
+        own, sign, other = entry.partition("=")
+        if not (own and sign and other):
+            raise ValueInputError(f"--field must say our field = theirs, got '{entry}'; write prompt=question")
+        found[own] = other
+    return found
+
+
+def _answered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Every different question once."""
+    seen: dict[tuple[str, str | None], Prompt] = {}
+    for prompt in prompts:
+        seen.setdefault((prompt.prompt, prompt.group), prompt.asked())
+    return list(seen.values())
+
+
+@grouped
+def task_command(
+    task: Annotated[str, typer.Argument(help="lookup, arithmetic, copying or statements.")],
+    *,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of prompts.")] = 400,
+    out: StudyOut = None,
+    difficulty: Annotated[
+        list[int] | None,
+        typer.Option(help="Taken in turn; may be repeated: pairs, digits or words.", show_default=False),
+    ] = None,
+    limit: Limit = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: what the task needs.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the prompts, and of sampling.")] = 0,
+    measuring: Measuring,
+) -> None:
+    """Make prompts with known answers from a seed, let the model answer, and label the answers right or wrong."""
+    from softgap.tasks import TASKS, generate_prompts
+
+    found = generate_prompts(task, n, seed=seed, difficulties=difficulty)[:limit]
+    settings = measuring.settings(
+        max_new_tokens=max_new_tokens or TASKS[task].max_new_tokens,
+        seed=None if measuring.temperature is None else seed,
+        scoring=TASKS[task].scoring,
+    )
+    carry_out(found, f"runs/{task}" if out is None else out, settings, measuring)
+
+
 study = typer.Typer(name="study", help="Measure many prompts, resume, judge answers, and label them later.")
+
+
 study.command("run", epilog="Example: softgap study run prompts.jsonl --out runs/mine --score contains")(run_command)
+
+
 study.command("task", epilog="Example: softgap study task lookup --n 400 --out runs/lookup")(task_command)
+
+
 study.command("label", epilog="Example: softgap study label runs/mine labels.csv")(label_command)

@@ -1,21 +1,15 @@
 """Which heads can live without softmax: swap them, measure what it costs, and find a plan."""
 
-from softgap.linearize.applying import Applied, apply
-from softgap.linearize.budget import Budget
-from softgap.linearize.frontier import frontier
-from softgap.linearize.frontier_result import Frontier, Point
-from softgap.linearize.heads import heads_of_group, heads_of_layer
-from softgap.linearize.impact import impact
-from softgap.linearize.impact_result import Impact
-from softgap.linearize.passages import Passages, lookups, passages_of
-from softgap.linearize.plan import Plan, load_plan
+from softgap.intervene.swap import Readout, Substitute, heads_of_group, heads_of_layer, substitute, swap
+from softgap.linearize.distil import tuned
+from softgap.linearize.frontier import Budget, Frontier, Point, frontier
+from softgap.linearize.impact import Impact, impact
+from softgap.linearize.output_correction import repaired
+from softgap.linearize.plan import Applied, Plan, apply, load_plan
 from softgap.linearize.ranking import Ranking, rank_agreement
-from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.search import find_plan
-from softgap.linearize.substitute import Readout, Substitute, substitute
-from softgap.linearize.swapping import swap
-from softgap.linearize.tuning import tuned
+from softgap.linearize.sequences import Passages, lookups, passages_of
 
 __all__ = [
     "SCORES",

@@ -8,12 +8,12 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.intervene.swap import Substitute
 from softgap.linearize.impact import impact_on
-from softgap.linearize.passages import Passages
 from softgap.linearize.scores import Scores
-from softgap.linearize.substitute import Substitute
-from softgap.probe.models import Model
-from softgap.probe.progress import Report
+from softgap.linearize.sequences import Passages
+from softgap.models.console import Report
+from softgap.models.loading import Model
 
 __all__ = ["with_finite_steps"]
 

@@ -1,44 +1,219 @@
-"""The frontier: how many heads or KV groups can go at what rise in loss and drop in recall.
-
-One-shot orders rank all heads once; the greedy order scores the remaining heads anew, with those swapped that went
-already, whenever another share of them has gone. Every point is measured on text that neither scores nor repairs saw.
-"""
+"""The frontier: how many heads or KV groups can be swapped at what rise in loss and drop in recall."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from softgap.attention import Mechanism
+from softgap.checkpoints import Kept
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
-from softgap.linearize.frontier_result import Frontier, Point
-from softgap.linearize.heads import Head
-from softgap.linearize.kept import Kept
-from softgap.linearize.mean_output import mean_outputs
-from softgap.linearize.orders import Unit, ordered, random_order, taken, units_of
-from softgap.linearize.passages import Passages, digest_of_passages
-from softgap.linearize.repair import repaired
+from softgap.intervals import Interval
+from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
+from softgap.linearize.distil import tuned
+from softgap.linearize.impact import mean_outputs
+from softgap.linearize.output_correction import repaired
 from softgap.linearize.scores import SCORES, Scores, head_scores
-from softgap.linearize.substitute import Substitute, substitute
-from softgap.linearize.together import Reading, read_swapped
-from softgap.linearize.tuning import tuned
-from softgap.probe.fingerprint import model_fingerprint
-from softgap.probe.models import Model
-from softgap.probe.progress import Report
-from softgap.probe.support import check_measurable
+from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
+from softgap.models.console import Report
+from softgap.models.fingerprint import model_fingerprint
+from softgap.models.loading import Model
+from softgap.models.support import check_measurable
+from softgap.probe.layout import attention_layers
 
-__all__ = ["BEST", "frontier"]
+__all__ = ["BEST", "Budget", "Frontier", "Point", "Unit", "frontier", "ordered", "random_order", "taken", "units_of"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Both limits hold together.
+
+    Attributes
+    ----------
+    loss
+        Largest rise in loss, in nats per token.
+    recall
+        Largest drop in recall, between 0 and 1; None does not limit it.
+    """
+
+    loss: float
+    recall: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.loss < math.inf:
+            raise ValueInputError(
+                f"the budget must be above 0 nats per token and finite, got {self.loss:g}; 0.1 is usual"
+            )
+        if self.recall is not None and not 0 <= self.recall <= 1:
+            raise ValueInputError(
+                f"the recall budget must be between 0 and 1, the largest drop, got {self.recall:g}; 0.05 is usual"
+            )
+
+    def allows(self, change: Mapping[str, float]) -> bool:
+        """Whether changes in ``loss`` and ``recall`` stay within it."""
+        return not self._exceeded(change)
+
+    def refusal(self, change: Mapping[str, float], cheapest: str) -> ValueInputError:
+        """Which limits not even the cheapest set meets, in one sentence."""
+        names, costs = zip(*self._exceeded(change), strict=True)
+        return ValueInputError(
+            f"nothing meets the {' nor the '.join(names)}: {cheapest} {' and '.join(costs)} already; allow more, or "
+            "give more text"
+        )
+
+    def _exceeded(self, change: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Each limit that is not met, and by what."""
+        found = []
+        if not change["loss"] <= self.loss:
+            found.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
+        if self.recall is not None:
+            if "recall" not in change:
+                raise ValueInputError(
+                    f"a recall budget needs lookups, and none were asked (recall budget {self.recall:g}); ask some, "
+                    "or leave the recall budget out"
+                )
+            if not -change["recall"] <= self.recall:
+                found.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
+        return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """One set of swapped heads.
+
+    Attributes
+    ----------
+    order
+        How they were chosen.
+    mechanism
+        What they became.
+    units, heads
+        How many went.
+    share
+        Of all heads or groups.
+    change
+        Rise in ``loss``, change in ``accuracy`` and in ``recall``.
+    """
+
+    order: str
+    mechanism: str
+    units: int
+    heads: int
+    share: float
+    change: Mapping[str, Interval]
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """All points, by units of heads or of groups; ``original`` is the unswapped model."""
+
+    by: str
+    original: Mapping[str, float]
+    points: tuple[Point, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        points = [asdict(point) for point in self.points]
+        return {"by": self.by, "original": dict(self.original), "points": points, "settings": dict(self.settings)}
+
+    def curve(self, order: str, mechanism: str | None = None) -> list[Point]:
+        """The points of one order, fewest swapped first."""
+        return self._points(order, mechanism)
+
+    def largest(
+        self,
+        budget: float,
+        recall_budget: float | None = None,
+        *,
+        order: str | None = None,
+        mechanism: str | None = None,
+    ) -> Point:
+        """The point with most units whose rise in loss, and drop in recall where that is limited, are allowed.
+
+        Parameters
+        ----------
+        budget, recall_budget
+            Largest rise in loss, in nats per token, and largest drop in recall; None does not limit it.
+        order, mechanism
+            Only points of these; None for all. Of equally large points the cheapest in loss is chosen.
+        """
+        limits = Budget(budget, recall_budget)
+        points = self._points(order, mechanism)
+        if not points:
+            known = sorted({f"{point.order}: {point.mechanism}" for point in self.points})
+            raise ValueInputError(f"this frontier has {', '.join(known)}, got {order or 'any'}: {mechanism or 'any'}")
+        allowed = [point for point in points if limits.allows(_values(point))]
+        if not allowed:
+            raise limits.refusal(_values(points[0]), f"the smallest set ({points[0].units} {self.by})")
+        return max(allowed, key=lambda point: (point.units, -point.change["loss"].value))
+
+    def _points(self, order: str | None, mechanism: str | None) -> list[Point]:
+        """Those of an order and a mechanism, fewest units first and then the cheapest."""
+        chosen = [p for p in self.points if order in (None, p.order) and mechanism in (None, p.mechanism)]
+        return sorted(chosen, key=lambda point: (point.share, point.change["loss"].value))
+
+
+def _values(point: Point) -> dict[str, float]:
+    return {name: interval.value for name, interval in point.change.items()}
+
+
+UNITS = ("heads", "groups")
+
+
+Unit = tuple[Head, ...]
+
+
+"""Heads that go together: one, or all query heads of a KV head."""
+
+
+def units_of(model: Model, by: str) -> list[Unit]:
+    """All heads one by one, or all KV groups of a model."""
+    if by not in UNITS:
+        raise ValueInputError(f"by must be 'heads' or 'groups', got '{by}'")
+    layers = [layer for layer in attention_layers(model) if not layer.shared]
+    if by == "heads":
+        return [((layer.number, head),) for layer in layers for head in range(layer.heads)]
+    return [tuple(heads_of_group(model, x.number, group)) for x in layers for group in range(x.kv_heads)]
+
+
+def ordered(units: Sequence[Unit], heads: Sequence[Head], score: Float[np.ndarray, " head"]) -> list[Unit]:
+    """Units by the sum of their heads' scores, the cheapest first; units with heads that have no score are left out."""
+    known = dict(zip(heads, map(float, score), strict=True))
+    scored = [(sum(known[head] for head in unit), unit) for unit in units if all(head in known for head in unit)]
+    return [unit for _, unit in sorted(scored)]
+
+
+def random_order(units: Sequence[Unit], *, rng: np.random.Generator) -> list[Unit]:
+    """Units in any order."""
+    return [units[i] for i in rng.permutation(len(units))]
+
+
+def taken(order: Sequence[Unit], n: int) -> list[Head]:
+    """The heads of the first n units."""
+    return sorted(head for unit in order[:n] for head in unit)
+
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
 BEST = "gradient+fisher"
+
+
 RANDOM = "random"
+
+
 # Settings that only what is measured depends on.
 MEASURED = {"held_out", "length", "tokens", "by"}
+
+
 PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 

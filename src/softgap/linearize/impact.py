@@ -1,42 +1,182 @@
-"""What each head is worth: every head swapped alone, by a mechanism and by controls.
-
-What lies below a swapped layer is computed once per passage, and the heads of a layer are swapped side by side, as
-copies of one batch of which each has another head swapped.
-"""
+"""The impact of each head: every head swapped alone, by a mechanism and by baselines, with intervals over texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import csv
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from softgap.attention import Mechanism
-from softgap.errors import ValueInputError
+from softgap.attention import Mechanism, resolve
+from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
-from softgap.linearize.heads import Head, heads_by_layer
-from softgap.linearize.impact_result import QUANTITIES, Impact
-from softgap.linearize.judged import Original, judge_forward, read_original
-from softgap.linearize.mean_output import mean_outputs
-from softgap.linearize.part import Part, part_of
-from softgap.linearize.passages import LENGTH, Passages, digest_of_passages, lookups, passages_of
-from softgap.linearize.substitute import Substitute, substitute
-from softgap.linearize.swapping import swap
-from softgap.probe.blocks import Blocks
-from softgap.probe.fingerprint import model_fingerprint
+from softgap.intervals import Interval, interval_of, resampled
+from softgap.intervene.layerwise import Blocks
+from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute, swap
+from softgap.linearize.sequences import (
+    LENGTH,
+    Original,
+    Passages,
+    digest_of_passages,
+    judge_forward,
+    lookups,
+    passages_of,
+    read_original,
+)
+from softgap.models.console import Report
+from softgap.models.fingerprint import model_fingerprint
+from softgap.models.loading import Model, Tokenizer
+from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.models import Model, Tokenizer
-from softgap.probe.progress import Report
-from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["impact", "impact_on"]
+__all__ = ["Impact", "impact", "impact_on", "mean_outputs"]
+
+
+QUANTITIES = ("loss", "kl", "accuracy")
+
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Impact:
+    """What each head is worth.
+
+    Attributes
+    ----------
+    mechanisms
+        What heads were swapped for, the controls last.
+    heads
+        (layer, head) pairs.
+    original
+        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per list of
+        lookups: ``recall``, the share of answers in the context whose first token is right, and ``whole_answers``, the
+        share that is right in every token.
+    change
+        By swapping one head, ``[mechanism, head, text]``: the rise in ``loss``, the ``kl`` divergence of the swapped
+        model's next-token distribution from the original one, and the changes in ``accuracy``, ``recall`` and
+        ``whole_answers``.
+    settings
+        Model, hash of the passages and whatever else it depends on.
+    """
+
+    mechanisms: tuple[str, ...]
+    heads: tuple[Head, ...]
+    original: Mapping[str, Float[np.ndarray, " text"]]
+    change: Mapping[str, Float[np.ndarray, "mechanism head text"]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def mean(self, quantity: str = "loss", mechanism: str | None = None) -> Float[np.ndarray, " head"]:
+        """Mean change over texts, per head."""
+        found: np.ndarray = self._of(quantity, mechanism).mean(axis=-1)
+        return found
+
+    def interval(self, head: Head, quantity: str = "loss", mechanism: str | None = None) -> Interval:
+        """Mean change of one head, with its middle 95 % over resampled texts."""
+        values = self._of(quantity, mechanism)[self.heads.index(head)]
+        return interval_of(values, rng=np.random.default_rng(self.settings.get("seed", 0)))
+
+    def linearizable(self, control: str | None = None) -> Bool[np.ndarray, " head"]:
+        """Heads where the mechanism costs less than the control (the last one), in 97.5 % of resampled texts."""
+        if len(self.mechanisms) == 1:
+            raise ValueInputError("this impact has no control to compare with; measure it with controls")
+        other = self.mechanisms[-1] if control is None else control
+        gained = self._of("loss", other) - self._of("loss", None)
+        drawn = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
+        found: np.ndarray = np.quantile(drawn, 0.025, axis=-1) > 0
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all of it to an ``.npz`` file."""
+        target = Path(path)
+        about = {"format": FORMAT, "mechanisms": self.mechanisms, "heads": self.heads, "settings": dict(self.settings)}
+        arrays = {f"{kind}.{name}": x for kind in ("original", "change") for name, x in getattr(self, kind).items()}
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez_compressed(file, about=np.array(json.dumps(about)), allow_pickle=False, **arrays)
+            partial.replace(target)
+        except OSError as error:
+            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        return target
+
+    def write_heads(self, path: str | os.PathLike[str]) -> Path:
+        """Write the mean changes of every head as the CSV that ``softgap report --heads`` shows in its map."""
+        target = Path(path)
+        columns = [(name, quantity) for name in self.mechanisms for quantity in self.change]
+        rows = np.stack([self.mean(quantity, name) for name, quantity in columns], axis=1).tolist()
+        try:
+            with target.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(["layer", "head", *(f"{quantity}, swapped for {name}" for name, quantity in columns)])
+                writer.writerows([*head, *row] for head, row in zip(self.heads, rows, strict=True))
+        except OSError as error:
+            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Impact:
+        """Read one from a file."""
+        try:
+            # Opened here: numpy leaves a broken archive open.
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                about = json.loads(str(stored["about"]))
+                arrays = {name: stored[name] for name in stored.files if "." in name}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise StoreError(f"cannot read an impact from '{path}': {error}; measure it again") from error
+        parts: dict[str, dict[str, np.ndarray]] = {"original": {}, "change": {}}
+        for name, array in arrays.items():
+            kind, _, quantity = name.partition(".")
+            parts[kind][quantity] = array
+        heads = tuple((int(layer), int(head)) for layer, head in about["heads"])
+        return cls(tuple(about["mechanisms"]), heads, parts["original"], parts["change"], about["settings"])
+
+    def _of(self, quantity: str, mechanism: str | None) -> Float[np.ndarray, "head text"]:
+        if quantity not in self.change:
+            raise unknown_name("quantity", quantity, tuple(self.change))
+        if mechanism is not None and mechanism not in self.mechanisms:
+            raise unknown_name("mechanism of this impact", mechanism, self.mechanisms)
+        place = 0 if mechanism is None else self.mechanisms.index(mechanism)
+        found: np.ndarray = self.change[quantity][place]
+        return found
+
+
+def mean_outputs(model: Model, read: Passages) -> Mechanism:
+    """``mean_ablation`` with the mean output of each head over these passages."""
+    sums: list[Tensor] = []
+
+    def visit(layer: LayerTensors) -> None:
+        found = layer.output.sum(dim=1, dtype=torch.float64).cpu()
+        if layer.layer == len(sums):
+            sums.append(found)
+        else:
+            sums[layer.layer] += found
+
+    for row in read.ids[:, :-1].tolist():
+        visit_layers(model, row, visit)
+    heads, dim = (max(x.shape[axis] for x in sums) for axis in (0, 1))
+    # Layers may differ in their heads; the rows behind them are never used.
+    padded = [torch.nn.functional.pad(x, (0, dim - x.shape[1], 0, heads - x.shape[0])) for x in sums]
+    mean = torch.stack(padded) / (len(read) * (read.ids.shape[1] - 1))
+    return resolve("mean_ablation").with_parameters(mean=mean)
+
 
 # Tokens of all copies of a batch: with more, activations leave the processor's cache (8192 took 1.2 times as long).
 BATCH_TOKENS = 1024
+
+
 # Two computations of one model differ by rounding; a forward that begins in the middle may not differ by more.
 SAME = 1e-3
 

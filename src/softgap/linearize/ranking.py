@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import rankdata
 
-from softgap.linearize.resampling import Interval
+from softgap.intervals import Interval
 
 __all__ = ["Ranking", "rank_agreement", "split_half"]
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from softgap.linearize.heads import Head
-from softgap.linearize.kept import Kept
-from softgap.linearize.passages import Passages, digest_of_passages
-from softgap.linearize.resampling import interval_of
-from softgap.linearize.substitute import Substitute
-from softgap.linearize.together import Reading, joined_readings, read_swapped
-from softgap.probe.models import Model
+from softgap.checkpoints import Kept
+from softgap.intervals import interval_of
+from softgap.intervene.swap import Head, Substitute
+from softgap.linearize.sequences import Passages, Reading, digest_of_passages, joined_readings, read_swapped
+from softgap.models.loading import Model
 
 __all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "half_widths"]
 

@@ -16,29 +16,33 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
+from softgap.checkpoints import Kept
 from softgap.errors import ValueInputError, unknown_name
-from softgap.linearize.applying import freed_groups, streams
-from softgap.linearize.budget import Budget
-from softgap.linearize.frontier import BEST
-from softgap.linearize.heads import Head, heads_by_layer
-from softgap.linearize.kept import Kept
-from softgap.linearize.memory import memory_of
-from softgap.linearize.orders import Unit, ordered, taken, units_of
-from softgap.linearize.passages import LENGTH, PAIRS, Passages, check_length, digest_of_passages, lookups, passages_of
-from softgap.linearize.plan import Plan
+from softgap.intervene.state_cache import bounded_layers
+from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
+from softgap.linearize.distil import tuned
+from softgap.linearize.frontier import BEST, Budget, Unit, ordered, taken, units_of
+from softgap.linearize.output_correction import repaired
+from softgap.linearize.plan import Plan, freed_groups, memory_of, streams
 from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
-from softgap.linearize.repair import repaired
 from softgap.linearize.scores import SCORES, head_scores
-from softgap.linearize.substitute import Substitute, substitute
-from softgap.linearize.together import Reading, joined_readings, read_swapped
-from softgap.linearize.tuning import tuned
-from softgap.probe.fingerprint import model_fingerprint
+from softgap.linearize.sequences import (
+    LENGTH,
+    PAIRS,
+    Passages,
+    Reading,
+    check_length,
+    digest_of_passages,
+    joined_readings,
+    lookups,
+    passages_of,
+    read_swapped,
+)
+from softgap.models.console import Report
+from softgap.models.fingerprint import library_versions, model_fingerprint
+from softgap.models.loading import Model, Tokenizer
+from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
-from softgap.probe.models import Model, Tokenizer
-from softgap.probe.progress import Report
-from softgap.probe.provenance import library_versions
-from softgap.probe.state_cache import bounded_layers
-from softgap.probe.support import check_measurable
 
 __all__ = ["check_search", "find_plan"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from softgap.errors import ModelError, UnsupportedError
-from softgap.probe.models import Model
+from softgap.models.loading import Model
 
 __all__ = [
     "by_name",

@@ -3,33 +3,157 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
+from softgap.models.calibrations import DEFAULT_MECHANISMS
+from softgap.models.fingerprint import live_options, manifest_of, replay_options
+from softgap.models.support import check_measurable
 from softgap.probe.arguments import takes_positions
-from softgap.probe.provenance import live_options, manifest_of, replay_options
-from softgap.probe.recording import BLOCK, DEFAULT_MECHANISMS, Step, record
-from softgap.probe.sampling import sampling_settings, seeded, stopping
-from softgap.probe.support import check_measurable
-from softgap.probe.text_ids import (
-    check_lengths,
-    check_sinks,
-    completion_ids,
-    decoded,
-    pad_id,
-    padded,
-    prompt_ids,
-    uses_chat,
-)
+from softgap.probe.recording import BLOCK, Step, record
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Manifest, Trajectories, inputs_digest
 
-__all__ = ["Interrupted", "generate", "read", "read_ids"]
+__all__ = [
+    "COLDEST",
+    "Interrupted",
+    "check_lengths",
+    "checked_temperature",
+    "completion_ids",
+    "generate",
+    "prompt_ids",
+    "read",
+    "read_ids",
+    "seeded",
+]
+
+
+def sampling_settings(seed: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with sampling on where there is a seed, and off otherwise, unless they say so themselves."""
+    settings = {"do_sample": seed is not None, **settings}
+    if settings["do_sample"] is False:
+        # Sampling defaults of the model's own generation config would only warn here.
+        settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
+    return settings
+
+
+def stopping(stop: Callable[[], bool] | None) -> dict[str, Any]:
+    """The setting that ends all rows of a generation once ``stop`` says so."""
+    return {} if stop is None else {"stopping_criteria": StoppingCriteriaList([_Asked(stop)])}
+
+
+class _Asked(StoppingCriteria):
+    """Ends all rows of a generation once somebody says so."""
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Whether each row is over."""
+        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
+
+
+@contextmanager
+def seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+    """A seed for sampling that leaves the global random state as it was."""
+    if seed is None:
+        yield
+        return
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        # torch.manual_seed would seed every other device too, and nobody would put those back.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            with torch.cuda.device(model.device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template if asked for."""
+    if not text.strip():
+        raise ValueInputError(f"a prompt must hold some text, got {text!r}")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueInputError("this tokenizer has no chat template; leave chat out")
+    if uses_chat(tokenizer, chat):
+        messages = [{"role": "user", "content": text}]
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    else:
+        encoded = tokenizer(text, verbose=False)  # a text too long is refused in our own words
+    ids = encoded["input_ids"]
+    if not len(ids):
+        raise ValueInputError(f"a prompt must hold at least one token, got none from {text!r}")
+    return [int(token) for token in ids]
+
+
+def completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a completion: no special tokens in front."""
+    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    ids = encoded["input_ids"]
+    if not len(ids):
+        raise ValueInputError(f"a completion must hold at least one token, got none from {text!r}")
+    return [int(token) for token in ids]
+
+
+def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    """Whether a prompt goes into the chat template: as asked, or by default where the tokenizer has one."""
+    return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+
+
+def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
+    """Refuse rows of tokens that the model's context does not hold, ``more`` new ones included."""
+    longest = max((len(row) for row in rows), default=0)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and longest + more > context:
+        asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
+        raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
+
+
+def check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:
+    """Refuse to drop all tokens of a row."""
+    shortest = min((len(row) for row in rows), default=0)
+    if drop_sinks and shortest <= drop_sinks:
+        raise ValueInputError(f"drop_sinks must leave some text, got {drop_sinks} of {shortest} tokens; drop fewer")
+
+
+def padded(
+    rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase | None, side: str, device: torch.device
+) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
+    """Rows as one tensor, padded on one side, with its mask."""
+    if not rows:
+        raise ValueInputError("at least one text is needed, got none")
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), pad_id(tokenizer))
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(length - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place] = torch.tensor(row)
+        mask[i, place] = 1
+    return ids.to(device), mask.to(device)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The padding token, or any other: padding is masked everywhere."""
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of tokens, special ones and padding (below 0) left out."""
+    return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))
+
 
 Mechanisms = Sequence[str | Mechanism]
 
@@ -46,6 +170,8 @@ class Interrupted(KeyboardInterrupt):
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = ..., **options: Any
 ) -> Trajectories: ...
+
+
 @overload
 def generate(
     model: PreTrainedModel,
@@ -54,6 +180,8 @@ def generate(
     max_new_tokens: int = ...,
     **options: Any,
 ) -> list[Trajectories]: ...
+
+
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -157,6 +285,8 @@ def read(
     focus: bool = ...,
     drop_sinks: int = ...,
 ) -> Trajectories: ...
+
+
 @overload
 def read(
     model: PreTrainedModel,
@@ -169,6 +299,8 @@ def read(
     focus: bool = ...,
     drop_sinks: int = ...,
 ) -> list[Trajectories]: ...
+
+
 def read(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -262,3 +394,18 @@ def read_ids(
                 recording.add_logits(start, logits)
                 del logits  # before the next block is made: one at a time
     return recording.trajectories()
+
+
+COLDEST = 0.001
+
+
+"""Logits divided by much less leave float32, and no token could be drawn."""
+
+
+def checked_temperature(value: float, name: str = "temperature") -> float:
+    """The temperature, if a model can sample at it; ``name`` begins the sentence about one that is not."""
+    if not (math.isfinite(value) and value >= COLDEST):
+        raise ValueInputError(
+            f"{name} must be a number from {COLDEST:g}, got {value:g}; leave it and the seed out for greedy search"
+        )
+    return value

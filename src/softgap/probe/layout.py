@@ -1,26 +1,29 @@
-"""Which attention layers a model has, and with how many heads: seen in a forward over two tokens.
-
-Configurations name these numbers in many ways, some give every layer its own, and a module may be called twice or never
-(cross-attention without an encoder). What the model calls is what counts.
-"""
+"""The attention layers of a model: their heads, and the rotary embedding of each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import get_args
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError
-from softgap.probe.support import attention_modules, check_tappable
+from softgap.models.support import attention_modules, check_tappable
 from softgap.probe.tap import AttentionCall, tapped
 
-__all__ = ["AttentionLayer", "attention_layers", "layer_numbers"]
+__all__ = ["AttentionLayer", "attention_layers", "layer_numbers", "layer_rotations"]
 
-TOKENS = (0, 1)
+
+PROBE_TOKENS = (0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +48,9 @@ class AttentionLayer:
     shared: bool
 
 
-Seen = tuple[nn.Module, int, int]
+CalledLayer = tuple[nn.Module, int, int]
+
+
 _known: WeakKeyDictionary[PreTrainedModel, tuple[list[int], tuple[AttentionLayer, ...]]] = WeakKeyDictionary()
 
 
@@ -69,30 +74,135 @@ def layer_numbers(layer_ids: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(known) if ordered else tuple(range(len(layer_ids)))
 
 
-def _calls(model: PreTrainedModel) -> list[Seen]:
-    seen: list[Seen] = []
+def _calls(model: PreTrainedModel) -> list[CalledLayer]:
+    seen: list[CalledLayer] = []
 
     def note(call: AttentionCall) -> None:
-        if call.query.shape[2] != len(TOKENS):
+        if call.query.shape[2] != len(PROBE_TOKENS):
             raise ModelError(
-                f"'{type(call.module).__name__}' attends with {call.query.shape[2]} queries where {len(TOKENS)} tokens "
-                "were fed: its positions are not tokens, so the heads of this model type cannot be told"
+                f"'{type(call.module).__name__}' attends with {call.query.shape[2]} queries where {len(PROBE_TOKENS)} "
+                "tokens were fed: its positions are not tokens, so the heads of this model type cannot be told"
             )
         seen.append((call.module, call.query.shape[1], call.key.shape[1]))
 
     # Dropout draws random numbers, where the model is in training.
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), tapped(model, note, alone=True):
-        model.forward(input_ids=torch.tensor([TOKENS], device=model.device), use_cache=False)
+        model.forward(input_ids=torch.tensor([PROBE_TOKENS], device=model.device), use_cache=False)
     if not seen:
         raise ModelError(f"model type '{model.config.model_type}' made no attention call that the tap could see")
     return seen
 
 
-def _laid_out(seen: Sequence[Seen]) -> tuple[AttentionLayer, ...]:
+def _laid_out(seen: Sequence[CalledLayer]) -> tuple[AttentionLayer, ...]:
     numbers = layer_numbers([getattr(module, "layer_idx", None) for module, _, _ in seen])
     modules = [id(module) for module, _, _ in seen]
     return tuple(
         AttentionLayer(numbers[index], index, module, heads, kv_heads, modules.count(id(module)) > 1)
         for index, (module, heads, kv_heads) in enumerate(seen)
     )
+
+
+ROTARY_TOKENS = 12
+
+
+# A short way, where angles are exact, and nearly the whole context, where frequencies tell and long scalings show.
+NEAR, FAR = 5, 8192
+
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+
+
+ROUNDED = 5e-2
+
+
+Vectors = Float[Tensor, "head time dim"]
+
+
+def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
+    """The rotation of each attention call of a forward; None where one of them is unknown, or none turns anything."""
+    frequencies = _frequencies(model)
+    if not frequencies or "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FAR
+    starts = [0, *(start for start in (NEAR, context - ROTARY_TOKENS) if start > 0)]
+    readings = [_reading(model, start) for start in starts]
+    layers = [list(layer) for layer in zip(*readings, strict=True)] if all(readings) else []
+    found = [_accepted(layer, starts, frequencies) for layer in layers]
+    known = tuple(rotation for rotation in found if rotation is not None)
+    turning = any(bool(rotation.frequency.any()) for rotation in known)
+    return known if turning and len(known) == len(found) else None
+
+
+def _reading(model: PreTrainedModel, start: int) -> list[tuple[Vectors, Vectors]]:
+    """Queries and keys of every attention call over a few tokens from a position on; empty where none is told."""
+    seen: list[tuple[Vectors, Vectors]] = []
+    positions = torch.arange(start, start + ROTARY_TOKENS, device=model.device)[None]
+    untold: list[AttentionCall] = []
+
+    def note(call: AttentionCall) -> None:
+        told = call.options.get("position_ids")
+        if not isinstance(told, Tensor) or not torch.equal(told, positions):
+            untold.append(call)
+        seen.append((call.query[0].detach().clone(), call.key[0].detach().clone()))
+
+    # Dropout draws random numbers, where the model is in training.
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), tapped(model, note, alone=True):
+        model.forward(input_ids=_tokens(model), position_ids=positions, use_cache=False)
+    return [] if untold else seen
+
+
+def _tokens(model: PreTrainedModel) -> Int[Tensor, "1 time"]:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    drawn = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
+    return torch.from_numpy(drawn)[None].to(model.device)
+
+
+def _frequencies(model: PreTrainedModel) -> list[Float[Tensor, " pair"]]:
+    """Every row of frequencies that a module of the model holds, each once."""
+    found: list[Tensor] = []
+    for name, buffer in model.named_buffers():
+        known = any(torch.equal(buffer.cpu(), other) for other in found)
+        if name.endswith("inv_freq") and buffer.dim() == 1 and not known:
+            found.append(buffer.detach().cpu())
+    return found
+
+
+def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], dim: int) -> Iterator[Rotation]:
+    yield Rotation.of_pairs(torch.zeros(0), dim)
+    for frequency in frequencies:
+        if 2 * len(frequency) <= dim:
+            for layout in get_args(Layout):
+                for start in sorted({0, dim - 2 * len(frequency)}):
+                    yield Rotation.of_pairs(frequency, dim, layout=layout, start=start)
+
+
+def _accepted(
+    readings: Sequence[tuple[Vectors, Vectors]], starts: Sequence[int], frequencies: Sequence[Float[Tensor, " pair"]]
+) -> Rotation | None:
+    """The candidate that turns the queries and keys of every reading into those of the next."""
+    query, key = readings[0]
+    if query.shape[-1] != key.shape[-1]:
+        return None
+    for rotation in _candidates(frequencies, key.shape[-1]):
+        moves = (
+            _error(rotation, before, after, b - a) <= _allowed(key.dtype, b)
+            for (a, b), (one, other) in zip(pairwise(starts), pairwise(readings), strict=True)
+            for before, after in zip(one, other, strict=True)
+        )
+        if all(moves):
+            return rotation
+    return None
+
+
+def _error(rotation: Rotation, before: Vectors, after: Vectors, shift: int) -> float:
+    """Relative error of the turned vectors."""
+    x, y = before.cpu().double(), after.cpu().double()
+    moved = rotation.turned(x, torch.full((x.shape[1],), shift))
+    return float((moved - y).norm() / y.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _allowed(dtype: torch.dtype, position: int) -> float:
+    # Models take the product of position and frequency in float32: far out their own angles are rounded.
+    return TOLERANCE.get(dtype, ROUNDED) + position * 2.0**-22

@@ -1,13 +1,4 @@
-"""From attention calls to numbers: the linear side of every call, and its distance from the model's own output.
-
-A mechanism with a state is followed from call to call: new keys are appended, and single steps are gathered and
-reduced a block at a time, all layers of one shape together. That is exact only while every call shows the very keys
-that the state holds; each call is checked for it. A call that does not (sparse masks, a cropped cache, a window nobody
-announced) is computed from the keys it hands over, and so is every mechanism without a state.
-
-Nearly all calls of a generation are alike: one new position that sees every key there is. They are only noted, which
-takes microseconds, and cost nothing more until their block is full.
-"""
+"""From attention calls to numbers: each substitute's output, and its distance from the model's own."""
 
 from __future__ import annotations
 
@@ -22,14 +13,66 @@ from torch import Tensor
 from softgap.attention import LinearState, Mechanism, Visible, attend, compare_heads
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
-from softgap.probe.waiting import Run, joined, stacked_runs
 
 __all__ = ["Measured", "Meter"]
 
+
+@dataclass
+class Run:
+    """Neighbouring positions of one layer that wait to be reduced: as many as ``n``, the last ones of ``k`` and ``v``.
+
+    Queries and outputs come call by call. Keys and values are a copy of theirs alone, or all the last call saw: the
+    tensors that the cache itself holds until its next step.
+    """
+
+    q: list[Tensor]
+    o: list[Tensor]
+    k: Tensor
+    v: Tensor
+    n: int
+    valid: Bool[Tensor, "batch time"] | None
+    by_reference: bool = False
+
+
+Stacked = tuple[Tensor, Tensor, Tensor, Tensor, Bool[Tensor, "batch time"] | None]
+
+
+def stacked_runs(layers: Sequence[Sequence[Run]]) -> Stacked:
+    """Queries, keys, values and outputs of all positions, heads before time, and which of them are no padding.
+
+    Layers are stacked along the batch, layer-major; they have runs of equal shapes.
+    """
+    q = joined([joined([q for run in runs for q in run.q], dim=2) for runs in layers], dim=0)
+    k = joined([joined([run.k[:, :, run.k.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
+    v = joined([joined([run.v[:, :, run.v.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
+    o = joined([joined([o for run in runs for o in run.o], dim=1) for runs in layers], dim=0)
+    return q, k, v, o.transpose(1, 2), _valid(layers[0], len(layers))
+
+
+def _valid(runs: Sequence[Run], repeat: int) -> Bool[Tensor, "batch time"] | None:
+    example = next((run.valid for run in runs if run.valid is not None), None)
+    if example is None:
+        return None
+    rows = [
+        torch.ones(len(example), run.n, dtype=torch.bool, device=example.device) if run.valid is None else run.valid
+        for run in runs
+    ]
+    return torch.cat(rows, dim=1).repeat(repeat, 1)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors one behind the other; a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
 # A call of more positions than this is held by reference, and not beyond its forward.
 LONGEST_HELD = 8
+
+
 # Long calls of several layers are reduced together up to this many numbers (float32: 2 MiB).
 HELD_NUMBERS = 2**19
+
+
 # Positions that are computed and compared at once: what they need stays in the cache, and is freed before the next.
 POSITIONS = 512
 

@@ -17,6 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
+from softgap.models.calibrations import DEFAULT_MECHANISMS, equipped
+from softgap.models.fingerprint import manifest_of
+from softgap.models.support import check_measurable
 from softgap.probe.arguments import (
     by_name,
     cache_length,
@@ -28,11 +31,8 @@ from softgap.probe.arguments import (
     prompt_length,
     row_lengths,
 )
-from softgap.probe.calibrations import DEFAULT_MECHANISMS, equipped
 from softgap.probe.meter import Meter
-from softgap.probe.provenance import manifest_of
 from softgap.probe.stream import Stream
-from softgap.probe.support import check_measurable
 from softgap.probe.tap import AttentionCall, tapped
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from softgap.errors import ModelError, UnsupportedError
-from softgap.probe.support import attention_modules, check_measurable, check_tappable
+from softgap.models.support import attention_modules, check_measurable, check_tappable
 
 __all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
 

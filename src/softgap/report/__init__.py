@@ -1,12 +1,10 @@
 """Findings as pictures, and a study as one self-contained HTML file."""
 
 from softgap.report.columns import Column, read_columns
-from softgap.report.document import Document, Picture, Table, save_document
-from softgap.report.explorer import Report, explorer, write_explorer
-from softgap.report.files import written_whole
-from softgap.report.notebook import notebook_html
-from softgap.report.pictures import PICTURES, new_figure, require_matplotlib, save_figure
-from softgap.report.planes import draw_plane, save_plane
+from softgap.report.documents import Document, Picture, Table, save_document
+from softgap.report.explorer import Report, explorer, notebook_html, write_explorer
+from softgap.report.figures import draw_plane, save_plane
+from softgap.report.files import PICTURES, new_figure, require_matplotlib, save_figure, written_whole
 
 __all__ = [
     "PICTURES",

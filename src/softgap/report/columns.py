@@ -135,7 +135,7 @@ def own_calibration(manifest: Manifest) -> Path | None:
         return None
     # Only now: they bring torch with them.
     from softgap.calibration import Calibration
-    from softgap.probe.calibrations import calibration_path
+    from softgap.models.calibrations import calibration_path
 
     path = calibration_path(manifest.weights)
     if not path.is_file():

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from softgap.report.pictures import new_figure
-from softgap.theory.focus.interventions import AMOUNTS
-from softgap.theory.focus.road import FAMILIES
+from softgap.report.files import new_figure
+from softgap.theory.focus.concentration import AMOUNTS, FAMILIES
 from softgap.theory.focus.synthetic import BETAS
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from softgap.theory.focus.concentration import Milestone
     from softgap.theory.focus.model import ModelFocus
-    from softgap.theory.focus.road import Milestone
     from softgap.theory.focus.synthetic import FocusFindings
 
 __all__ = ["draw_focus", "draw_focus_in_model"]

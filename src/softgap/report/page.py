@@ -20,7 +20,7 @@ from pathlib import Path
 
 from softgap import __version__
 from softgap.errors import UnsupportedError
-from softgap.report.document import Document, sections
+from softgap.report.documents import Document, sections
 from softgap.report.payload import Payload
 
 __all__ = ["GENERATOR", "REPORT", "Look", "policy_of", "render", "render_documents"]

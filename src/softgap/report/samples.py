@@ -1,21 +1,162 @@
-"""What a page says of one sample: a line for the list, and for a carried one its text, tokens and arrays."""
+"""The samples of a page: which are carried token by token, what is said of each, and their packed arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import base64
+import zlib
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Float32, Float64
 
-from softgap.report.chosen import array_keys
-from softgap.report.packing import Packed, pack
-from softgap.trajectories import Trajectories
-from softgap.trajectories.pieces import pieces
+from softgap.errors import unknown_name
+from softgap.trajectories import FOCUS, QUANTITIES, Study, Trajectories
+from softgap.trajectories.run import pieces
 
-__all__ = ["array_of", "carried", "head_means", "line", "part_pieces", "pieces_of", "rounded"]
+__all__ = [
+    "Chosen",
+    "Packed",
+    "array_keys",
+    "array_of",
+    "carried",
+    "choose",
+    "head_means",
+    "keys_of",
+    "line",
+    "pack",
+    "part_pieces",
+    "pieces_of",
+    "rounded",
+    "unpack",
+]
+
+
+VALUES = 4_000_000
+
+
+"""Values that a page carries: 2 bytes each, at most 10.7 MB in base64 if deflating gains nothing."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What goes into a page.
+
+    Attributes
+    ----------
+    samples
+        Names of the samples whose text and trajectories are carried.
+    keys
+        ``quantity/mechanism`` or a focus quantity: what is carried for every step; the rest as means per head.
+    """
+
+    samples: frozenset[str]
+    keys: tuple[str, ...]
+
+
+def array_keys(run: Trajectories) -> tuple[str, ...]:
+    """Every array of a run, the most wanted first."""
+    return keys_of(run.mechanisms, run.focus)
+
+
+def keys_of(mechanisms: Sequence[str], focus: Container[str] = ()) -> tuple[str, ...]:
+    """Every array of runs with these mechanisms: divergences, focus, then the rest mechanism by mechanism."""
+    divergence, *others = QUANTITIES
+    return (
+        *(f"{divergence}/{mechanism}" for mechanism in mechanisms),
+        *(name for name in FOCUS if name in focus),
+        *(f"{quantity}/{mechanism}" for mechanism in mechanisms for quantity in others),
+    )
+
+
+def choose(study: Study, first: Trajectories, wanted: Sequence[str], *, values: int = VALUES) -> Chosen:
+    """Fill a page: samples with their divergences (one of every label in turn, or those asked for), then other arrays.
+
+    Samples asked for are carried however large they are, and the first one is if nothing was asked for.
+    """
+    for sample_id in wanted:
+        if sample_id not in study.ids:
+            raise unknown_name("sample", sample_id, study.ids)
+    table = study.samples()
+    steps = _lengths(table)
+    keys, needed = array_keys(first), len(first.mechanisms)
+    room = values // first.n_heads
+    kept: list[str] = []
+    used = 0
+    for sample_id in wanted or _in_turn(table):
+        if kept and not wanted and used + steps[sample_id] * needed > room:
+            continue
+        kept.append(sample_id)
+        used += steps[sample_id] * needed
+    total = sum(steps[sample_id] for sample_id in kept)
+    fitting = max(needed, min(len(keys), room // max(1, total)))
+    return Chosen(frozenset(kept), keys[:fitting])
+
+
+def _lengths(table: pd.DataFrame) -> dict[str, int]:
+    """Steps of every sample, those of its prompt included."""
+    prompts = [0 if steps is None else len(steps) for steps in table["prompt_positions"]]
+    return {
+        str(sample_id): len(steps) + prompt
+        for sample_id, steps, prompt in zip(table["sample_id"], table["positions"], prompts, strict=True)
+    }
+
+
+def _in_turn(table: pd.DataFrame) -> list[str]:
+    """Names of the samples, one of every label in turn."""
+    turn = table.groupby("label", sort=False, dropna=False).cumcount()
+    return [str(sample_id) for sample_id in table["sample_id"].iloc[turn.argsort(kind="stable")]]
+
+
+CODES = 65535
+
+
+"""Codes that stand for numbers; the one after them is NaN."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An array as text, with its shape."""
+
+    rows: int
+    columns: int
+    text: str
+
+
+def pack(values: Float[np.ndarray, "row column"]) -> Packed:
+    """Quantise every row between its least and greatest number; what is not finite becomes NaN."""
+    wide = np.asarray(values, np.float64)
+    known = np.isfinite(wide)
+    least = np.min(wide, axis=1, where=known, initial=np.inf)
+    greatest = np.max(wide, axis=1, where=known, initial=-np.inf)
+    empty = ~known.any(axis=1)
+    low = np.where(empty, 0.0, least).astype("<f4")
+    span = np.where(empty, 0.0, greatest) - low
+    step = (span / (CODES - 1)).astype("<f4")
+    exact = step.astype(np.float64)[:, None]
+    place = np.where(known, wide, 0.0) - low.astype(np.float64)[:, None]
+    codes = np.rint(np.divide(place, exact, out=np.zeros_like(wide), where=exact > 0)).clip(0, CODES - 1)
+    stored = np.where(known, codes, CODES).astype("<u2")
+    planes = stored.view(np.uint8).reshape(*stored.shape, 2)
+    content = low.tobytes() + step.tobytes() + planes[..., 1].tobytes() + planes[..., 0].tobytes()
+    text = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
+    return Packed(wide.shape[0], wide.shape[1], text)
+
+
+def unpack(packed: Packed) -> Float64[np.ndarray, "row column"]:
+    """What the page makes of it: the reference for its own decoder."""
+    content = zlib.decompress(base64.b64decode(packed.text))
+    rows, size = packed.rows, packed.rows * packed.columns
+    low, step = np.frombuffer(content, "<f4", 2 * rows).astype(np.float64).reshape(2, rows, 1)
+    high, lower = np.frombuffer(content, np.uint8, 2 * size, 8 * rows).reshape(2, rows, packed.columns)
+    codes = high.astype(np.int64) * 256 + lower
+    return np.asarray(np.where(codes == CODES, np.nan, low + step * codes))
+
 
 _EXCERPT = 120
+
 
 # Says where a packed array can be found in the page.
 Store = Callable[[Packed], int]
@@ -72,7 +213,7 @@ def rounded(values: Float[np.ndarray, " value"]) -> list[float | None]:
 
 
 def array_of(run: Trajectories, key: str) -> Float32[np.ndarray, "layer head step"]:
-    """The array of a run that a key of :func:`softgap.report.chosen.array_keys` names."""
+    """The array of a run that a key of :func:`softgap.report.samples.array_keys` names."""
     quantity, _, mechanism = key.partition("/")
     values: np.ndarray = run.quantities[quantity][run.mechanisms.index(mechanism)] if mechanism else run.focus[quantity]
     return values

@@ -3,8 +3,6 @@
 Works on numpy arrays whose last axis is time and imports without torch.
 """
 
-from softgap.signal.batch import TIES, Options
-from softgap.signal.bootstrap import Interval, entropy_interval
 from softgap.signal.change_points import ChangePoints, change_points
 from softgap.signal.complexity import (
     ComplexityBounds,
@@ -16,18 +14,35 @@ from softgap.signal.complexity import (
     renyi_complexity,
     statistical_complexity,
 )
-from softgap.signal.correction import Rarefied, bias_factor, corrected_entropy, rarefied_entropy
-from softgap.signal.eligibility import ELIGIBILITY, LEAST_WINDOWS, Spread, noise_spread
 from softgap.signal.entropy import (
+    WindowedEntropy,
     multiscale_entropy,
     permutation_entropy,
     renyi_entropy,
     tsallis_entropy,
     weighted_permutation_entropy,
+    windowed_entropy,
+)
+from softgap.signal.estimates import (
+    Interval,
+    Rarefied,
+    bias_factor,
+    corrected_entropy,
+    entropy_interval,
+    rarefied_entropy,
 )
 from softgap.signal.nulls import MEASURES, NoiseNull, ZScores, noise_null, z_scores
-from softgap.signal.patterns import ordinal_patterns, pattern_counts, pattern_ranks
-from softgap.signal.residuals import Residuals, Trend, residuals
+from softgap.signal.patterns import (
+    ELIGIBILITY,
+    LEAST_WINDOWS,
+    TIES,
+    Options,
+    Spread,
+    noise_spread,
+    ordinal_patterns,
+    pattern_counts,
+    pattern_ranks,
+)
 from softgap.signal.results import (
     ComplexityEntropy,
     Entropy,
@@ -39,7 +54,17 @@ from softgap.signal.results import (
 )
 from softgap.signal.surrogates import SURROGATES, Convergence, Surrogates, spectrum_error, surrogates
 from softgap.signal.systems import System, simulate, systems
-from softgap.signal.transforms import SEGMENTS, TRANSFORMS, apply_transform, segment, segment_slice, steps_lost
+from softgap.signal.transforms import (
+    SEGMENTS,
+    TRANSFORMS,
+    Residuals,
+    Trend,
+    apply_transform,
+    residuals,
+    segment,
+    segment_slice,
+    steps_lost,
+)
 from softgap.signal.transitions import (
     Network,
     TransitionEntropy,
@@ -47,7 +72,6 @@ from softgap.signal.transitions import (
     ordinal_network,
     transition_entropy,
 )
-from softgap.signal.windowed import WindowedEntropy, windowed_entropy
 
 __all__ = [
     "ELIGIBILITY",

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
-from softgap.signal.checked import checked_count, checked_rng, checked_series, checked_share
-from softgap.signal.compiling import compiled
+from softgap.signal.kernels import compiled
+from softgap.signal.validation import checked_count, checked_rng, checked_series, checked_share
 
 __all__ = ["ChangePoints", "change_points"]
 

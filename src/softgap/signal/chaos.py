@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from softgap.signal.compiling import compiled
+from softgap.signal.kernels import compiled
 
 __all__ = ["henon", "logistic", "lorenz", "mackey_glass", "rossler"]
 

@@ -1,20 +1,16 @@
-"""The loops that read every sample: pattern indices, counts, weights, links and resampled entropies.
-
-A pattern's index is the number of its Lehmer code c_i = #{j > i : x_j < x_i}, sum_i c_i (order - 1 - i)!: its place
-in the lexicographic list of rank permutations. The code is summed pair by pair over a block of windows, so each pass
-is one comparison of two slices, and no windows x order matrix exists.
-"""
+"""Compiled loops over samples: pattern indices, counts, weights, transitions and resampled entropies."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 
-from softgap.signal.compiling import compiled
-
 __all__ = [
+    "compiled",
     "count_rows",
     "entropy_rows",
     "first_unusable_row",
@@ -26,7 +22,25 @@ __all__ = [
     "weigh_rows",
 ]
 
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """``function`` as machine code that leaves other Python threads alone.
+
+    One thread, always: numba's own thread pool may not be entered from two Python threads at once, and a caller who
+    wants more cores can run calls in threads, since the interpreter lock is released.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return cast(Function, numba.njit(cache=True, **options)(function))
+    except RuntimeError:  # no folder to cache in: a read-only install with no user cache either
+        return cast(Function, numba.njit(**options)(function))
+
+
 Array = np.ndarray[Any, Any]
+
 
 # Windows per pass: index, tie marks and the slices of a block stay in the first-level cache.
 BLOCK = 1024

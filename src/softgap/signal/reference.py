@@ -1,7 +1,4 @@
-"""The oracle of the ordinal measures: one window at a time, by the definitions, in plain Python.
-
-Shares nothing with the fast forms. One series in, ties in order of appearance or excluded.
-"""
+"""Reference implementations of the ordinal measures and of IAAFT, in plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Float64
+
 __all__ = [
+    "iaaft_loop",
     "reference_complexity",
     "reference_counts",
     "reference_entropy",
@@ -23,6 +24,7 @@ __all__ = [
     "reference_tsallis",
     "reference_weights",
 ]
+
 
 Ranks = tuple[int, ...]
 
@@ -131,3 +133,25 @@ def reference_irreversibility(counts: Sequence[float], order: int) -> float:
     share = dict(zip(itertools.permutations(range(order)), (c / total for c in counts), strict=True))
     middle = [(p + share[ranks[::-1]]) / 2 for ranks, p in share.items()]
     return (reference_entropy(middle) - reference_entropy(list(share.values()))) / math.log(2)
+
+
+def iaaft_loop(
+    x: Float64[np.ndarray, " time"], start: Float64[np.ndarray, " time"], max_iterations: int
+) -> tuple[Float64[np.ndarray, " time"], int]:
+    """The surrogate that the iteration reaches from ``start``, a permutation of ``x``, and the iterations made.
+
+    Schreiber and Schmitz 1996, PRL 77, 635: ``S -> |X| S / |S|``, back to time, values of x by rank, until nothing
+    changes.
+    """
+    ordered = np.sort(x)
+    amplitude = np.abs(np.fft.rfft(x))
+    series = start.copy()
+    for iteration in range(1, max_iterations + 1):
+        spectrum = np.fft.rfft(series)
+        shaped = np.fft.irfft(amplitude * np.exp(1j * np.angle(spectrum)), n=len(x))
+        following = np.empty_like(series)
+        following[np.argsort(shaped, kind="stable")] = ordered
+        if np.array_equal(following, series):
+            return series, iteration
+        series = following
+    return series, max_iterations

@@ -9,10 +9,9 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.signal.batch import Block, Options, checked_batch
 from softgap.signal.entropy import measured, probabilities, shannon
 from softgap.signal.kernels import link_rows
-from softgap.signal.patterns import reversed_patterns
+from softgap.signal.patterns import Block, Options, checked_batch, reversed_patterns
 from softgap.signal.results import Entropy, Measured
 
 __all__ = ["Network", "TransitionEntropy", "irreversibility", "ordinal_network", "transition_entropy"]

@@ -5,17 +5,15 @@ Works on numpy arrays whose first axis is the sample and imports with numpy and 
 
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
 from softgap.stats.comparison import Comparison, ComparisonOptions, compare, compare_table
-from softgap.stats.contrast import Contrast, contrast_table
 from softgap.stats.design import EXCHANGES
-from softgap.stats.effects import EffectSize, hedges_g
-from softgap.stats.equivalence import Equivalence, equivalence
+from softgap.stats.effects import Contrast, EffectSize, contrast_table, hedges_g
+from softgap.stats.equivalence import Equivalence, Power, equivalence
 from softgap.stats.incremental import Incremental, incremental_auroc
 from softgap.stats.matching import MATCHINGS, JointControl, Matched, joint_control, match
-from softgap.stats.nulls import Null, Omnibus
-from softgap.stats.power import Power
+from softgap.stats.permutation import Null, Omnibus
 from softgap.stats.recurrence import Recurrence, recurrence
 from softgap.stats.reliability import Kappa, LabelNoise, cohens_kappa, label_noise
-from softgap.stats.split import Split, confirmation_split
+from softgap.stats.splits import Split, confirmation_split
 from softgap.stats.verdict import OUTCOMES, Step, Verdict, verdict
 
 __all__ = [

@@ -11,7 +11,8 @@ from scipy import stats
 from scipy.special import expit
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.stats.checked import (
+from softgap.stats.design import drawn_weights, percentile_interval
+from softgap.stats.validation import (
     checked_codes,
     checked_count,
     checked_groups,
@@ -20,7 +21,6 @@ from softgap.stats.checked import (
     checked_share,
     checked_values,
 )
-from softgap.stats.resampling import drawn_weights, percentile_interval
 
 __all__ = ["Auroc", "AurocDifference", "auroc", "auroc_difference"]
 

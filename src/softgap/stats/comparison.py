@@ -9,7 +9,11 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy import stats
 
-from softgap.stats.checked import (
+from softgap.stats.design import Design, design_of
+from softgap.stats.effects import LEAST_RESIDUAL, Contrast, checked_basis, contrast_of, label_share, residual_rows
+from softgap.stats.equivalence import Power, detectable
+from softgap.stats.permutation import SLACK, Null, Omnibus, Prepared, omnibus_of, prepare, relabel
+from softgap.stats.validation import (
     checked_codes,
     checked_count,
     checked_groups,
@@ -19,11 +23,6 @@ from softgap.stats.checked import (
     checked_strata,
     checked_values,
 )
-from softgap.stats.contrast import LEAST_RESIDUAL, Contrast, checked_basis, contrast_of, label_share, residual_rows
-from softgap.stats.design import Design, design_of
-from softgap.stats.nulls import SLACK, Null, Omnibus, omnibus_of
-from softgap.stats.power import Power, detectable
-from softgap.stats.relabelling import Prepared, prepare, relabel
 
 __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 

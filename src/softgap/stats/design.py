@@ -1,9 +1,4 @@
-"""Which labels may be exchanged: samples, whole clusters, or samples within their cluster; always within a stratum.
-
-A *cluster* holds samples that belong together, such as the answers to one question; a *stratum* is anything that
-labels must not be exchanged across, such as a difficulty. Exchanging labels freely among dependent samples finds
-effects that are not there.
-"""
+"""The design of a comparison: which labels are exchangeable, and the cluster bootstrap."""
 
 from __future__ import annotations
 
@@ -16,9 +11,12 @@ from scipy.special import gammaln
 
 from softgap.errors import ValueInputError, unknown_name
 
-__all__ = ["EXCHANGES", "Design", "design_of", "mixed_clusters", "row_exchange"]
+__all__ = ["EXCHANGES", "Design", "design_of", "drawn_weights", "mixed_clusters", "percentile_interval", "row_exchange"]
+
 
 EXCHANGES = ("auto", "between", "within", "whole")
+
+
 """How labels are exchanged where samples come in clusters, by name; see :func:`design_of`."""
 
 
@@ -219,3 +217,31 @@ def _log_orders(vectors: Bool[np.ndarray, "cluster member"]) -> float:
     """Logarithm of the number of different orders of these label vectors."""
     counts = np.unique(vectors, axis=0, return_counts=True)[1]
     return float(gammaln(len(vectors) + 1) - gammaln(counts + 1).sum())
+
+
+def drawn_weights(
+    labels: Bool[np.ndarray, " sample"],
+    clusters: Int64[np.ndarray, " sample"] | None,
+    replicates: int,
+    rng: np.random.Generator,
+) -> Float64[np.ndarray, "replicate sample"]:
+    """How often each sample is drawn.
+
+    Clusters are drawn among those with the same labels in them (only the first, only the second, both), so that both
+    groups are in every replicate and keep their share. Without clusters each sample is its own.
+    """
+    codes = np.arange(len(labels)) if clusters is None else clusters
+    size, first = np.bincount(codes), np.bincount(codes, weights=labels)
+    kind = np.where(first == 0, 0, np.where(first == size, 1, 2))
+    times = np.empty((replicates, len(size)))
+    for value in np.unique(kind):
+        members = np.flatnonzero(kind == value)
+        times[:, members] = rng.multinomial(len(members), np.full(len(members), 1 / len(members)), size=replicates)
+    return times[:, codes]
+
+
+def percentile_interval(sample: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    """The middle ``level`` of replicates, along the first axis."""
+    tail = (1 - level) / 2
+    low, high = np.quantile(sample, [tail, 1 - tail], axis=0)
+    return np.asarray(low), np.asarray(high)

@@ -9,7 +9,10 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int64
 
 from softgap.errors import ShapeError
-from softgap.stats.checked import (
+from softgap.stats.design import design_of
+from softgap.stats.effects import contrast_of
+from softgap.stats.permutation import parts, prepare
+from softgap.stats.validation import (
     checked_codes,
     checked_count,
     checked_labels,
@@ -17,9 +20,6 @@ from softgap.stats.checked import (
     checked_strata,
     checked_values,
 )
-from softgap.stats.contrast import contrast_of
-from softgap.stats.design import design_of
-from softgap.stats.relabelling import parts, prepare
 
 __all__ = ["Recurrence", "recurrence"]
 

@@ -1,30 +1,26 @@
-"""What a study of many prompts keeps beside its measurements.
-
-prompts.jsonl               one line per sample: everything that was given about it, and the number of its batch
-failures/part-*.jsonl       one line per sample that failed in the batch of that number, with its reason
-labels.jsonl                one line per call of `softgap study label`: when, from what, how many
-"""
+"""The files of a study beside its measurements: prompts, failures and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from softgap.errors import StoreError
-from softgap.study.batches import Batch
-from softgap.study.measuring import Failure
+from softgap.errors import StoreError, ValueInputError
+from softgap.study.measurement import Batch, Failure
 from softgap.tasks import Prompt
-from softgap.tasks.prompts import prompt_from
-from softgap.tasks.text_files import short
-from softgap.trajectories.folder import Folder
-from softgap.trajectories.lines import json_lines, read_lines
+from softgap.tasks.stored import PROMPTS, UNPLANNED
+from softgap.trajectories import open_study
+from softgap.trajectories.folder import Folder, add_line, json_lines, read_lines
+from softgap.trajectories.writer import relabel
 
-__all__ = ["read_failures", "stored_prompts", "write_failures", "write_prompts"]
+__all__ = ["Labelled", "label_study", "read_failures", "write_failures", "write_prompts"]
 
-PROMPTS = "prompts.jsonl"
+
 LABELS = "labels.jsonl"
+
+
 _FAILURES = "failures"
-# The batch of a prompt that failed before any batch was made.
-UNPLANNED = -1
 
 
 def write_prompts(folder: Folder, prompts: Sequence[Prompt], batches: Sequence[Batch]) -> None:
@@ -32,23 +28,6 @@ def write_prompts(folder: Folder, prompts: Sequence[Prompt], batches: Sequence[B
     number = {i: batch.number for batch in batches for i in batch.indices}
     lines = [{**prompt.to_json(), "batch": number.get(i, UNPLANNED)} for i, prompt in enumerate(prompts)]
     folder.replace(PROMPTS, json_lines(lines))
-
-
-def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
-    """Prompts by sample id, each with the number of its batch; None for a study without them."""
-    if folder.kind(PROMPTS) == "absent":
-        return None
-    found = {}
-    for number, entry in enumerate(read_lines(folder, PROMPTS), start=1):
-        batch = entry.pop("batch", UNPLANNED)
-        if not isinstance(batch, int):
-            raise StoreError(
-                f"{PROMPTS} in '{folder.given}', line {number}: 'batch' must be a whole number, got {short(batch)}; "
-                "restore this file from a copy"
-            )
-        prompt = prompt_from(entry, f"{PROMPTS} in '{folder.given}', line {number}", str(number), line=number)
-        found[prompt.sample_id] = (prompt, batch)
-    return found
 
 
 def write_failures(folder: Folder, batch: int, failures: Sequence[Failure]) -> None:
@@ -71,3 +50,29 @@ def read_failures(folder: Folder) -> list[Failure]:
 
 def _failures(batch: int) -> str:
     return f"{_FAILURES}/part-{'none' if batch == UNPLANNED else f'{batch:05d}'}.jsonl"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """How many labels were given, how many changed something, and how many samples have none now."""
+
+    given: int
+    changed: int
+    without: int
+
+
+def label_study(path: str, labels: Mapping[str, str | None], *, source: str = "") -> Labelled:
+    """Give samples of a study other labels; None takes a label away. The study's log keeps what was done."""
+    study = open_study(path)
+    unknown = [sample_id for sample_id in labels if sample_id not in set(study.ids)]
+    if unknown:
+        raise ValueInputError(
+            f"labels must be for samples of '{path}', got '{unknown[0]}' ({len(unknown)} such ids); its samples are "
+            f"{', '.join(study.ids[:3])}, ..., leave the others out"
+        )
+    folder = Folder.at(path)
+    changed = relabel(folder, dict(labels))
+    entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "given": len(labels)}
+    add_line(folder, LABELS, {**entry, "changed": changed})
+    without = int(study.samples()["label"].isna().sum())
+    return Labelled(len(labels), changed, without)

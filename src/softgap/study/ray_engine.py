@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
-from softgap.probe import model_fingerprint
-from softgap.probe.progress import quiet_transformers
-from softgap.study.batches import Batch
-from softgap.study.measuring import measure_batch
-from softgap.study.settings import StudySettings
+from softgap.models import model_fingerprint
+from softgap.models.console import quiet_transformers
+from softgap.study.measurement import Batch, StudySettings, measure_batch
 from softgap.tasks import Prompt, resolve_scorer
-from softgap.trajectories.batches import published_ids
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.writer import published_ids
 
 if TYPE_CHECKING:
-    from softgap.probe.models import Loaded
+    from softgap.models.loading import Loaded
     from softgap.study.runner import Planned
 
 __all__ = ["ray_batches", "require_ray"]

@@ -1,4 +1,4 @@
-"""Run a study: many prompts in fixed batches, on this machine or a cluster, resumed wherever it stopped."""
+"""Run a study of many prompts in fixed batches, resume it, or estimate its cost."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, unknown_name
 from softgap.inputs import refuse_string
+from softgap.models.calibrations import default_mechanisms
+from softgap.models.console import quiet_transformers
+from softgap.models.fingerprint import manifest_of
 from softgap.probe import Recording
-from softgap.probe.calibrations import default_mechanisms
-from softgap.probe.progress import quiet_transformers
-from softgap.probe.provenance import manifest_of
-from softgap.study.batches import Batch, plan_batches
-from softgap.study.files import PROMPTS, UNPLANNED, read_failures, stored_prompts, write_failures, write_prompts
-from softgap.study.measuring import Failure, Measured, measure_batch, token_count
-from softgap.study.settings import StudySettings
+from softgap.study.files import read_failures, write_failures, write_prompts
+from softgap.study.measurement import Batch, Failure, Measured, StudySettings, measure_batch, plan_batches, token_count
 from softgap.tasks import Prompt, Scorer, resolve_scorer
 from softgap.tasks.prompts import check_ids
-from softgap.trajectories import Manifest, StudyWriter
-from softgap.trajectories.batches import publish_batch
+from softgap.tasks.stored import PROMPTS, UNPLANNED, stored_prompts
+from softgap.trajectories import QUANTITIES, Manifest, StudyWriter
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.writer import check_new_study
+from softgap.trajectories.writer import check_new_study, publish_batch
 
 if TYPE_CHECKING:
-    from softgap.probe.models import Loaded
+    from softgap.models.loading import Loaded
 
-__all__ = ["ENGINES", "Planned", "Progress", "StudyResult", "plan_study", "run_study"]
+__all__ = ["ENGINES", "Estimate", "Planned", "StudyResult", "estimate_study", "plan_study", "run_study"]
+
 
 ENGINES = ("local", "ray")
+
+
 """Where batches are computed."""
+
 
 # Samples done, of how many, and seconds since the first batch of this call began.
 Progress = Callable[[int, int, float], None]
@@ -242,3 +244,54 @@ class _threads:
 
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self._before)
+
+
+_SHORT, _LONG = 2, 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds and bytes at most: answers that end early cost less, and stored numbers are compressed."""
+
+    samples: int
+    unmeasurable: int
+    batches: int
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    bytes: int
+
+
+def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
+    """Time the middle batch, and scale by tokens: those that are fed at once and those that come one by one."""
+    settings, batches = planned.settings, planned.batches
+    middle = batches[len(batches) // 2]
+    fed = sum(planned.lengths)
+    live = [batch for batch in batches if not batch.replay]
+    longest = min(_LONG, settings.max_new_tokens)
+    shortest = min(_SHORT, longest)
+    here = sum(planned.lengths[i] for i in middle.indices)
+
+    def seconds(new: int) -> float:
+        start = time.perf_counter()
+        measure_batch(loaded, planned.prompts, middle, replace(settings, max_new_tokens=new), None)
+        return time.perf_counter() - start
+
+    seconds(shortest)  # the first call of a model is slower than the others
+    short = seconds(shortest)
+    step = max(0.0, seconds(longest) - short) / max(1, longest - shortest) if live and longest > shortest else 0.0
+    feeding = max(0.0, short - shortest * step) / max(1, here)
+    samples = sum(len(batch.indices) for batch in batches)
+    new = settings.max_new_tokens * sum(len(batch.indices) for batch in live)
+    config = loaded[0].config.get_text_config()
+    heads = config.num_hidden_layers * config.num_attention_heads
+    stored = (fed if settings.keep_prompt else 0) + new
+    return Estimate(
+        samples=samples,
+        unmeasurable=len(planned.unmeasurable),
+        batches=len(batches),
+        prompt_tokens=fed,
+        new_tokens=new,
+        seconds=feeding * fed + step * settings.max_new_tokens * len(live),
+        bytes=stored * heads * len(settings.mechanisms or ()) * len(QUANTITIES) * 4,
+    )

@@ -1,9 +1,9 @@
 """Labelled prompts: read from files and datasets, generated with known answers, and judged."""
 
-from softgap.tasks.generated import TASKS, Task, generate_prompts
+from softgap.tasks.generators import TASKS, Task, generate_prompts
 from softgap.tasks.prompts import Prompt
-from softgap.tasks.reading import read_labels, read_prompts
 from softgap.tasks.scoring import RIGHT, SCORERS, WRONG, Scorer, resolve_scorer
+from softgap.tasks.sources import read_labels, read_prompts
 
 __all__ = [
     "RIGHT",

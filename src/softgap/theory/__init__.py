@@ -1,10 +1,10 @@
 """The claims of the sources, run: one lab per claim, on synthetic data and inside a real model."""
 
+from softgap.intervals import Estimate
 from softgap.theory import focus, injectivity, position, separation
-from softgap.theory.claims import Claim, Verdict
 from softgap.theory.focus import FocusFindings, ModelFocus, focus_in_model, focus_lab
 from softgap.theory.injectivity import Injectivity, ModelInjectivity, injectivity_in_model, injectivity_lab
-from softgap.theory.intervals import Estimate
+from softgap.theory.lab import Claim, Verdict
 from softgap.theory.position import Position, position_in_model, position_lab
 from softgap.theory.separation import Separation, separation_lab
 

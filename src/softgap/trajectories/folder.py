@@ -1,15 +1,17 @@
-"""A folder, here or behind a URI, in which files appear whole or not at all."""
+"""The folder of a study, local or behind a URI: files appear whole or not at all; JSON lines; default names."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import posixpath
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,10 +20,15 @@ from pyarrow import fs
 
 from softgap.errors import StoreError
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "add_line", "json_lines", "new_name", "read_lines", "slug"]
+
 
 _PARTIAL = ".partial"
+
+
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
 _SECRET = re.compile(_URI.pattern + "[^/@]*:[^/@]*@")
 
 
@@ -222,3 +229,49 @@ def _reason(error: OSError) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file of a study; none if there is no such file."""
+    if folder.kind(name) == "absent":
+        return []
+    try:
+        found = [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
+        if not all(isinstance(entry, dict) for entry in found):
+            raise ValueError("a line is no object")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{name} in '{folder.given}' is damaged ({error}); restore this file from a copy") from error
+    return found
+
+
+def add_line(folder: Folder, name: str, entry: Mapping[str, Any]) -> None:
+    """Add one object to a JSON lines file of a study; object stores know no other way than to write it anew."""
+    folder.replace(name, json_lines([*read_lines(folder, name), entry]))
+
+
+def json_lines(entries: Sequence[Mapping[str, Any]]) -> bytes:
+    """Objects as the bytes of a JSON lines file."""
+    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
+
+
+_LONGEST = 31
+
+
+def slug(text: str) -> str:
+    """The first words of a text as part of a folder's name."""
+    words = re.findall(r"\w+", text.lower())
+    name = ""
+    for word in words:
+        if name and len(name) + len(word) > _LONGEST:
+            break
+        name = f"{name}-{word}" if name else word[: _LONGEST + 1]
+    return name or "run"
+
+
+def new_name(parent: Path, words: str, taken: Container[str] = ()) -> str:
+    """The name of a new folder in ``parent``, made of some words and the time; none of the ``taken`` ones."""
+    base = f"{words}-{datetime.now():%Y%m%d-%H%M%S}"
+    name, number = base, 2
+    while name in taken or (parent / name).exists():
+        name, number = f"{base}-{number}", number + 1
+    return name

@@ -1,13 +1,11 @@
-"""The measurements of one sequence, as one frozen value.
-
-Axes: *mechanism*, *layer*, *head* (query heads), *step* (queries). Step i is the query at ``positions[i]``; its token,
-log-probability and entropy are those of the token that this query's output predicts.
-"""
+"""The measurements of one sequence: the Trajectories type, its labelled arrays and its display."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +14,6 @@ from jaxtyping import Float, Float32, Int32
 
 from softgap.errors import unknown_name
 from softgap.trajectories import validation
-from softgap.trajectories.display import Displayed
 from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.validation import QUANTITIES
 
@@ -24,9 +21,29 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-__all__ = ["Trajectories"]
+__all__ = ["Displayed", "Trajectories", "pieces"]
+
+
+class Displayed:
+    """A result that a notebook shows as a page in a frame of its own."""
+
+    def _repr_html_(self) -> str | None:
+        # The report lies below this layer, so it is asked for by name, as a user would: softgap.report.
+        package: Any = sys.modules["softgap"]
+        shown: str | None = package.report.notebook_html(self)
+        return shown
+
+    def __repr__(self) -> str:
+        # Of a lab: what it says, not the arrays behind it.
+        claims = getattr(self, "claims", ())
+        return f"<{type(self).__name__}: {'; '.join(f'{claim.name}: {claim.verdict}' for claim in claims)}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
 
 Part = Literal["prompt", "completion"]
+
 
 _SAMPLE_FIELDS = ("sample_id", "prompt_text", "completion_text", "label", "n_prompt", "manifest")
 
@@ -159,15 +176,11 @@ class Trajectories(Displayed):
         )
 
     def to_xarray(self) -> xr.Dataset:
-        """An xarray Dataset with dimensions mechanism, layer, head, step; see :mod:`softgap.trajectories.labelled`."""
-        from softgap.trajectories.labelled import to_xarray
-
+        """An xarray Dataset with dimensions mechanism, layer, head, step; see :mod:`softgap.trajectories.run`."""
         return to_xarray(self)
 
     def to_frame(self) -> pd.DataFrame:
-        """A tidy frame, one row per mechanism, layer, head and step; see :mod:`softgap.trajectories.labelled`."""
-        from softgap.trajectories.labelled import to_frame
-
+        """A tidy frame, one row per mechanism, layer, head and step; see :mod:`softgap.trajectories.run`."""
         return to_frame(self)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -197,3 +210,123 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, dict):
         return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
     return bool(mine == theirs)
+
+
+def to_xarray(run: Trajectories) -> xr.Dataset:
+    """The run as a Dataset.
+
+    Dimensions and their coordinates are mechanism, layer, head and step; position, token, token_id and kv_group are
+    further coordinates; logprob and entropy are variables over step. The sample and the manifest (as JSON) are in the
+    attributes.
+    """
+    import xarray as xr
+
+    variables: dict[str, Any] = {
+        name: (("mechanism", "layer", "head", "step"), array) for name, array in run.quantities.items()
+    }
+    variables |= {name: (("layer", "head", "step"), array) for name, array in run.focus.items()}
+    variables |= {"logprob": ("step", run.logprob), "entropy": ("step", run.entropy)}
+    coordinates: dict[str, Any] = {
+        "mechanism": list(run.mechanisms),
+        "layer": list(run.layers),
+        "head": np.arange(run.kv_group.shape[1]),
+        "step": np.arange(run.n_steps),
+        "position": ("step", run.positions),
+        "token_id": ("step", run.token_ids),
+        "token": ("step", np.array(run.tokens, dtype=object)),
+        "kv_group": (("layer", "head"), run.kv_group),
+    }
+    attributes = {
+        "sample_id": run.sample_id,
+        "part": run.part,
+        "prompt": run.prompt_text,
+        "completion": run.completion_text,
+        "n_prompt": run.n_prompt,
+        "manifest": json.dumps(run.manifest.to_json()),
+    }
+    if run.label is not None:
+        attributes["label"] = run.label
+    return xr.Dataset(variables, coordinates, attributes)
+
+
+def to_frame(run: Trajectories) -> pd.DataFrame:
+    """The run as a tidy frame: one row per mechanism, layer, head and step, in this order; padding is left out.
+
+    The columns of ``focus``, where measured, come last and repeat for every mechanism.
+    """
+    import pandas as pd
+
+    real = np.arange(run.kv_group.shape[1]) < np.array(run.heads_per_layer)[:, None]
+    layer, head = np.nonzero(real)
+    times, steps, rows = len(run.mechanisms), run.n_steps, len(layer)
+
+    def per_step(values: Any) -> np.ndarray:
+        return np.tile(values, times * rows)
+
+    def per_head(values: np.ndarray) -> np.ndarray:
+        return np.tile(np.repeat(values, steps), times)
+
+    columns = {
+        "mechanism": np.repeat(np.array(run.mechanisms, dtype=object), rows * steps),
+        "layer": per_head(np.array(run.layers)[layer]),
+        "head": per_head(head),
+        "step": per_step(np.arange(steps)),
+        "position": per_step(run.positions),
+        "token": per_step(np.array(run.tokens, dtype=object)),
+        "logprob": per_step(run.logprob),
+        "entropy": per_step(run.entropy),
+    }
+    columns |= {name: array[:, real].ravel() for name, array in run.quantities.items()}
+    columns |= {name: np.tile(array[real].ravel(), times) for name, array in run.focus.items()}
+    return pd.DataFrame(columns)
+
+
+# A token that is part of a character has no text of its own.
+_UNKNOWN = "�"
+
+
+_LONGEST_CHARACTER = 8
+
+
+def pieces(text: str, tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """The text cut into pieces, each with the indices of the tokens it came from.
+
+    Decoding one token alone may lose a leading space or give half a character, so the tokens are looked up in the text,
+    from its end: there the last token ends, while a text that was read begins with a token nothing predicted. Tokens
+    that are not in the text (end of a turn) belong to no piece; what no token explains has an empty list.
+    """
+    found: list[tuple[str, list[int]]] = []
+    end, waiting = len(text), 0
+    indices: list[int] = []
+    for index in reversed(range(len(tokens))):
+        start = _start(text, tokens[index], end, waiting)
+        if start is None:
+            # Behind the text's end only what a decoder leaves out.
+            if found or _UNKNOWN in tokens[index]:
+                indices.insert(0, index)
+                waiting += _LONGEST_CHARACTER if _UNKNOWN in tokens[index] else 0
+            continue
+        stop = start + len(tokens[index])
+        rest = text[stop:end]
+        if rest.strip() or (rest and indices):
+            found.append((rest, indices))
+            rest = ""
+        found.append((text[start:stop] + rest, [index]))
+        end, waiting, indices = start, 0, []
+    if end:
+        found.append((text[:end], indices))
+    return found[::-1]
+
+
+def _start(text: str, token: str, end: int, slack: int) -> int | None:
+    """Where a token begins that ends at ``end``, or before spaces or up to ``slack`` characters; None if nowhere."""
+    if not token or _UNKNOWN in token:
+        return None
+    close = len(text[:end].rstrip())
+    for stop in (end, close):
+        if text.endswith(token, 0, stop):
+            return stop - len(token)
+    if not slack:
+        return None
+    at = text.rfind(token, max(0, end - len(token) - slack), end)
+    return None if at < 0 else at

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.probe.models import Loaded
-from softgap.report.live.limits import Limits
+from softgap.models.loading import Loaded
+from softgap.report.live.requests import Limits
 
 __all__ = ["bound", "require_server", "serve"]
 
@@ -79,9 +79,9 @@ def serve(
     require_server()
     import uvicorn
 
-    from softgap.report.live.app import create_app
-    from softgap.report.live.guard import allowed_names
-    from softgap.report.live.studies import Studies
+    from softgap.report.live.requests import allowed_names
+    from softgap.report.live.routes import create_app
+    from softgap.report.live.runs import Studies
     from softgap.report.live.writer import Writer
 
     limits = limits or Limits()

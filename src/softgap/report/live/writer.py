@@ -12,15 +12,13 @@ import numpy as np
 
 from softgap.attention import mechanisms
 from softgap.errors import SoftgapError, ValueInputError
+from softgap.models.calibrations import default_mechanisms
+from softgap.models.loading import Loaded
 from softgap.probe import Step, generate, read_ids
-from softgap.probe.calibrations import default_mechanisms
-from softgap.probe.models import Loaded
+from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import ready
-from softgap.probe.text_ids import check_lengths, prompt_ids
-from softgap.report.chosen import array_keys
-from softgap.report.live.limits import Limits
-from softgap.report.live.wishes import CONTROL, Wish
-from softgap.report.samples import array_of, part_pieces, pieces_of, rounded
+from softgap.report.live.requests import CONTROL, Limits, Wish
+from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, rounded
 from softgap.trajectories import QUANTITIES, Trajectories
 
 __all__ = ["Writer"]

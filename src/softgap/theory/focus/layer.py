@@ -12,12 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
-from softgap.attention.off_diagonal import BlockSpectra, block_error, block_spectra, numerical_rank, without_sink
+from softgap.attention.rank import BlockSpectra, block_error, block_spectra, numerical_rank, without_sink
 from softgap.probe.tensors import LayerTensors
-from softgap.theory.focus.concentration import concentration, feature_prediction, row_sparsity, score_moments
-from softgap.theory.focus.interventions import Effect, intervened
-from softgap.theory.focus.placement import column_share, distance_share
-from softgap.theory.focus.road import Milestone, feature_road
+from softgap.theory.focus.concentration import (
+    Effect,
+    Milestone,
+    column_share,
+    concentration,
+    distance_share,
+    feature_prediction,
+    feature_road,
+    intervened,
+    row_sparsity,
+    score_moments,
+)
 
 __all__ = ["LayerFocus", "MechanismLayer", "Plan", "SoftmaxRows", "examine_layer"]
 

@@ -12,23 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.off_diagonal import ENERGIES, capacity_exponent
+from softgap.attention.rank import ENERGIES, capacity_exponent
 from softgap.errors import ValueInputError
-from softgap.probe.calibrations import calibrated
+from softgap.intervals import Estimate, rank_correlation
+from softgap.models.calibrations import calibrated
+from softgap.models.support import check_measurable
+from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
-from softgap.probe.support import check_measurable
 from softgap.probe.tensors import LayerTensors, visit_layers
-from softgap.probe.text_ids import check_lengths
-from softgap.theory.claims import Claim
 from softgap.theory.focus import model_claims
-from softgap.theory.focus.closed_forms import sparsity
-from softgap.theory.focus.concentration import with_weights
-from softgap.theory.focus.finite import GaussianTable
-from softgap.theory.focus.interventions import Effect
+from softgap.theory.focus.closed_forms import GaussianTable, sparsity
+from softgap.theory.focus.concentration import Effect, Milestone, with_weights
 from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
-from softgap.theory.focus.road import Milestone
-from softgap.theory.intervals import Estimate, rank_correlation
-from softgap.trajectories.display import Displayed
+from softgap.theory.lab import Claim
+from softgap.trajectories.run import Displayed
 
 __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.theory.claims import Claim, Verdict
-from softgap.theory.focus.road import FAMILIES, Milestone, closes_gap
+from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
+from softgap.theory.lab import Claim, Verdict
 
 if TYPE_CHECKING:
-    from softgap.theory.focus.interventions import Effect
+    from softgap.theory.focus.concentration import Effect
     from softgap.theory.focus.model import Capacity, Failure, MechanismFocus, Prediction
 
 __all__ = ["all_claims"]

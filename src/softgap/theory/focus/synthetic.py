@@ -12,16 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from softgap.attention import Visible, attention_weights
-from softgap.attention.off_diagonal import block_spectra, numerical_rank
+from softgap.attention.rank import block_spectra, numerical_rank
 from softgap.errors import ValueInputError
-from softgap.theory.claims import Claim
 from softgap.theory.focus import synthetic_claims
-from softgap.theory.focus.closed_forms import FUNCTIONS, decay_sparsity, linear_sparsity, norm_ratio_bounds, sparsity
-from softgap.theory.focus.concentration import row_sparsity, with_weights
-from softgap.theory.focus.finite import finite_sparsity, simulate_sparsity
+from softgap.theory.focus.closed_forms import (
+    FUNCTIONS,
+    decay_sparsity,
+    finite_sparsity,
+    linear_sparsity,
+    norm_ratio_bounds,
+    simulate_sparsity,
+    sparsity,
+)
+from softgap.theory.focus.concentration import Milestone, feature_road, row_sparsity, with_weights
 from softgap.theory.focus.reference import quadrature_sparsity, sample_mean
-from softgap.theory.focus.road import Milestone, feature_road
-from softgap.trajectories.display import Displayed
+from softgap.theory.lab import Claim
+from softgap.trajectories.run import Displayed
 
 __all__ = ["Check", "FiniteValue", "FocusFindings", "Ranks", "SeparationFocus", "focus_lab"]
 

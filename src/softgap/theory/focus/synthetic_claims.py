@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.theory.claims import Claim
-from softgap.theory.focus.road import FAMILIES, Milestone, closes_gap
+from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
+from softgap.theory.lab import Claim
 
 if TYPE_CHECKING:
     from softgap.theory.focus.synthetic import Check, FiniteValue, Ranks, SeparationFocus

@@ -1,19 +1,4 @@
-"""The divergence of every head against position, taken apart into terms that sum to it.
-
-Let u_t be the mean of the visible values. Then, for the output l_t of a mechanism and o_t of softmax,
-
-    1 - cos(o, l) = P + [D_u - P] + [D - D_u],   D = 1 - cos(o, l),   D_u = 1 - cos(o, u).
-
-P is what exchangeable values with mean m and deviations of mean square s^2 would give. With r = |m|^2 / s^2, n = t
-visible keys and n_eff = 1 / sum_j a_j^2,
-
-    E o.u = |m|^2 + s^2 / n,   E |u|^2 = |m|^2 + s^2 / n,   E |o|^2 = |m|^2 + s^2 / n_eff,
-    P = 1 - sqrt((r + 1 / n) / (r + 1 / n_eff)).
-
-P changes with position because the running mean settles (n) and because softmax spreads (n_eff); its change is divided
-between the two by letting each vary while the other rests, in both orders, and taking the mean. D_u - P is what values
-do that are not exchangeable, D - D_u what the mechanism does that the running mean does not.
-"""
+"""Divergence against position, split into terms that sum to it, and the slope of each."""
 
 from __future__ import annotations
 
@@ -23,17 +8,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Float64
+from scipy import stats
 from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, compare_outputs, resolve
-from softgap.attention.features import featurise
+from softgap.attention.feature_maps import featurise
 from softgap.attention.quadratic import weight_blocks
 from softgap.errors import ValueInputError
 from softgap.probe.tensors import LayerTensors
 
-__all__ = ["TERMS", "LayerSeries", "layer_series", "normaliser_effect", "predicted", "synthetic_layer"]
+__all__ = [
+    "FALSE_DISCOVERIES",
+    "TERMS",
+    "LayerSeries",
+    "Slopes",
+    "layer_series",
+    "log_slopes",
+    "normaliser_effect",
+    "predicted",
+    "synthetic_layer",
+]
+
 
 TERMS = ("running mean", "concentration", "values", "map")
+
+
 """The terms of a trend, in the order of the arrays; they sum to the divergence up to a constant."""
 
 
@@ -172,3 +171,68 @@ def _diverged(
     k, v = layer.key[None], layer.value[None]
     found = attend(mechanism, query[None], k, v, visible=layer.visible, scale=layer.scale, check=False).output[0]
     return np.asarray(compare_outputs(layer.output, found).divergence.double().numpy())
+
+
+FALSE_DISCOVERIES = 0.05
+
+
+"""Expected share of heads without a trend among those that are said to have one, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """Mean over texts of the least-squares slope of each series per doubling of position.
+
+    Attributes
+    ----------
+    value, low, high
+        The mean and its 95 % t interval over texts, each by itself. One text has no interval: NaN.
+    p
+        Two-sided p-value of the t test against 0.
+    texts
+        How many there are.
+    """
+
+    value: Float64[np.ndarray, "*series"]
+    low: Float64[np.ndarray, "*series"]
+    high: Float64[np.ndarray, "*series"]
+    p: Float64[np.ndarray, "*series"]
+    texts: int
+
+    @property
+    def q(self) -> Float64[np.ndarray, "*series"]:
+        """p-values after Benjamini and Hochberg, over all series of this object."""
+        if np.isnan(self.p).any():
+            return np.full_like(self.p, np.nan)
+        return np.asarray(stats.false_discovery_control(self.p, axis=None)).reshape(self.p.shape)
+
+    @property
+    def trending(self) -> np.ndarray:
+        """Where q is at most 0.05; nowhere with one text."""
+        return np.asarray(self.q <= FALSE_DISCOVERIES)
+
+    def __getitem__(self, where: int | slice) -> Slopes:
+        """Some of the series; their q-values count only them."""
+        return Slopes(self.value[where], self.low[where], self.high[where], self.p[where], self.texts)
+
+
+def log_slopes(series: Float64[np.ndarray, "text *series step"], positions: Float64[np.ndarray, " step"]) -> Slopes:
+    """Slopes on log2(position), one per text, with their mean and t interval over texts.
+
+    Slopes are linear in a series: those of terms that sum to a series sum to its slope.
+    """
+    texts, steps = series.shape[0], series.shape[-1]
+    if steps < 16 or positions.shape != (steps,):
+        raise ValueInputError(f"a trend needs at least 16 steps with a position each, got {steps}; read a longer text")
+    x = np.log2(positions) - np.log2(positions).mean()
+    by_text = series.astype(np.float64) @ x / (x @ x)
+    value = by_text.mean(axis=0)
+    if texts < 2:
+        unknown = np.full_like(value, np.nan)
+        return Slopes(value, unknown, unknown, unknown, texts)
+    error = by_text.std(axis=0, ddof=1) / np.sqrt(texts)
+    half = stats.t.ppf(0.975, texts - 1) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Texts that agree exactly leave no doubt about a slope, and none about a slope of 0.
+        score = np.where(value == 0, 0.0, np.abs(value) / error)
+    return Slopes(value, value - half, value + half, np.asarray(2 * stats.t.sf(score, texts - 1)), texts)

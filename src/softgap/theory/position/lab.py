@@ -1,4 +1,4 @@
-"""The position lab: why divergence changes with position, per head, in a model and in i.i.d. synthetic heads."""
+"""The position lab: why divergence changes with position, per head, and the verdicts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,158 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.probe.calibrations import calibrated
+from softgap.intervals import Estimate, cluster_interval, ratio
+from softgap.models.calibrations import calibrated
+from softgap.models.support import check_measurable
+from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
-from softgap.probe.support import check_measurable
 from softgap.probe.tensors import LayerTensors, visit_layers
-from softgap.probe.text_ids import check_lengths
-from softgap.theory.claims import Claim
-from softgap.theory.intervals import Estimate, cluster_interval, ratio
-from softgap.theory.position.claims import position_claims
-from softgap.theory.position.drift import TERMS, LayerSeries, layer_series, synthetic_layer
-from softgap.theory.position.trends import Slopes, log_slopes
-from softgap.trajectories.display import Displayed
+from softgap.theory.lab import Claim, Verdict
+from softgap.theory.position.drift import (
+    FALSE_DISCOVERIES,
+    TERMS,
+    LayerSeries,
+    Slopes,
+    layer_series,
+    log_slopes,
+    synthetic_layer,
+)
+from softgap.trajectories.run import Displayed
 
-__all__ = ["Correction", "MechanismTrend", "Position", "fixed_maps", "position_in_model", "position_lab"]
+__all__ = ["Correction", "MechanismTrend", "Position", "position_in_model", "position_lab"]
+
+
+_SAD = "navi-SAD, capacity gap"
+
+
+# Rounding of a float64 cosine; a real effect of the normaliser would be many orders above.
+_ROUNDING = 1e-9
+
+
+_ONE_TEXT = "one text says nothing about other texts; give a longer file with --text, so that it holds 8 texts or more"
+
+
+def position_claims(lab: Position) -> tuple[Claim, ...]:
+    """One claim after the other, all about the first mechanism."""
+    trend = lab.trends[0]
+    return (_has_trend(trend), _normaliser(trend), _running_mean(trend), _concentration(trend), _winner(trend))
+
+
+def _has_trend(trend: MechanismTrend) -> Claim:
+    slope, heads, texts = trend.slopes.value, trend.trending, trend.slopes.texts
+    rising, falling = int((heads & (slope > 0)).sum()), int((heads & (slope < 0)).sum())
+    verdict: Verdict = "holds" if heads.all() else "does not hold" if not heads.any() else "holds only when"
+    condition = ""
+    if texts < 2:
+        verdict, condition = "not decided", _ONE_TEXT
+    elif verdict == "holds only when":
+        condition = f"the head is one of {rising} that rise or {falling} that fall, of {heads.size}"
+    return Claim(
+        name="position trend",
+        source=_SAD,
+        statement=f"The divergence from {trend.mechanism} has a trend with position.",
+        verdict=verdict,
+        condition=condition,
+        numbers={
+            "rising": rising,
+            "falling": falling,
+            "heads": heads.size,
+            "texts": texts,
+            "false discoveries at most": FALSE_DISCOVERIES,
+            "mean_slope": float(slope.mean()),
+            "median_size": float(np.median(np.abs(slope))),
+        },
+    )
+
+
+def _normaliser(trend: MechanismTrend) -> Claim:
+    verdict: Verdict = "not decided"
+    condition = f"{trend.mechanism} has no plain normaliser to multiply by"
+    if np.isfinite(trend.normaliser_change):
+        verdict = "does not hold" if trend.normaliser_change < _ROUNDING else "holds"
+        condition = "the cosine does not change when a vector is multiplied by a positive number"
+    return Claim(
+        name="normaliser",
+        source=_SAD,
+        statement="The growing normaliser z is the source of the position trend.",
+        verdict=verdict,
+        condition=condition,
+        numbers={
+            "change_when_multiplied_by_z": trend.normaliser_change,
+            "growth_exponent_of_z": trend.normaliser_growth,
+        },
+    )
+
+
+def _running_mean(trend: MechanismTrend) -> Claim:
+    own = trend.shares[TERMS.index("map")]
+    verdict: Verdict = "not decided"
+    if np.isfinite(own.value):
+        # The trend is that of the running mean where what the mechanism adds is a minor part of it, interval included.
+        verdict = "holds" if max(abs(own.low), abs(own.high)) < 0.2 else "does not hold"
+    return Claim(
+        name="running mean",
+        source="softgap",
+        statement=f"The trend is that of the divergence from the running mean; {trend.mechanism} adds little to it.",
+        verdict=verdict,
+        condition="beside it, the share that is left with queries of random direction",
+        numbers={
+            "share_of_map": own.value,
+            "low": own.low,
+            "high": own.high,
+            "share_with_random_queries": trend.random_share.value,
+            "random_low": trend.random_share.low,
+            "random_high": trend.random_share.high,
+        },
+    )
+
+
+def _concentration(trend: MechanismTrend) -> Claim:
+    shares = dict(zip(TERMS, trend.shares, strict=True))
+    mean, spread = shares["running mean"], shares["concentration"]
+    verdict: Verdict = "not decided"
+    if np.isfinite(mean.value):
+        verdict = (
+            "holds" if spread.low > max(mean.high, 0.0) else "does not hold" if mean.low > spread.high else verdict
+        )
+    return Claim(
+        name="concentration",
+        source="softgap",
+        statement="The trend comes from a change of softmax's concentration more than from the settling mean.",
+        verdict=verdict,
+        numbers={
+            f"{name}_{key}": getattr(share, key)
+            for name, share in (("concentration", spread), ("settling", mean), ("values", shares["values"]))
+            for key in ("value", "low", "high")
+        },
+    )
+
+
+def _winner(trend: MechanismTrend) -> Claim:
+    ordered = sorted(trend.corrections, key=lambda correction: correction.left)
+    verdict: Verdict = "not decided"
+    if ordered:
+        verdict = "holds" if ordered[0].left < 0.5 else "does not hold"
+    return Claim(
+        name="correction",
+        source="softgap",
+        statement="Subtracting what explains it removes most of the trend.",
+        verdict=verdict,
+        condition=f"the winner is '{ordered[0].name}', keeping {ordered[0].kept:.1%} of the variance around the trend; "
+        "minus uniform is the transform 'control' of `softgap analyze`"
+        if ordered
+        else "no head has a trend"
+        if trend.slopes.texts > 1
+        else _ONE_TEXT,
+        numbers={
+            f"{correction.name}: {key}": getattr(correction, key) for correction in ordered for key in ("left", "kept")
+        },
+    )
+
 
 Progress = Callable[[str, float], None]
+
+
 GAINS = (0.3, 1.0, 2.0, 3.0, 4.5)
 
 

@@ -1,13 +1,11 @@
 """Separation: two classes of sequences that a small network tells apart with softmax, and where else it does."""
 
-from softgap.theory.separation.data import Construction, Draw, construct, draw_many, sequences
+from softgap.theory.separation.ablation import Ablation, Probe, normaliser_ablation, probe_outputs
+from softgap.theory.separation.classes import Construction, Draw, construct, draw_many, sequences
 from softgap.theory.separation.lab import Separation, separation_lab
-from softgap.theory.separation.network import Firing, argument, fire, hoeffding
+from softgap.theory.separation.network import Firing, Share, Trial, argument, fire, hoeffding, share, trial, trials
 from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
-from softgap.theory.separation.probe import Ablation, Probe, normaliser_ablation, probe_outputs
-from softgap.theory.separation.trained import Trained, train_all
-from softgap.theory.separation.trained_cells import Training
-from softgap.theory.separation.trials import Share, Trial, share, trial, trials
+from softgap.theory.separation.training import Trained, Training, train_all
 
 __all__ = [
     "Ablation",

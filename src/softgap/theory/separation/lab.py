@@ -1,32 +1,249 @@
-"""The separation lab: whether the network of Deng, Song and Zhou tells D0 from D1, where, and by which attention."""
+"""The separation lab: whether the network of Deng, Song and Zhou tells D0 from D1, and the verdicts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from softgap.inputs import as_items
-from softgap.theory.claims import Claim
-from softgap.theory.separation.claims import separation_claims
-from softgap.theory.separation.data import Construction, construct
+from softgap.theory.lab import Claim, Verdict
+from softgap.theory.separation.ablation import Ablation, Probe, normaliser_ablation, probe_outputs
+from softgap.theory.separation.classes import Construction, construct
+from softgap.theory.separation.network import Trial, named, trials
 from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
-from softgap.theory.separation.probe import Ablation, Probe, normaliser_ablation, probe_outputs
-from softgap.theory.separation.trained import Trained
-from softgap.theory.separation.trials import Trial, named, trials
-from softgap.trajectories.display import Displayed
+from softgap.theory.separation.training import Trained
+from softgap.trajectories.run import Displayed
 
-__all__ = ["Scaled", "Separation", "separation_lab"]
+__all__ = ["Separation", "separation_lab"]
+
+
+_PAPER = "Deng, Song and Zhou 2023"
+
+
+# "With high probability", for verdicts.
+_MOSTLY = 0.9
+
+
+def separation_claims(found: Separation) -> tuple[Claim, ...]:
+    """One verdict per claim."""
+    claims = [_softmax_separates(found), _linear_fails(found), _only_softmax(found), _large_n(found)]
+    mapped = next((one for one in found.maps if one.mechanism == "softmax"), None)
+    if mapped is not None:
+        claims += [_everywhere(mapped), _argument_predicts(mapped, "argued"), _argument_predicts(mapped, "median")]
+    linear = next((one for one in found.maps if one.mechanism == "identity"), None)
+    if mapped is not None and linear is not None:
+        claims.append(_linear_ahead(mapped, linear))
+    claims.append(_bound_holds(found.maps))
+    if found.ablation:
+        claims.append(_normaliser(found))
+    claims.append(_linear_probe(found))
+    return tuple(claims)
+
+
+def _of(found: Separation, name: str) -> Trial:
+    return next(one for one in found.trials if one.mechanism == name)
+
+
+def _softmax_separates(found: Separation) -> Claim:
+    one, size = _of(found, "softmax"), found.construction
+    verdict: Verdict = "holds" if one.success.value >= _MOSTLY else "does not hold"
+    return Claim(
+        "softmax separates",
+        f"{_PAPER}, section 1.1",
+        f"With softmax the network is 0 on D0 and positive on D1 (n = {size.n}, d = {size.d}, b = {size.b:g}).",
+        verdict,
+        "",
+        {
+            "P(F > 0 | D0)": one.fires_d0.value,
+            "P(F > 0 | D1)": one.fires_d1.value,
+            "P(both right)": one.success.value,
+            "at least": one.success.low,
+        },
+    )
+
+
+def _linear_fails(found: Separation) -> Claim:
+    one = _of(found, "identity")
+    numbers = {
+        "P(F > 0 | D0)": one.fires_d0.value,
+        "P(F > 0 | D1)": one.fires_d1.value,
+        "P(both right)": one.success.value,
+    }
+    mapped = next((grid for grid in found.maps if grid.mechanism == "identity"), None)
+    cells = np.zeros(0, bool) if mapped is None else mapped.low > 0.5
+    if mapped is not None:
+        numbers |= {"cells it separates": float(cells.sum()), "cells": float((~np.isnan(mapped.success)).sum())}
+    verdict: Verdict = "holds" if one.success.value < 0.5 else "does not hold"
+    condition = ""
+    if mapped is not None and cells.any():
+        j, i = np.unravel_index(int(np.nanargmax(np.where(cells, mapped.low, np.nan))), cells.shape)
+        condition = (
+            f"the sizes are not like {mapped.x.name} = {mapped.x.values[i]:g}, "
+            f"{mapped.y.name} = {mapped.y.values[j]:g}, where linear attention separates "
+            f"with P = {mapped.success[j, i]:.2f}"
+        )
+        verdict = "holds only when" if verdict == "holds" else verdict
+    statement = "With linear attention the same network cannot tell D0 from D1."
+    return Claim("linear fails", f"{_PAPER}, section 1.1", statement, verdict, condition, numbers)
+
+
+def _only_softmax(found: Separation) -> Claim:
+    others = {one.mechanism: one.success.value for one in found.trials if one.mechanism != "softmax"}
+    able = {name: value for name, value in others.items() if value >= 0.5}
+    return Claim(
+        "only softmax",
+        f"{_PAPER}, first open question",
+        "At these sizes no other mechanism separates the classes in the same network.",
+        "does not hold" if able else "holds",
+        f"{len(able)} of {len(others)} others do: {', '.join(able)}" if able else f"none of {len(others)} others does",
+        able or {"best P(both right)": max(others.values(), default=math.nan)},
+    )
+
+
+def _large_n(found: Separation) -> Claim:
+    numbers = {f"P(both right), n = {one.n}": one.trials[0].success.value for one in found.scaled}
+    return Claim(
+        "a1 = 0.7 at any n",
+        f"{_PAPER}, section 6",
+        "a1 of at least 0.7 is enough for softmax, however long the sequence (b = c = 0.5, t = 1).",
+        "holds" if found.turning is None else "holds only when",
+        "" if found.turning is None else f"n is below {found.turning:,}: beyond, a1^2 + b^2 < 1 loses the marked row",
+        numbers,
+    )
+
+
+def _everywhere(grid: PhaseMap) -> Claim:
+    known = ~np.isnan(grid.success)
+    works = grid.success[known] > 0.5
+    verdict: Verdict = "holds" if works.all() else "holds only when" if works.any() else "does not hold"
+    return Claim(
+        "any size",
+        f"{_PAPER}, section 6",
+        f"Softmax separates at every construction of the map {grid.x.name} against {grid.y.name}.",
+        verdict,
+        _boundary_words(grid) if verdict == "holds only when" else "",
+        {"cells that work": float(works.sum()), "cells": float(known.sum())},
+    )
+
+
+def _boundary_words(grid: PhaseMap) -> str:
+    """Where success turns along x, for up to three values of y."""
+    crossed = [(y, x, row) for y, x, row in zip(grid.y.values, grid.boundary(), grid.success, strict=True) if x == x]
+    if not crossed:
+        fine = [f"{y:g}" for y, row in zip(grid.y.values, grid.success, strict=True) if np.nanmin(row) > 0.5]
+        return f"{grid.y.name} is one of {', '.join(fine)}" if fine else "the cell is one that works in the map"
+    picked = [crossed[0], crossed[len(crossed) // 2], crossed[-1]] if len(crossed) > 2 else crossed
+    words = []
+    for y, x, row in picked:
+        side = "above" if row[~np.isnan(row)][-1] > 0.5 else "below"
+        words.append(f"{grid.x.name} is {side} {x:.3g} at {grid.y.name} = {y:g}")
+    return ", ".join(words)
+
+
+def _argument_predicts(grid: PhaseMap, which: Literal["argued", "median"]) -> Claim:
+    measured, argued = np.array(grid.boundary()), np.array(grid.boundary(which))
+    both = ~np.isnan(measured) & ~np.isnan(argued)
+    ratio = float(np.median(measured[both] / argued[both])) if both.any() else math.nan
+    agreement = grid.agreement(which)
+    z = "sqrt(2 log m)" if which == "argued" else "the median of the largest of m / 2 normal numbers"
+    return Claim(
+        "b / sqrt(d - 2)" if which == "argued" else "b / sqrt(d - 2), median",
+        "softgap",
+        f"b (w + z / sqrt(d - 2)) < 0.1, z = {z}, with a marked row above the threshold, says where softmax works.",
+        "holds" if agreement >= _MOSTLY else "does not hold",
+        "",
+        {"cells that agree": agreement, "measured over predicted boundary": ratio},
+    )
+
+
+def _linear_ahead(softmax: PhaseMap, linear: PhaseMap) -> Claim:
+    ahead = (linear.low > 0.5) & (softmax.high < 0.5)
+    numbers = {"cells": float(ahead.sum())}
+    condition = ""
+    if ahead.any():
+        j, i = np.unravel_index(int(np.argmax(np.where(ahead, linear.success - softmax.success, -1))), ahead.shape)
+        condition = f"at {linear.x.name} = {linear.x.values[i]:g}, {linear.y.name} = {linear.y.values[j]:g}"
+        numbers |= {"P(both right), linear": float(linear.success[j, i]), "softmax": float(softmax.success[j, i])}
+    return Claim(
+        "linear ahead",
+        f"{_PAPER}, third open question, for its fixed network",
+        "There are constructions that linear attention separates and softmax does not.",
+        "holds" if ahead.any() else "does not hold",
+        condition,
+        numbers,
+    )
+
+
+def _bound_holds(maps: tuple[PhaseMap, ...]) -> Claim:
+    broken = sum(one.broken_promises for one in maps)
+    promised = sum(int((one.bound < 0.5).sum()) for one in maps)
+    works = sum(int((one.success > 0.5).sum()) for one in maps if not np.isnan(one.bound).all())
+    return Claim(
+        "Hoeffding's bound",
+        f"{_PAPER}, section 6",
+        "No cell fails more often than Hoeffding's inequality allows.",
+        "not decided" if not promised else "holds" if not broken else "does not hold",
+        "" if promised else "the bound promises nothing in this map",
+        {"cells above the bound": broken, "cells promised to work": promised, "cells that work": works},
+    )
+
+
+def _normaliser(found: Separation) -> Claim:
+    tuned = {(one.weights, one.normalised): one.tuned.value for one in found.ablation}
+    needed = tuned["exp", False] < 0.5 and tuned["linear", True] >= 0.5
+    return Claim(
+        "normaliser",
+        f"a summary of {_PAPER}",
+        "Linear attention fails because it lacks the normalisation of softmax.",
+        "holds" if needed else "does not hold",
+        ""
+        if needed
+        else "exp and linear differ with the normaliser and without it"
+        if min(tuned["exp", True], tuned["exp", False]) > max(tuned["linear", True], tuned["linear", False])
+        else "",
+        {
+            f"{weights}, {'with' if normalised else 'without'} it, tuned threshold": value
+            for (weights, normalised), value in tuned.items()
+        },
+    )
+
+
+def _linear_probe(found: Separation) -> Claim:
+    probes = [one for one in found.probes if one.mechanism == "identity"]
+    clean = min(probes, key=lambda one: one.noise)
+    numbers = {f"accuracy, noise {one.noise:g} L": one.accuracy.value for one in probes}
+    numbers |= {"accuracy from the mean of rows": clean.pooled.value}
+    numbers |= {"column 1 of row j, D0": clean.marked_d0, "D1": clean.marked_d1}
+    return Claim(
+        "no linear classifier",
+        f"a summary of {_PAPER}",
+        "No linear classifier separates the outputs of linear attention on D0 and D1.",
+        "does not hold" if clean.accuracy.low > 0.5 else "holds",
+        "",
+        numbers,
+    )
+
 
 Progress = Callable[[str, float], None]
 
+
 _SCALES = (512, 2048, 8192, 16384, 32768)
+
+
 # The probe holds whole outputs: n x d numbers for each sample.
 _PROBE_ROWS = 128
+
+
 _PROBE_SAMPLES = 40
+
+
 _PROBED = ("softmax", "identity", "elu1", "uniform")
+
+
 _MAPPED = ("softmax", "identity")
 
 

@@ -13,10 +13,8 @@ from jaxtyping import Float
 from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
-from softgap.theory.separation.classes import class_outputs, form_of
-from softgap.theory.separation.data import Construction, construct, draw_many
-from softgap.theory.separation.network import argument, signal_margin
-from softgap.theory.separation.trials import Trial, trial
+from softgap.theory.separation.classes import Construction, class_outputs, construct, draw_many, form_of
+from softgap.theory.separation.network import Trial, argument, signal_margin, trial
 
 __all__ = ["AXES", "Axis", "PhaseMap", "parse_axes", "phase_maps", "turning_point"]
 

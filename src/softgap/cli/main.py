@@ -1,0 +1,209 @@
+"""The one place where the outcome of a command becomes an exit code and, when it failed, one sentence."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shlex
+import signal
+import sys
+import textwrap
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from softgap.errors import SoftgapError
+
+__all__ = ["main"]
+
+
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
+
+
+_RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+_DISK = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE)
+
+
+_REMEDIES = {
+    **dict.fromkeys(_SPACE, "free some space or choose another disk"),
+    **dict.fromkeys(_PATHS, "check the path"),
+    **dict.fromkeys(_RIGHTS, "choose a place you may use"),
+    **dict.fromkeys(_FILES, "raise the limit of open files with ulimit -n"),
+    **dict.fromkeys(_DISK, "check the disk"),
+}
+
+
+# What torch says when an allocation fails, which is no MemoryError there.
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory")
+
+
+def outside_sentence(error: Exception) -> str | None:
+    """One sentence with a remedy; None for an error that is softgap's own."""
+    if isinstance(error, MemoryError) or any(mark in str(error) for mark in _NO_MEMORY):
+        return f"there is not enough memory for this ({_said(error)}); ask for less, or use a larger machine"
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        return f"the home folder is not known ({_said(error)}); set HOME, or write paths in full"
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        where = f"'{os.fsdecode(error.filename)}'" if error.filename else "standard output"
+        return f"the system refused {where}: {os.strerror(error.errno)}; {_REMEDIES[error.errno]}"
+    return None
+
+
+def _said(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def mended() -> None:
+    """Give a closed stream a place to go, and write what an encoding does not know as an escape."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It also takes the free descriptor, into which the next file would else be opened and written over.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  open as long as we run
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def abandon_output() -> None:
+    """Let what is left to write vanish: the interpreter flushes once more at its end, which must not fail loudly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_LONGEST_GIVEN = 120
+
+
+_LONGEST_WORD = 300
+
+
+# Set by the shell while it asks for completions.
+_COMPLETING = "_SOFTGAP_COMPLETE"
+
+
+_GREETING = """\
+softgap measures the gap between softmax and linear attention, per head and per token. Three things to try:
+
+  softgap run "Tell me a story about a fox." --out runs/fox    measure a model while it answers
+  softgap report runs/fox                                      look at every head and token in a browser
+  softgap doctor                                               check this installation
+
+All commands: softgap --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one softgap command and return its exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    mended()
+    told: list[int] = []
+
+    def terminated(number: int, _: object) -> None:
+        # Cleared up after as Ctrl-C is: a scheduler asks before it kills.
+        told.append(number)
+        raise KeyboardInterrupt
+
+    before = _on_terminate(terminated)
+    try:
+        code = _outcome(given)
+    finally:
+        _on_terminate(before)
+    return 128 + told[0] if told and code == 130 else code
+
+
+def _on_terminate(handler: Any) -> Any:
+    """Set what a signal to terminate does, and return what it did; only the main thread may."""
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        return None
+    return signal.signal(signal.SIGTERM, handler)
+
+
+def _outcome(given: list[str]) -> int:
+    try:
+        code = _run(given) if given or _COMPLETING in os.environ else _greet()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_output()
+        return 141
+    except SystemExit as leave:
+        # The way a rich console leaves when its pipe is closed.
+        if isinstance(leave.__context__, BrokenPipeError):
+            abandon_output()
+            return 141
+        raise
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        return _fail(130, str(stop) or "interrupted")
+    except typer.TyperException as error:
+        return _fail(2, _usage_sentence(error, given))
+    except SoftgapError as error:
+        return _fail(2, str(error))
+    except Exception as error:
+        outside = outside_sentence(error)
+        if outside is not None:
+            return _refused_outside(outside)
+        remedy = "this is a defect of softgap, rerun with SOFTGAP_DEBUG=1 for the traceback"
+        return _fail(70, f"{type(error).__name__}: {error}; {remedy}")
+    return code
+
+
+def _greet() -> int:
+    sys.stdout.write(_GREETING)
+    return 0
+
+
+def _run(arguments: list[str]) -> int:
+    # Not app(): that turns interrupts and closed pipes into exit codes of its own before they can be told apart here.
+    from softgap.cli.app import app
+
+    command = typer.main.get_command(app)
+    if _COMPLETING in os.environ:
+        command(prog_name="softgap")
+    try:
+        with command.make_context("softgap", list(arguments)) as context:
+            result = command.invoke(context)
+    except typer.Exit as leave:
+        return leave.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _refused_outside(sentence: str) -> int:
+    code = _fail(2, sentence)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        abandon_output()
+    return code
+
+
+def _fail(code: int, message: str) -> int:
+    if os.environ.get("SOFTGAP_DEBUG"):
+        traceback.print_exc()
+    sys.stderr.write(f"softgap: {' '.join(map(_shown, message.split()))}\n")
+    return code
+
+
+def _shown(word: str) -> str:
+    """A word as it fits into a sentence: a path of thousands of characters is cut in its middle."""
+    return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}…{word[-_LONGEST_WORD // 4 :]}"
+
+
+def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:
+    """What the parser said, as one sentence with what is allowed, what was given and where to read on."""
+    said = error.format_message().rstrip(".").replace("Value error, ", "")
+    context = getattr(error, "ctx", None)
+    commands = getattr(context.command, "commands", {}) if context else {}
+    allowed = f"; the commands are: {', '.join(sorted(commands))}" if "command" in said else ""
+    reading = f"{context.command_path if context else 'softgap'} --help"
+    # A prompt can be long.
+    line = textwrap.shorten(shlex.join(given), _LONGEST_GIVEN, placeholder=" …")
+    return f"{said[:1].lower()}{said[1:]}{allowed}; given 'softgap {line}', see '{reading}'"

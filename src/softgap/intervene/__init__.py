@@ -1,0 +1,7 @@
+"""Change a model while a block of code runs: swap heads, run from a layer on, caches with a recurrent state."""
+
+from __future__ import annotations
+
+from softgap.intervene.swap import Readout, Substitute, heads_of_group, heads_of_layer, substitute, swap
+
+__all__ = ["Readout", "Substitute", "heads_of_group", "heads_of_layer", "substitute", "swap"]

@@ -1,0 +1,157 @@
+"""Run a model from a layer on, or many sequences layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from softgap.errors import UnsupportedError
+from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.tap import AttentionCall, replaced, tapped
+from softgap.probe.token_scores import answering
+
+__all__ = ["Blocks", "Walk"]
+
+
+class Blocks:
+    """The blocks of a model that hold its attention layers, and what they passed on in one forward."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks, self._places = _found(model, attention_layers(model))
+        self._kept: list[Any] = []
+
+    def place(self, layer: AttentionLayer) -> int:
+        """Which of the blocks holds this layer."""
+        return self._places[layer.index]
+
+    @property
+    def known(self) -> bool:
+        """Whether the model is a row of blocks with one attention layer in each, at most."""
+        return bool(self.blocks)
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Keep what every block passes on in the forward of this block of code."""
+        self._kept = [None] * len(self.blocks)
+
+        def keep(place: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                self._kept[place] = output
+
+            return hook
+
+        with ExitStack() as stack:
+            for place, block in enumerate(self.blocks):
+                stack.callback(block.register_forward_hook(keep(place)).remove)
+            yield
+
+    @contextmanager
+    def beginning_at(self, layer: AttentionLayer, copies: int = 1) -> Iterator[None]:
+        """Forwards over ``copies`` of the remembered batch, one behind the other, begin in the block of this layer."""
+        place = self._places[layer.index]
+        with ExitStack() as stack:
+            if place:
+                answer = _repeated(self._kept[place - 1], copies)
+                for block in self.blocks[:place]:
+                    stack.enter_context(answering(block, answer))
+            yield
+
+
+def _found(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tuple[list[nn.Module], list[int]]:
+    """The outermost list of blocks that holds every attention layer, one in a block at most; and each one's place."""
+    for candidate in model.modules():
+        if not isinstance(candidate, nn.ModuleList):
+            continue
+        inside = [{id(module) for module in block.modules()} for block in candidate]
+        places = [[i for i, own in enumerate(inside) if id(layer.module) in own] for layer in layers]
+        if all(len(place) == 1 for place in places):
+            flat = [place[0] for place in places]
+            if flat == sorted(set(flat)):
+                return list(candidate), flat
+    return [], []
+
+
+def _repeated(kept: Any, copies: int) -> Any:
+    """What a block passed on, for several copies of its batch."""
+    if isinstance(kept, Tensor):
+        return kept if copies == 1 else kept.repeat(copies, *[1] * (kept.dim() - 1))
+    if isinstance(kept, tuple):
+        return tuple(_repeated(part, copies) for part in kept)
+    return kept
+
+
+Result = TypeVar("Result")
+
+
+class _Reached(Exception):
+    """What was asked for has been seen: the rest of the forward is not needed."""
+
+
+class Walk:
+    """Where each text stands: what the last block passed on for it.
+
+    Parameters
+    ----------
+    rows
+        Token ids, one text a row.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: Int[Tensor, "text time"]) -> None:
+        self._model, self._rows = model, rows
+        self._blocks = Blocks(model)
+        if not self._blocks.known:
+            raise UnsupportedError(
+                f"model type '{model.config.model_type}' is no row of blocks with one attention layer each, so it "
+                "cannot be repaired block by block; leave the repair out"
+            )
+        self._kept: list[Any] = [None] * len(rows)
+        self._place = 0
+
+    def climb(self, layer: AttentionLayer, replace: Callable[[AttentionCall], Tensor] | None = None) -> None:
+        """Go on to just below the block of this layer."""
+        while self._place < self._blocks.place(layer):
+            self.step(replace)
+
+    def look(self, layer: AttentionLayer, text: int, visit: Callable[[AttentionCall], Result]) -> Result:
+        """What ``visit`` makes of the attention call of a layer in the next block, for one text; nothing moves."""
+        found: list[Result] = []
+
+        def listen(call: AttentionCall) -> None:
+            if call.module is layer.module:
+                found.append(visit(call))
+                raise _Reached
+
+        with tapped(self._model, listen):
+            self._run(text)
+        return found[0]
+
+    def step(self, replace: Callable[[AttentionCall], Tensor] | None = None) -> None:
+        """Take all texts through the next block."""
+        for text in range(len(self._rows)):
+
+            def hook(module: nn.Module, args: Any, output: Any, text: int = text) -> None:
+                self._kept[text] = output
+                raise _Reached
+
+            with ExitStack() as stack:
+                stack.callback(self._blocks.blocks[self._place].register_forward_hook(hook).remove)
+                if replace is not None:
+                    stack.enter_context(replaced(self._model, replace))
+                self._run(text)
+        self._place += 1
+
+    def _run(self, text: int) -> None:
+        with ExitStack() as stack:
+            for block in self._blocks.blocks[: self._place]:
+                stack.enter_context(answering(block, self._kept[text]))
+            try:
+                with torch.inference_mode():
+                    self._model(self._rows[text][None], use_cache=False)
+            except _Reached:
+                pass

@@ -1,0 +1,380 @@
+"""Swap heads: some heads of a model attend by another mechanism while a block of code runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
+from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
+from softgap.intervene.forward import Forward, followed
+from softgap.models.loading import Model
+from softgap.models.tensor_files import digest_of, load_calibration
+from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.recording import ready
+from softgap.probe.tap import AttentionCall, replaced
+
+__all__ = [
+    "Head",
+    "Part",
+    "Readout",
+    "Substitute",
+    "check_substitute",
+    "heads_by_layer",
+    "heads_of_group",
+    "heads_of_layer",
+    "part_of",
+    "substitute",
+    "swap",
+]
+
+
+Head = tuple[int, int]
+
+
+def heads_of_layer(model: Any, layer: int) -> list[Head]:
+    """All heads of a layer, as (layer, head) pairs."""
+    found = _layer(attention_layers(model), layer)
+    return [(layer, head) for head in range(found.heads)]
+
+
+def heads_of_group(model: Any, layer: int, group: int) -> list[Head]:
+    """The query heads that share one KV head (memory is saved only where all of them go), as (layer, head) pairs."""
+    found = _layer(attention_layers(model), layer)
+    if not 0 <= group < found.kv_heads:
+        raise ValueInputError(f"KV groups of layer {layer} are {_range(range(found.kv_heads))}, got {group}")
+    size = found.heads // found.kv_heads
+    return [(layer, head) for head in range(group * size, (group + 1) * size)]
+
+
+def heads_by_layer(
+    layers: Sequence[AttentionLayer], heads: Iterable[Sequence[int]]
+) -> list[tuple[AttentionLayer, list[int]]]:
+    """The heads of each layer that has some, sorted, after checking that every one of them exists and comes once."""
+    chosen: dict[int, set[int]] = {}
+    for layer, head in map(_pair, heads):
+        found = _layer(layers, layer)
+        if not 0 <= head < found.heads:
+            raise ValueInputError(f"heads of layer {layer} are {_range(range(found.heads))}, got ({layer}, {head})")
+        if head in chosen.setdefault(layer, set()):
+            raise ValueInputError(f"each head may be named once, got ({layer}, {head}) twice; leave one of them out")
+        chosen[layer].add(head)
+    if not chosen:
+        raise ValueInputError(
+            "heads must name at least one (layer, head) pair, got none; heads_of_layer lists those of a whole layer"
+        )
+    return [(layer, sorted(chosen[layer.number])) for layer in layers if layer.number in chosen]
+
+
+def _pair(head: Any) -> Head:
+    try:
+        layer, index = map(operator.index, head)
+    except (TypeError, ValueError):
+        raise ValueInputError(f"a head is a (layer, head) pair of whole numbers, got {head!r}") from None
+    return layer, index
+
+
+def _layer(layers: Sequence[AttentionLayer], number: int) -> AttentionLayer:
+    for layer in layers:
+        if layer.number == number:
+            break
+    else:
+        raise ValueInputError(f"attention layers of this model are {_range([x.number for x in layers])}, got {number}")
+    if layer.shared:
+        raise UnsupportedError(
+            f"layer {number} shares its module '{type(layer.module).__name__}' with another attention call of the same "
+            "forward, so its heads cannot be told apart; choose a model whose layers have modules of their own"
+        )
+    return layer
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Numbers in words: a range where they are one."""
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]} only"
+    return ", ".join(map(str, numbers))
+
+
+LARGEST_WINDOW = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Readout:
+    """An affine map of every head's output, l -> weight l + bias: what a repair fits. Heads without one keep theirs."""
+
+    weight: Float[Tensor, "layer head value_dim value_dim"]
+    bias: Float[Tensor, "layer head value_dim"]
+
+    def __post_init__(self) -> None:
+        if self.weight.dim() != 4 or tuple(self.bias.shape) != tuple(self.weight.shape[:3]):
+            raise ShapeError(
+                "a readout's weight must be [layer, head, value_dim, value_dim] and its bias the same without the last "
+                f"axis, got {list(self.weight.shape)} and {list(self.bias.shape)}"
+            )
+
+    @classmethod
+    def identity(cls, layers: int, heads: int, value_dim: int) -> Readout:
+        """The one that changes nothing."""
+        weight = torch.eye(value_dim).expand(layers, heads, value_dim, value_dim).clone()
+        return cls(weight, torch.zeros(layers, heads, value_dim))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its numbers by name."""
+        return {"weight": self.weight, "bias": self.bias}
+
+
+@dataclass(frozen=True, eq=False)
+class Substitute:
+    """What swapped heads compute.
+
+    Attributes
+    ----------
+    mechanism
+        With its parameters ``[layer, head, ...]``.
+    window
+        Keep softmax on so many of the nearest keys, the query's own included, and use the mechanism for the rest
+        (:func:`softgap.attention.attend_hybrid`); None uses the mechanism for all.
+    readout
+        A map of each head's output; None leaves it.
+    """
+
+    mechanism: Mechanism
+    window: int | None = None
+    readout: Readout | None = None
+
+    @property
+    def name(self) -> str:
+        """The mechanism with its options, the window and the repair, in words."""
+        options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
+        window = "" if self.window is None else f" + softmax on {self.window}"
+        return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its numbers by name: those of the mechanism, and those of the readout."""
+        found = {f"mechanism.{name}": x for name, x in self.mechanism.parameters.items()}
+        if self.readout is not None:
+            found |= {f"readout.{name}": x for name, x in self.readout.tensors().items()}
+        return found
+
+    @property
+    def digest(self) -> str:
+        """A hash of its numbers; empty where it has none."""
+        tensors = self.tensors()
+        return digest_of(tensors) if tensors else ""
+
+
+def check_substitute(mechanism: str | None, window: int | None) -> None:
+    """Refuse a mechanism that is unknown or softmax itself, and a window that is none; no model is needed for it."""
+    if window is not None and not 1 <= window <= LARGEST_WINDOW:
+        raise ValueInputError(f"window must be from 1 to {LARGEST_WINDOW} keys, got {window}; leave it out for none")
+    if mechanism is None:
+        return
+    if resolve(mechanism.partition("@")[0]).name == "softmax":
+        raise ValueInputError("heads must become something else than softmax, got 'softmax'; choose elu1 or fitted")
+    if "@" in mechanism:
+        load_calibration(Path(mechanism.partition("@")[2]).expanduser())
+
+
+def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window: int | None = None) -> Substitute:
+    """A mechanism by name or object, ready for this model, with a window where one is given."""
+    check_substitute(None, window)
+    if isinstance(mechanism, Substitute):
+        return mechanism if window is None else replace(mechanism, window=window)
+    return Substitute(ready(mechanism, model), window)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The swapped heads of one layer, and their mechanism with the parameters of these heads only.
+
+    ``kv_heads`` are the KV heads that they need: each once where all serve equally many swapped heads, else one for
+    each swapped head.
+    """
+
+    layer: AttentionLayer
+    heads: Int[Tensor, " swapped"]
+    kv_heads: Int[Tensor, " kv_head"]
+    mechanism: Mechanism
+    window: int | None = None
+    weight: Float[Tensor, "swapped value_dim value_dim"] | None = None
+    bias: Float[Tensor, "swapped value_dim"] | None = None
+
+    def output(self, call: AttentionCall, visible: Visible) -> Float[Tensor, "batch query swapped value_dim"]:
+        """The mechanism's output on the tensors of one call."""
+        if (call.query.shape[1], call.key.shape[1]) != (self.layer.heads, self.layer.kv_heads):
+            raise ModelError(
+                f"layer {self.layer.number} had {self.layer.heads} heads when the swap began and has "
+                f"{call.query.shape[1]} now; do not change a model while its heads are swapped"
+            )
+        device = call.query.device
+        heads, kv_heads = self.heads.to(device), self.kv_heads.to(device)
+        q = call.query.index_select(1, heads)
+        k, v = (x.index_select(1, kv_heads) for x in (call.key, call.value))
+        if visible.mask is not None and visible.mask.shape[1] > 1:
+            visible = dataclasses.replace(visible, mask=visible.mask.index_select(1, heads))
+        with torch.autocast(device.type, enabled=False):
+            found = self.read_out(self._attended(q, k, v, visible, call.scale))
+        return found.transpose(1, 2).to(call.output.dtype)
+
+    def read_out(
+        self, output: Float[Tensor, "batch swapped query value_dim"]
+    ) -> Float[Tensor, "batch swapped query value_dim"]:
+        """The output after the readout, where there is one."""
+        if self.weight is None or self.bias is None:
+            return output
+        weight, bias = (x.to(output.device, output.dtype) for x in (self.weight, self.bias))
+        return output @ weight.transpose(-1, -2) + bias[:, None]
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+        # One row over all keys costs less than the state they would make; and the chunked form writes over what a
+        # gradient needs.
+        explicit = q.shape[2] == 1 or _differentiated(q, k, v, *self.mechanism.parameters.values())
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        form = "quadratic" if explicit else "auto"
+        if self.window is not None:
+            return attend_hybrid(
+                self.mechanism, q, k, v, window=self.window, visible=visible, scale=scale, form=form, dtype=dtype
+            ).output
+        return attend(self.mechanism, q, k, v, visible=visible, scale=scale, form=form, dtype=dtype, check=False).output
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def part_of(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_layers: int) -> Part:
+    """These heads of a layer, ready to be computed by a substitute."""
+    size = layer.heads // layer.kv_heads
+    owners = [head // size for head in heads]
+    shared = sorted(set(owners))
+    # attend() gives every KV head equally many query heads.
+    if len({owners.count(owner) for owner in shared}) == 1:
+        owners = shared
+    queries, keys = torch.tensor(heads), torch.tensor(owners)
+    own = _parameters(chosen.mechanism, layer, n_layers)
+    parameters = {
+        # As large as both where every query head has a KV head of its own; then the two choices are one.
+        name: x if x.shape[1] == 1 else x.index_select(1, (queries if x.shape[1] == layer.heads else keys).to(x.device))
+        for name, x in own.parameters.items()
+    }
+    mechanism = dataclasses.replace(own, parameters=MappingProxyType(parameters))
+    weight, bias = _readout(chosen.readout, layer, queries, n_layers)
+    return Part(layer, queries, keys, mechanism, chosen.window, weight, bias)
+
+
+def _readout(
+    readout: Readout | None, layer: AttentionLayer, heads: Int[Tensor, " swapped"], n_layers: int
+) -> tuple[Tensor | None, Tensor | None]:
+    if readout is None:
+        return None, None
+    if readout.weight.shape[0] != n_layers or readout.weight.shape[1] < layer.heads:
+        raise ShapeError(
+            f"a readout for this model must be for {n_layers} layers and, in layer {layer.number}, {layer.heads} "
+            f"heads, got {readout.weight.shape[0]} and {readout.weight.shape[1]}; use one made for this model"
+        )
+    return readout.weight[layer.index, heads], readout.bias[layer.index, heads]
+
+
+def _parameters(mechanism: Mechanism, layer: AttentionLayer, n_layers: int) -> Mechanism:
+    """The mechanism with the parameters of one layer."""
+    for name, tensor in mechanism.parameters.items():
+        by_layer, by_head = tensor.shape[:2]
+        if by_layer not in (1, n_layers) or by_head not in (1, layer.heads, layer.kv_heads):
+            raise ShapeError(
+                f"parameter '{name}' of mechanism '{mechanism.name}' must be for {n_layers} layers and, in layer "
+                f"{layer.number}, {layer.heads} heads or {layer.kv_heads} KV heads (or 1 for all), got "
+                f"{by_layer} and {by_head}; use parameters made for this model"
+            )
+    return mechanism.for_layers([layer.index])
+
+
+@contextmanager
+def swap(
+    model: Any,
+    heads: Iterable[Sequence[int]],
+    mechanism: str | Mechanism | Substitute,
+    *,
+    window: int | None = None,
+    positions: range | tuple[int, int] | None = None,
+) -> Iterator[None]:
+    """Let some heads of a model attend by another mechanism while the block runs, in forwards and in ``generate``.
+
+    A swapped head's output is what :func:`softgap.attend` gives on the queries, keys, values and visible keys of the
+    call, in float32 (float64 for a float64 model), cast back to the model's dtype. Its softcap, learned sinks, biases
+    and dropout belong to the model's own attention and go with it. All other heads keep their very bits.
+
+    Swaps nest, for several mechanisms at once; where two name the same head, the inner one decides. A recording, inside
+    or around, measures what the model passes on: a swapped head is at no distance from its mechanism.
+
+    Parameters
+    ----------
+    model
+        Any causal model of transformers whose attention goes through the registry.
+    heads
+        (layer, head) pairs; :func:`heads_of_layer` and :func:`heads_of_group` list those of a layer or a KV group.
+    mechanism
+        A name (``"elu1"``, ``"top_k:k=8"``), a :class:`Mechanism` with its parameters ``[layer, head, ...]``, or a
+        :class:`Substitute`, which may repair a head's output too.
+    window
+        Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
+    positions
+        Swap only queries at these positions, ``range(start, stop)`` or ``(start, stop)``, padding not counted. Step i
+        of a generation is the query at position n_prompt - 1 + i.
+    """
+    span = _span(positions)
+    layers = attention_layers(model)
+    chosen = heads_by_layer(layers, heads)
+    prepared = substitute(mechanism, model, window=window)
+    parts = {id(layer.module): part_of(layer, own, prepared, len(layers)) for layer, own in chosen}
+    with followed(model) as forward, replaced(model, _Swap(parts, forward, span).output):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Swap:
+    """What the swapped layers pass on instead of their own output."""
+
+    parts: Mapping[int, Part]
+    forward: Forward
+    span: range | None
+
+    def output(self, call: AttentionCall) -> Float[Tensor, "batch query head value_dim"]:
+        part = self.parts.get(id(call.module))
+        if part is None:
+            return call.output
+        inside = None if self.span is None else self._inside(self.span).to(call.output.device)
+        if inside is not None and not bool(inside.any()):
+            return call.output
+        heads = part.heads.to(call.output.device)
+        found = part.output(call, self.forward.visible(call))
+        if inside is not None:
+            found = torch.where(inside[..., None, None], found, call.output.index_select(2, heads))
+        return call.output.index_copy(2, heads, found)
+
+    def _inside(self, span: range) -> Tensor:
+        positions = self.forward.positions()
+        return (positions >= span.start) & (positions < span.stop)
+
+
+def _span(positions: range | tuple[int, int] | None) -> range | None:
+    if positions is None:
+        return None
+    try:
+        span = positions if isinstance(positions, range) else range(*positions)
+    except TypeError:
+        raise ValueInputError(f"positions must be range(start, stop) or (start, stop), got {positions!r}") from None
+    if span.step != 1 or not 0 <= span.start < span.stop:
+        raise ValueInputError(
+            f"positions must run from a start of at least 0 to a later stop in steps of 1, got {positions!r}"
+        )
+    return span

@@ -1,0 +1,168 @@
+"""Tuning: the numbers of all swapped heads trained together, towards what the original model says in the end.
+
+A block-wise repair brings every head back to itself. What the model makes of all heads together is another question,
+and the gradient knows: with theta the readouts of the swapped heads and the weights and biases of their fitted maps,
+Adam goes down
+
+    KL(p || p_theta) = mean over t of sum_y p_t(y) (log p_t(y) - log p_theta,t(y)),
+
+p_t the next-token distribution of the original model on the same passages. The model's weights stay as they are, and a
+tuned substitute is computed, stored and streamed as any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from softgap.attention import Mechanism
+from softgap.errors import ValueInputError
+from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
+from softgap.linearize.output_correction import repaired
+from softgap.linearize.sequences import Passages
+from softgap.models.console import Report
+from softgap.models.loading import Model
+from softgap.models.support import check_measurable
+from softgap.models.tensor_files import digest_of
+
+__all__ = ["tuned"]
+
+STEPS = 96
+LEARNING_RATE = 6e-4
+WARM_UP = 5
+# Weights of maps are a tenth of a readout's in size, and their biases move freely: logarithms of features.
+PACE = {"query_weight": 0.5, "key_weight": 0.5, "query_bias": 5.0, "key_bias": 5.0}
+
+
+def tuned(
+    model: Model,
+    read: Passages,
+    heads: Sequence[Head],
+    mechanism: str | Mechanism | Substitute,
+    *,
+    asked: Passages | None = None,
+    steps: int = STEPS,
+    learning_rate: float = LEARNING_RATE,
+    maps: bool = True,
+    seed: int = 0,
+    progress: Report = lambda stage, fraction: None,
+) -> Substitute:
+    """The substitute with its numbers trained for these heads, all of them swapped together.
+
+    Parameters
+    ----------
+    read
+        Passages to train on, one at a step, in an order drawn anew for every round.
+    asked
+        Lookups to train on beside them, one at a step: what text does not ask for is lost otherwise.
+    mechanism
+        Where to begin. Without a readout it is repaired first, on the same passages.
+    learning_rate
+        Of the readouts; maps move in proportion.
+    maps
+        Whether the maps of the mechanism ``fitted`` are trained too, or the readouts alone.
+    seed
+        Of the order of the passages.
+    """
+    check_measurable(model)
+    if steps < 1 or not learning_rate > 0:
+        raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
+    one = substitute(mechanism, model)
+    if one.readout is None:
+        one = repaired(model, read, heads, one, progress=lambda stage, share: progress(stage, 0.2 * share))
+    free = _Free(one, cast(Readout, one.readout), maps)
+    optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
+    rates = [float(group["lr"]) for group in optimiser.param_groups]
+    both = [part for part in (read, asked) if part is not None]
+    rows = zip(*(_rows(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
+    for step, drawn in enumerate(rows):
+        eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group, rate in zip(optimiser.param_groups, rates, strict=True):
+            group["lr"] = rate * eased
+        optimiser.zero_grad()
+        with _frozen(model):
+            apart = [
+                _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
+                for part, row in zip(both, drawn, strict=True)
+            ]
+        optimiser.step()
+        progress(f"tuning, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
+    return free.substitute(detached=True)
+
+
+class _Free:
+    """The numbers of a substitute that are trained, as copies."""
+
+    def __init__(self, one: Substitute, readout: Readout, maps: bool) -> None:
+        self._one = one
+        self._readout = {name: x.detach().clone().requires_grad_() for name, x in readout.tensors().items()}
+        self._maps = {
+            name: x.detach().clone().requires_grad_(maps and name in PACE)
+            for name, x in one.mechanism.parameters.items()
+        }
+
+    def groups(self, rate: float) -> list[dict[str, object]]:
+        """What Adam is given."""
+        found: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
+        return found + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
+
+    def substitute(self, *, detached: bool = False) -> Substitute:
+        """With the present numbers."""
+        readout, parameters = (
+            {name: x.detach() if detached else x for name, x in tensors.items()}
+            for tensors in (self._readout, self._maps)
+        )
+        mechanism = replace(self._one.mechanism, parameters=MappingProxyType(parameters))
+        if detached and any(x.requires_grad for x in self._maps.values()):
+            mechanism = replace(mechanism, origin=digest_of(parameters))  # no longer those of the calibration
+        return replace(self._one, mechanism=mechanism, readout=Readout(**readout))
+
+
+def _rows(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
+    """A passage for every step: all of them, then all of them in another order, and so on."""
+    order: list[int] = []
+    for _ in range(steps):
+        order = order or [int(i) for i in rng.permutation(n)]
+        yield order.pop()
+
+
+def _divergence(model: Model, text: Passages, heads: Sequence[Head], chosen: Substitute) -> float:
+    """KL from the original model on one passage, its gradient added to the free numbers."""
+    with torch.no_grad():
+        wanted = _logs(model, text)
+    with torch.enable_grad(), swap(model, heads, chosen):
+        found = _logs(model, text)
+        # A token that the model rules out counts as 0.
+        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - found), 0.0).sum(dim=-1).mean()
+        apart.backward()
+    return apart.item()
+
+
+def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
+    """Log-probabilities where the next token counts."""
+    logits: Tensor = model(text.ids[:, :-1], use_cache=False).logits[0]
+    if not bool(text.scored.all()):
+        logits = logits[text.scored[0]]
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
+
+
+@contextmanager
+def _frozen(model: Model) -> Iterator[None]:
+    """The model's weights collect no gradients while the block runs."""
+    loose = [x for x in model.parameters() if x.requires_grad]
+    for parameter in loose:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in loose:
+            parameter.requires_grad_(True)

@@ -1,0 +1,66 @@
+"""Mechanisms with the parameters fitted to a model, found by its fingerprint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from softgap.attention import Mechanism, resolve
+from softgap.errors import UnsupportedError
+from softgap.models.cache import cache_dir
+from softgap.models.fingerprint import model_fingerprint
+from softgap.models.tensor_files import StoredCalibration, load_calibration
+
+__all__ = ["calibrated", "calibration_path", "default_mechanisms", "equipped"]
+
+
+DEFAULT_MECHANISMS = ("elu1", "uniform")
+
+
+def calibration_path(fingerprint: str) -> Path:
+    """Where the calibration of the model with this fingerprint is kept.
+
+    In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
+    """
+    own = os.environ.get("SOFTGAP_CALIBRATIONS")
+    folder = Path(own).expanduser().absolute() if own else cache_dir() / "calibrations"
+    return folder / f"{fingerprint}.safetensors"
+
+
+def equipped(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+    """A mechanism ready for a model: by name, as ``name@file``, or itself; parameters come from its calibration."""
+    if isinstance(mechanism, str) and "@" in mechanism:
+        name, _, file = mechanism.partition("@")
+        return _of_model(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
+    found = resolve(mechanism)
+    if not found.missing:
+        return found
+    path = calibration_path(model_fingerprint(model))
+    if not path.is_file():
+        raise UnsupportedError(
+            f"mechanism '{found.name}' needs the parameters {', '.join(found.missing)}, and there is no calibration "
+            f"for this model; make one with 'softgap calibrate', or name a file as in {found.name}@FILE"
+        )
+    return _of_model(load_calibration(path), model, path).equip(found)
+
+
+def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
+    """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
+    return (*DEFAULT_MECHANISMS, *calibrated(model))
+
+
+def calibrated(model: PreTrainedModel) -> tuple[str, ...]:
+    """``fitted`` where the model has a calibration, else nothing."""
+    return ("fitted",) if calibration_path(model_fingerprint(model)).is_file() else ()
+
+
+def _of_model(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
+    fingerprint = model_fingerprint(model)
+    if stored.metadata.get("fingerprint") != fingerprint:
+        raise UnsupportedError(
+            f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "
+            f"({stored.metadata.get('model')}), and this one is {fingerprint}; calibrate this model"
+        )
+    return stored

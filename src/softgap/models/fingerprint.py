@@ -1,0 +1,218 @@
+"""The fingerprint of a model, and what a manifest says about a model and its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from softgap import __version__
+from softgap.attention import Mechanism
+from softgap.errors import ModelError
+from softgap.trajectories import Manifest
+
+__all__ = ["library_versions", "live_options", "manifest_of", "model_fingerprint", "replay_options"]
+
+
+# Settings that do not change what the model computes from its weights, or that the weights' own dtype says.
+_INESSENTIAL = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "name_or_path",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+
+
+_SAMPLES = 64
+
+
+_State = tuple[Any, ...]
+
+
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
+
+
+def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
+    """Hash of every weight and of the essential configuration, 32 hexadecimal digits.
+
+    SHA-256 over names, shapes, dtypes and all bytes of the parameters and saved buffers, and over those settings of
+    the configuration that differ from their defaults and bear on the function. It does not depend on the device, on
+    the attention implementation or on where the model came from. It does depend on the dtype: the same weights in
+    bfloat16 compute other numbers and have another fingerprint.
+
+    Parameters
+    ----------
+    model
+        A model with its weights loaded.
+    fresh
+        Hash again even if this object was hashed before. Otherwise the known value is kept as long as the
+        configuration, every tensor's place and version counter, and a sample of its values are the same. Only an edit
+        behind autograd's back (through ``.data``) that misses the sample goes unseen.
+    """
+    tensors = _tensors(model)
+    settings = _settings(model)
+    state = (settings, tuple(_state(name, tensor) for name, tensor in tensors.items()))
+    known = _KNOWN.get(model)
+    if known is not None and known[0] == state and not fresh:
+        return known[1]
+    whole = hashlib.sha256(settings.encode())
+    # hashlib lets go of the interpreter lock, so threads hash side by side.
+    with ThreadPoolExecutor() as pool:
+        for digest in pool.map(_digest, tensors, tensors.values()):
+            whole.update(digest)
+    value = whole.hexdigest()[:32]
+    _KNOWN[model] = (state, value)
+    return value
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    found = {}
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_meta:
+            raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or key not in seen:
+            seen.add(key)
+            found[name] = tensor
+    return found
+
+
+def _settings(model: PreTrainedModel) -> str:
+    config = model.config
+    try:
+        defaults = type(config)().to_dict()
+    except (TypeError, ValueError, StrictDataclassError):
+        # A few types have no valid default.
+        defaults = {}
+    essential = {"model_type": config.model_type, **_essential(config.to_dict(), defaults)}
+    return json.dumps(essential, sort_keys=True, default=str)
+
+
+def _essential(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults and bears on the function, at every depth: composite configurations are nested.
+
+    Defaults are left out so that a setting which a later transformers adds does not change the fingerprint.
+    """
+    found = {}
+    for name, value in settings.items():
+        default = defaults.get(name)
+        if name in _INESSENTIAL or value == default:
+            continue
+        found[name] = _essential(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
+    return found
+
+
+def _state(name: str, tensor: Tensor) -> _State:
+    """What tells cheaply that a tensor was replaced or edited."""
+    # Inference tensors count no versions.
+    version = -1 if tensor.is_inference() else tensor._version
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    step = max(1, flat.numel() // _SAMPLES)
+    sample = _bytes(flat[::step])
+    return name, tensor.data_ptr(), version, tensor.shape, tensor.dtype, sample
+
+
+def _digest(name: str, tensor: Tensor) -> bytes:
+    header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
+    digest = hashlib.sha256(header)
+    digest.update(_view(tensor))
+    return digest.digest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(_view(tensor))
+
+
+def _view(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order, without a copy where it lies so on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def manifest_of(
+    model: PreTrainedModel,
+    mechanisms: Sequence[Mechanism],
+    *,
+    drop_sinks: int = 0,
+    seed: int | None = None,
+    inputs: str = "",
+    options: dict[str, Any] | None = None,
+) -> Manifest:
+    """The manifest of a measurement of this model, on this machine, now."""
+    return Manifest(
+        model=model.name_or_path or model.config.model_type,
+        weights=model_fingerprint(model),
+        mechanisms={mechanism.name: _described(mechanism) for mechanism in mechanisms},
+        versions={**library_versions(), "python": sys.version.split()[0]},
+        dtype=str(model.dtype).removeprefix("torch."),
+        backend=str(model.config._attn_implementation),
+        threads=torch.get_num_threads(),
+        seed=seed,
+        dropped_sinks=drop_sinks,
+        inputs=inputs,
+        options=options or {},
+        extra=_held_out(mechanisms),
+        command=shlex.join(sys.argv),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes the numbers."""
+    return {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _described(mechanism: Mechanism) -> dict[str, Any]:
+    """Its numbers, and which calibration its parameters come from."""
+    return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
+
+
+def _held_out(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+    """What held-out text said of the calibration in use, for the reader."""
+    found = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
+    return {} if found is None else {"held_out": found}
+
+
+def live_options(
+    model: PreTrainedModel, *, max_new_tokens: int, chat: bool, focus: bool, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a recorded generation depends on: the settings given, and the model's own where it samples."""
+    given = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    own: dict[str, Any] = {}
+    if settings.get("do_sample"):
+        names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+        values = {name: getattr(model.generation_config, name, None) for name in names}
+        own = {name: value for name, value in values.items() if value is not None}
+    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **own, **given}
+
+
+def replay_options(*, chat: bool, focus: bool) -> dict[str, Any]:
+    """What a reading depends on besides the text."""
+    return {"mode": "replay", "chat": chat, "focus": focus}

@@ -1,0 +1,375 @@
+"""Load a model by name: the embedded default, a hub id, a local folder or a GGUF file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from softgap.errors import ModelError
+from softgap.models.cache import read_record
+from softgap.models.console import Report, quiet_transformers, reporter
+from softgap.models.gguf import (
+    EMBEDDED,
+    EMBEDDED_SHA256,
+    LARGEST_CACHED,
+    convert,
+    copy_folder,
+    embedded_folder,
+    file_hash,
+    gguf_metadata,
+    read_gguf,
+)
+from softgap.models.support import TAPPED_ATTENTION, refusal
+
+__all__ = ["load_model"]
+
+
+def explain(name: str, error: Exception) -> ModelError:
+    """The sentence for an error raised while the model `name` was loaded."""
+    chain = list(_chain(error))
+    hub = _hub_problem(name, chain)
+    if hub is not None:
+        return ModelError(hub)
+    text = str(error).strip()
+    first = text.partition("\n")[0].rstrip(".") or type(error).__name__
+    if any(isinstance(link, SafetensorError) for link in chain):
+        return ModelError(f"the weights of '{name}' are damaged ({first}); download or save them again")
+    if "safetensors" in text and "file named" in text:
+        return ModelError(
+            f"'{name}' has no safetensors weights, and softgap unpickles nothing; choose a repository with "
+            "model.safetensors"
+        )
+    if "custom code" in text or "trust_remote_code" in text:
+        return ModelError(
+            f"'{name}' needs code from its own repository, which softgap never runs; choose a model that transformers "
+            "implements"
+        )
+    if "attention implementation" in text or "scaled_dot_product_attention" in text:
+        return ModelError(f"'{name}' does not support this attention implementation; use attn='eager'")
+    if "ignore_mismatched_sizes" in text:
+        return ModelError(
+            f"the weights of '{name}' do not fit its config.json; give a folder where both belong together"
+        )
+    if "tokenizer" in text.lower():
+        return ModelError(f"'{name}' has no tokenizer that can be read; save one beside it with save_pretrained")
+    if isinstance(error, ImportError):
+        return ModelError(f"'{name}' needs a package that is not installed ({first}); install it")
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return ModelError(f"'{name}' does not fit into memory; use a smaller model or dtype='bfloat16'")
+    # The name of a KeyError or the like is all that its bare key can be understood by.
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return ModelError(f"cannot load '{name}' ({kind}{first}); check the model's files")
+
+
+def _hub_problem(name: str, chain: list[BaseException]) -> str | None:
+    """The sentence for what the hub refused, or None if it was not the hub."""
+
+    def met(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(link, kinds) for link in chain)
+
+    if met(GatedRepoError):
+        return (
+            f"the model '{name}' is gated on the hub; accept its terms at {constants.ENDPOINT}/{name} and log in with "
+            "'hf auth login'"
+        )
+    if met(RepositoryNotFoundError):
+        return (
+            f"there is no model '{name}' on the hub, or it is private; check the spelling, or log in with "
+            "'hf auth login'"
+        )
+    if constants.HF_HUB_OFFLINE and met(LocalEntryNotFoundError, OfflineModeIsEnabled):
+        return (
+            f"the model '{name}' is not in the local hub cache, and the hub is off (HF_HUB_OFFLINE is set); unset it "
+            "to download the model, or give a local folder"
+        )
+    if met(LocalEntryNotFoundError, ConnectionError, TimeoutError) or any(map(_from_client, chain)):
+        return (
+            f"the model '{name}' is not in the local hub cache, and the hub at {constants.ENDPOINT} cannot be reached; "
+            "check the connection, or give a local folder"
+        )
+    if met(HfHubHTTPError) and not met(EntryNotFoundError):
+        return f"the hub refused the model '{name}' ({str(chain[-1]).partition(chr(10))[0]}); try again later"
+    return None
+
+
+def _from_client(error: BaseException) -> bool:
+    """Whether the hub's HTTP client gave up: no connection, no answer in time."""
+    return type(error).__module__.startswith("httpx") and not isinstance(error, HfHubHTTPError)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what caused it, outermost first."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+_ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
+
+
+# What transformers calls them, for rooms that do not import it.
+Model = PreTrainedModel
+
+
+Tokenizer = PreTrainedTokenizerBase
+
+
+Loaded = tuple[Model, Tokenizer]
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    attn: str | None = None,
+    progress: Report | bool = True,
+) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    Parameters
+    ----------
+    name
+        None or ``"smollm2-135m"`` for the embedded model, a hub id ``"org/name"``, a folder, or a ``.gguf`` file. The
+        embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
+        over a hub id.
+    dtype
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as `torch.dtype`, or ``"auto"``: what the weights are
+        stored in, which is float32 for the embedded model and GGUF files.
+    device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
+    attn
+        ``"sdpa"`` or ``"eager"``; None takes the default of the model type.
+    progress
+        Called with a stage and the fraction done while a GGUF file is converted; True draws a bar on standard error if
+        that is a terminal, False is silent.
+
+    Returns
+    -------
+    tuple
+        The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
+    """
+    downloads = bool(progress) and sys.stderr.isatty()
+    options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads)
+    source = _resolve(EMBEDDED if name is None else os.fspath(name))
+    with reporter(progress) as report:
+        if source.kind == "embedded":
+            return _load_pretrained(source, embedded_folder(report), options)
+        if source.kind == "gguf":
+            return _load_gguf(source, Path(source.name), options, report)
+        return _load_pretrained(source, source.name, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    dtype: torch.dtype | None
+    device: torch.device
+    attn: str | None
+    downloads: bool
+
+
+@dataclass(frozen=True)
+class _Source:
+    kind: Literal["embedded", "gguf", "folder", "hub"]
+    name: str
+
+
+def _resolve(name: str) -> _Source:
+    """What kind of name this is; refuses what is none."""
+    if name == EMBEDDED:
+        return _Source("embedded", name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        _require_model_folder(path)
+        return _Source("folder", str(path))
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"'{name}' is a file, and of files only .gguf can be loaded; give the folder that holds config.json"
+            )
+        return _Source("gguf", str(path))
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"there is no model at '{name}': the path does not exist; allowed are {_ALLOWED}")
+    if _HUB_ID.fullmatch(name):
+        return _Source("hub", name)
+    near = difflib.get_close_matches(name.lower(), [EMBEDDED], n=1, cutoff=0.5)
+    remedy = f"did you mean '{EMBEDDED}'?" if near else "write the organisation too, as in 'openai-community/gpt2'"
+    raise ModelError(f"unknown model '{name}'; allowed are {_ALLOWED}; {remedy}")
+
+
+def _require_model_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"the folder '{folder}' holds an adapter, not a model; merge it into its base model first")
+        raise ModelError(
+            f"the folder '{folder}' is no model: it has no config.json; give a folder written by save_pretrained"
+        )
+    if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise ModelError(
+            f"the folder '{folder}' has only pickled weights, and softgap unpickles nothing; save them as safetensors "
+            "(save_pretrained writes those)"
+        )
+    raise ModelError(f"the folder '{folder}' is no model: it has no model.safetensors; give a folder with weights")
+
+
+def _load_gguf(source: _Source, path: Path, options: _Options, report: Report) -> Loaded:
+    """A GGUF file by way of its converted copy; a large one directly."""
+    if path.stat().st_size > LARGEST_CACHED:
+        model, tokenizer = read_gguf(path, report)
+        if options.attn is not None:
+            model.set_attn_implementation(options.attn)
+        return _finished(source, _cast(model, dtype=options.dtype), tokenizer, options)
+    report("checking the GGUF file", 0.0)
+    sha256 = file_hash(path)
+    folder = copy_folder(EMBEDDED if sha256 == EMBEDDED_SHA256 else "gguf", sha256)
+    if read_record(folder) is None:
+        gguf_metadata(path)  # what is no GGUF file leaves no trace in the cache
+        convert(path, folder, sha256, report)
+    return _load_pretrained(source, folder, options)
+
+
+def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> Loaded:
+    """A model folder or a hub repository, checked before its weights are read."""
+    with quiet_transformers(downloads=options.downloads):
+        try:
+            values, _ = PreTrainedConfig.get_config_dict(place)
+            # Read everything else from this very commit; without one, transformers would also ask the hub's bot to
+            # convert pickled weights.
+            pinned: dict[str, Any] = {"trust_remote_code": False}
+            if values.get("_commit_hash"):
+                pinned["revision"] = values["_commit_hash"]
+            if not values:
+                raise ModelError(f"'{source.name}' is no model: it has no config.json; {_hint(source)}")
+            _require_causal(source, values)
+            config = AutoConfig.from_pretrained(place, **pinned)
+            config._attn_implementation = options.attn
+            tokenizer = AutoTokenizer.from_pretrained(place, **pinned)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=options.dtype or "auto",
+                use_safetensors=True,
+                output_loading_info=True,
+                **pinned,
+            )
+        except ModelError:
+            raise
+        except Exception as error:
+            raise explain(source.name, error) from None
+    model, info = loaded
+    _require_all_weights(source, info)
+    return _finished(source, model, tokenizer, options)
+
+
+def _hint(source: _Source) -> str:
+    if source.kind == "hub":
+        return "if the repository holds GGUF files, download one and give its path"
+    return "give a folder written by save_pretrained"
+
+
+def _require_causal(source: _Source, values: dict[str, Any]) -> None:
+    reason = refusal(values)
+    if reason is not None:
+        raise ModelError(
+            f"cannot use '{source.name}': {reason}; choose a causal language model that transformers implements, such "
+            "as a Llama, Qwen, Gemma or GPT-2"
+        )
+
+
+def _require_all_weights(source: _Source, info: dict[str, Any]) -> None:
+    """Refuse a model part of which would be random."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"'{source.name}' lacks {len(missing)} of its weights, the first is '{missing[0]}'; give a complete causal "
+            "language model, not a base model or a classifier"
+        )
+
+
+def _finished(source: _Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: _Options) -> Loaded:
+    try:
+        moved = _cast(model, device=options.device).eval()
+    except torch.OutOfMemoryError as error:
+        raise explain(source.name, error) from None
+    moved.config._name_or_path = moved.name_or_path = source.name
+    tokenizer.name_or_path = source.name
+    return moved, tokenizer
+
+
+def _cast(model: Any, **target: Any) -> PreTrainedModel:
+    """`model.to(**target)`, whose signature transformers hides from the type checker."""
+    moved: PreTrainedModel = model.to(**target)
+    return moved
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype, None for "auto"."""
+    if dtype == "auto":
+        return None
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise ModelError(f"dtype must be auto, float32, bfloat16 or float16, got '{dtype}'; use float32 if unsure")
+    return found
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    here = _devices()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or (found.index or 0) >= here.get(found.type, 0):
+        raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
+    return found
+
+
+def _devices() -> dict[str, int]:
+    """Kinds of device that can be used here, with how many there are of each."""
+    here = {"cpu": 1}
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        here[accelerator.type] = torch.accelerator.device_count()
+    return here
+
+
+def _checked_attn(attn: str | None) -> str | None:
+    if attn is None or attn in TAPPED_ATTENTION:
+        return attn
+    allowed = " or ".join(f"'{name}'" for name in TAPPED_ATTENTION)
+    raise ModelError(f"attn must be {allowed}, whose masks softgap reads, got '{attn}'; leave it out for the default")

@@ -1,0 +1,143 @@
+"""Tensor files: named tensors and one JSON document in a safetensors file, checked by a hash when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from softgap.attention import Mechanism, resolve
+from softgap.errors import StoreError, UnsupportedError
+
+__all__ = [
+    "BLOCK",
+    "FORMAT",
+    "StoredCalibration",
+    "digest_of",
+    "held_out_summary",
+    "load_calibration",
+    "save_calibration",
+]
+
+
+FORMAT = 1
+
+
+BLOCK = "softgap_calibration"
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCalibration:
+    """A calibration as it was read: its tensors by ``mechanism.parameter``, its metadata, and a hash of the tensors."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+    digest: str
+
+    def equip(self, mechanism: str | Mechanism) -> Mechanism:
+        """The mechanism with the parameters that this calibration holds for it."""
+        mechanism = resolve(mechanism)
+        prefix = f"{mechanism.name}."
+        parameters = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+        missing = [name for name in mechanism.needs if name not in parameters]
+        if missing:
+            raise UnsupportedError(
+                f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
+            )
+        held_out = held_out_summary(self.metadata.get("held_out", {}))
+        return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
+
+
+def held_out_summary(held_out: Mapping[str, Any]) -> dict[str, float]:
+    """The few numbers of a calibration's held-out report that stand beside every share of the gap.
+
+    Parameters
+    ----------
+    held_out
+        The report as plain data; what it lacks (files of earlier versions) is left out.
+    """
+    places = {
+        "gap_closed": ("gap_closed", "fitted", "value"),
+        "against_profile": ("against", "profile", "value"),
+        "explained": ("explained",),
+        "explained_uniform": ("explained_by", "uniform"),
+        "rank_correlation": ("rank_correlation",),
+    }
+    found = {}
+    for name, place in places.items():
+        value: Any = held_out
+        for key in place:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = float(value)
+    return found
+
+
+def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
+    """Write a calibration, whole or not at all; the hash of its tensors."""
+    digest = digest_of(tensors)
+    block = json.dumps({**metadata, "format": FORMAT, "digest": digest}, sort_keys=True)
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        try:
+            save_file(contiguous, name, metadata={BLOCK: block})
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StoreError(
+            f"cannot write the calibration to '{path}' ({reason}); choose a file that you may write to"
+        ) from None
+    return digest
+
+
+def load_calibration(path: Path) -> StoredCalibration:
+    """Read a calibration and check that it is whole."""
+    if not path.is_file():
+        raise StoreError(f"there is no calibration at '{path}'; make one with 'softgap calibrate --out {path}'")
+    try:
+        with safe_open(path, framework="pt") as file:
+            block = (file.metadata() or {}).get(BLOCK)
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"'{path}' is no whole safetensors file ({error}); calibrate the model again") from None
+    if block is None:
+        raise StoreError(f"'{path}' is a safetensors file but no calibration of softgap; give another file")
+    try:
+        metadata = json.loads(block)
+        version = metadata.get("format", 0)
+        newer = version > FORMAT
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(f"'{path}' is damaged: its description is no JSON object ({error}); calibrate again") from None
+    if newer:
+        raise StoreError(
+            f"'{path}' has calibration format {version}, newer than {FORMAT}, which this softgap reads; update softgap"
+        )
+    digest = digest_of(tensors)
+    if digest != metadata.get("digest"):
+        raise StoreError(f"'{path}' is damaged: its tensors do not match their hash; calibrate the model again")
+    return StoredCalibration(tensors, metadata, digest)
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of named tensors: names, shapes, dtypes and all bytes."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        whole.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return whole.hexdigest()[:32]

@@ -1,0 +1,341 @@
+"""Figures of results: the complexity-entropy plane, comparisons, plans and frontiers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from softgap.analysis import ComparisonFindings, Findings, HeadFinding, SystemPoint
+from softgap.errors import ValueInputError
+from softgap.report.files import new_figure, save_figure
+from softgap.signal import complexity_bounds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from softgap.linearize.frontier import Frontier, Point
+    from softgap.linearize.plan import Plan
+
+__all__ = ["draw_comparison", "draw_frontier", "draw_plan", "draw_plane", "save_plane"]
+
+
+Points = Float[np.ndarray, "point 2"]
+
+
+Boxes = Float[np.ndarray, "box 4"]
+
+
+# Places that are tried, in points from the mark, nearest first; how wide and high a letter is for its size.
+_DISTANCES = (7, 12, 18, 26, 36, 48, 62, 78, 96, 116, 138, 162)
+
+
+_ANGLES = tuple(math.radians(sign * degrees) for degrees in range(0, 181, 15) for sign in (1, -1))
+
+
+_LETTER = (0.62, 1.4)
+
+
+# Half the width of a mark, in points.
+_MARK = 3.0
+
+
+def place_names(
+    axes: Axes, names: Sequence[str], points: Points, others: Points, *, size: float = 7, colour: str = "black"
+) -> None:
+    """Write each name near its point, with a thin line to it, away from all points, ``others`` and earlier names.
+
+    Limits and layout of the figure must be final.
+    """
+    figure = axes.get_figure(root=True)
+    if figure is None or not names:
+        return
+    figure.draw_without_rendering()
+    to_points = 72 / figure.dpi
+    frame = np.asarray(axes.get_window_extent().extents) * to_points
+    drawn = np.concatenate([points, others])
+    marks = axes.transData.transform(drawn) * to_points
+    taken = np.c_[marks - _MARK, marks + _MARK]
+    line = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+    for name, point, at in zip(names, points, marks, strict=False):
+        half = np.array([_LETTER[0] * len(name), _LETTER[1]]) * size / 2
+        offset = _free_offset(at, half, frame, taken)
+        taken = np.r_[taken, [[*(at + offset - half), *(at + offset + half)]]]
+        axes.annotate(
+            name,
+            (float(point[0]), float(point[1])),
+            (float(offset[0]), float(offset[1])),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=colour,
+            arrowprops=line,
+            zorder=4,
+        )
+
+
+def _free_offset(
+    at: Float[np.ndarray, " 2"], half: Float[np.ndarray, " 2"], frame: Float[np.ndarray, " 4"], taken: Boxes
+) -> Float[np.ndarray, " 2"]:
+    """The nearest place inside the frame that covers nothing, else the one that covers least."""
+    best, fewest = np.zeros(2), math.inf
+    for distance in _DISTANCES:
+        for angle in _ANGLES:
+            offset = np.asarray(np.array([math.cos(angle), math.sin(angle)]) * (distance + half))
+            low, high = at + offset - half, at + offset + half
+            if (low < frame[:2] + 1).any() or (high > frame[2:] - 1).any():
+                continue
+            covered = int(((taken[:, :2] < high) & (taken[:, 2:] > low)).all(axis=1).sum())
+            if covered == 0:
+                return offset
+            if covered < fewest:
+                best, fewest = offset, covered
+    return best
+
+
+_MARKS = {"noise": "s", "periodic": "D", "map": "^", "flow": "v"}
+
+
+_INK = "#444444"
+
+
+def draw_plane(findings: Findings) -> Figure:
+    """The whole plane on the left, the part that the heads fill on the right; a head's colour is its layer."""
+    heads = findings.eligible
+    if not heads:
+        raise ValueInputError(
+            f"no head has windows enough for the complexity-entropy plane; {findings.heads[0].reason}"
+            if findings.heads
+            else "a picture needs heads, got findings without any"
+        )
+    figure = new_figure(11, 5.2)
+    whole, near = figure.subplots(1, 2)
+    order = int(findings.settings["order"])
+    for axes in (whole, near):
+        _draw_bounds(axes, order)
+        points = _draw_heads(axes, heads)
+        _draw_systems(axes, findings.systems)
+        axes.set_xlabel("permutation entropy")
+    whole.set_ylabel("statistical complexity")
+    _zoom(near, findings)
+    whole.legend(loc="upper left", fontsize="small", frameon=False)
+    figure.colorbar(points, ax=near, label="layer")
+    figure.suptitle(_title(findings))
+    (left, right), (bottom, top) = near.get_xlim(), near.get_ylim()
+    close = [s for s in findings.systems if left <= s.entropy <= right and bottom <= s.complexity <= top]
+    # Last: where a name has room depends on everything else.
+    _name_systems(whole, findings, [s for s in findings.systems if s not in close])
+    _name_systems(near, findings, close)
+    return figure
+
+
+def save_plane(findings: Findings, path: str | os.PathLike[str]) -> Path:
+    """Draw the plane and write it as PNG or SVG, by the ending of ``path``."""
+    return save_figure(draw_plane(findings), path)
+
+
+def _draw_bounds(axes: Axes, order: int) -> None:
+    bounds = complexity_bounds(order)
+    axes.plot(bounds.least_entropy, bounds.least_complexity, color=_INK, linewidth=1)
+    axes.plot(bounds.greatest_entropy, bounds.greatest_complexity, color=_INK, linewidth=1, label="bounds")
+
+
+def _draw_heads(axes: Axes, heads: tuple[HeadFinding, ...]) -> Any:
+    return axes.scatter(
+        [head.entropy for head in heads],
+        [head.complexity for head in heads],
+        c=[head.layer for head in heads],
+        s=14,
+        cmap="viridis",
+        alpha=0.8,
+        linewidths=0,
+        label="heads",
+        zorder=3,
+    )
+
+
+def _draw_systems(axes: Axes, systems: Sequence[SystemPoint]) -> None:
+    for kind, mark in _MARKS.items():
+        some = [system for system in systems if system.kind == kind]
+        if some:
+            entropy, complexity = [s.entropy for s in some], [s.complexity for s in some]
+            axes.scatter(
+                entropy,
+                complexity,
+                marker=mark,
+                facecolors="none",
+                edgecolors="#c2410c",
+                s=28,
+                zorder=4,
+                label=f"known: {kind}",
+            )
+
+
+def _name_systems(axes: Axes, findings: Findings, named: Sequence[SystemPoint]) -> None:
+    points = [(system.entropy, system.complexity) for system in named]
+    others = [(head.entropy, head.complexity) for head in findings.eligible]
+    others += [(system.entropy, system.complexity) for system in findings.systems]
+    # The curves as points, dense enough that no name slips between them.
+    entropy, bounds = np.linspace(*axes.get_xlim(), 200), complexity_bounds(int(findings.settings["order"]))
+    others += zip(entropy, np.interp(entropy, bounds.least_entropy, bounds.least_complexity), strict=True)
+    others += zip(entropy, np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity), strict=True)
+    place_names(axes, [system.name for system in named], _array(points), _array(others), colour="#9a3412")
+
+
+def _array(points: Sequence[tuple[float, float]]) -> np.ndarray:
+    return np.array(points, float).reshape(-1, 2)
+
+
+def _zoom(axes: Axes, findings: Findings) -> None:
+    entropy = np.array([head.entropy for head in findings.eligible] + [findings.noise_entropy])
+    complexity = np.array([head.complexity for head in findings.eligible])
+    width, height = max(0.02, float(np.ptp(entropy))), max(0.02, float(np.ptp(complexity)))
+    axes.set_xlim(float(entropy.min()) - 0.15 * width, min(1.0, float(entropy.max()) + 0.15 * width))
+    axes.set_ylim(max(0.0, float(complexity.min()) - 0.15 * height), float(complexity.max()) + 0.15 * height)
+    axes.axvline(findings.noise_entropy, color=_INK, linewidth=0.8, linestyle=":")
+    axes.set_title("the heads; dotted: white noise of their length", fontsize="small")
+
+
+def _title(findings: Findings) -> str:
+    settings, source = findings.settings, findings.source
+    model = f"{source['model']}: " if source.get("model") else ""
+    samples = "1 sample" if findings.samples == 1 else f"{findings.samples:,} samples"
+    return (
+        f"{model}{settings['quantity']} from {settings['mechanism']}, transform {settings['transform']}, order "
+        f"{settings['order']}, delay {settings['delay']}, segment {settings['segment']}; {samples}, "
+        f"{findings.steps:,} steps"
+    )
+
+
+def draw_comparison(findings: ComparisonFindings) -> Figure:
+    """Largest |t| of every head, the null of max-T, and the effects that each comparison could find."""
+    figure = new_figure(13, 4.6)
+    heads, null, reach = figure.subplots(1, 3)
+    _draw_compared_heads(figure, heads, findings)
+    _draw_null(null, findings)
+    _draw_steps(reach, findings)
+    first, second = findings.comparison.contrast.groups
+    figure.suptitle(f"{first} minus {second}: {findings.verdict.outcome}")
+    return figure
+
+
+def _draw_compared_heads(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
+    layers = np.unique(findings.table.layer)
+    t = np.full(findings.kept.shape, np.nan)
+    t[findings.kept] = np.abs(findings.comparison.contrast.t)
+    largest = np.where(np.isnan(t).all(axis=0), np.nan, np.nanmax(np.where(np.isnan(t), -np.inf, t), axis=0))
+    grid = np.full((int(findings.table.head.max()) + 1, len(layers)), np.nan)
+    grid[findings.table.head, np.searchsorted(layers, findings.table.layer)] = largest
+    picture = axes.imshow(
+        grid, aspect="auto", origin="lower", cmap="viridis", extent=(-0.5, len(layers) - 0.5, -0.5, len(grid) - 0.5)
+    )
+    axes.set_xlabel("layer")
+    axes.set_ylabel("KV head" if findings.table.collapsed else "head")
+    axes.set_title("largest |t| of any feature", fontsize="small")
+    figure.colorbar(picture, ax=axes)
+
+
+def _draw_null(axes: Axes, findings: ComparisonFindings) -> None:
+    maximum = findings.comparison.maximum
+    axes.hist(maximum.sample, bins=40, color="#9ca3af")
+    axes.axvline(maximum.value, color="#c2410c", label=f"observed, p = {maximum.p:.2g}")
+    axes.axvline(findings.comparison.critical, color="#444444", linestyle=":", label="critical")
+    axes.set_xlabel(f"largest |t| of {int(findings.kept.sum()):,} units")
+    axes.set_ylabel("relabellings")
+    axes.set_title("against relabelled samples", fontsize="small")
+    axes.legend(fontsize="small", frameon=False)
+
+
+def _draw_steps(axes: Axes, findings: ComparisonFindings) -> None:
+    steps = findings.verdict.steps
+    places = np.arange(len(steps))
+    axes.barh(places, [min(step.smallest, 3.0) for step in steps], color="#9ca3af")
+    axes.axvline(findings.verdict.margin, color="#c2410c", label="margin")
+    axes.set_yticks(places, [f"{step.name}\np = {step.p:.2g}" for step in steps], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("smallest effect that could be found, in deviations")
+    axes.set_title("what each comparison could find", fontsize="small")
+    axes.legend(fontsize="small", frameon=False)
+
+
+KEPT, SWAPPED, FREED = 0, 1, 2
+
+
+_WORDS = {KEPT: "softmax", SWAPPED: "swapped", FREED: "swapped, its KV group freed"}
+
+
+# Told apart without colour as well: light, middle, dark.
+_COLOURS = {KEPT: "#e5e7eb", SWAPPED: "#f59e0b", FREED: "#1d4ed8"}
+
+
+def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers: Sequence[int]) -> Figure:
+    """The model as a grid of heads, layers across: kept, swapped, freed.
+
+    Parameters
+    ----------
+    heads, kv_heads, numbers
+        Of every layer: how many it has, and what it is called.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    grid = np.full((max(heads), len(numbers)), np.nan)
+    for column, (number, n, groups) in enumerate(zip(numbers, heads, kv_heads, strict=True)):
+        for head in range(n):
+            freed = (number, head // (n // groups)) in plan.groups
+            grid[head, column] = FREED if freed else SWAPPED if (number, head) in plan.heads else KEPT
+    figure = new_figure(max(6.0, 0.32 * len(numbers) + 1.5), max(3.0, 0.32 * max(heads) + 2.0))
+    axes = figure.subplots()
+    axes.imshow(grid, cmap=ListedColormap(list(_COLOURS.values())), vmin=-0.5, vmax=2.5, aspect="auto")
+    for edge in range(1, len(numbers)):
+        axes.axvline(edge - 0.5, color="white", linewidth=1)
+    for edge in range(1, max(heads)):
+        border = kv_heads[0] and edge % (heads[0] // kv_heads[0]) == 0
+        axes.axhline(edge - 0.5, color="white", linewidth=2.5 if border else 0.6)
+    step = max(1, len(numbers) // 15)
+    axes.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+    axes.set_yticks(range(max(heads)))
+    axes.set(xlabel="layer", ylabel="head")
+    legend = [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _WORDS]
+    axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8)
+    rise = f", {plan.expected['loss']} nats per token" if "loss" in plan.expected else ""
+    axes.set_title(f"{len(plan.heads)} of {sum(heads)} heads without softmax, {len(plan.groups)} KV groups freed{rise}")
+    return figure
+
+
+def draw_frontier(found: Frontier) -> Figure:
+    """Rise in loss and change in recall against the share that is swapped, one line per order and substitute."""
+    quantities = [name for name in ("loss", "recall") if found.points and name in found.points[0].change]
+    figure = new_figure(6.5 * len(quantities), 4.8)
+    places = figure.subplots(1, len(quantities), squeeze=False)[0]
+    lines: dict[tuple[str, str], list[Point]] = {}
+    for point in found.points:
+        lines.setdefault((point.order, point.mechanism), []).append(point)
+    for axes, quantity in zip(places, quantities, strict=True):
+        for number, ((order, mechanism), points) in enumerate(lines.items()):
+            _draw_line(axes, quantity, f"{order}: {mechanism}", sorted(points, key=lambda p: p.share), number)
+        axes.axhline(0, color="#444444", linewidth=0.8)
+        axes.set(xlabel=f"share of {found.by} swapped", xlim=(0, 1.02))
+    places[0].set(ylabel="rise in loss, nats per token", yscale="symlog")
+    places[0].set_yscale("symlog", linthresh=0.05)
+    if len(places) > 1:
+        places[1].set(ylabel="change in recall")
+    places[0].legend(fontsize=7, frameon=False)
+    figure.suptitle(f"What {found.settings.get('model', 'a model')} loses, {found.settings.get('tokens', 0):,} tokens")
+    return figure
+
+
+def _draw_line(axes: Axes, quantity: str, label: str, points: Sequence[Point], number: int) -> None:
+    style = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:")[number % 7]
+    middle = [point.change[quantity].value for point in points]
+    below = [point.change[quantity].value - point.change[quantity].low for point in points]
+    above = [point.change[quantity].high - point.change[quantity].value for point in points]
+    error = np.clip([below, above], 0, None)
+    axes.errorbar([p.share for p in points], middle, error, fmt=style, markersize=4, capsize=2, label=label)

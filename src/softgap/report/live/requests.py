@@ -1,0 +1,298 @@
+"""Requests to the live server: who may send them, how much they may ask, and what they must hold."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from softgap.errors import ValueInputError, unknown_name
+from softgap.probe.capture import COLDEST
+
+__all__ = ["CONTROL", "Guard", "Limits", "Wish", "allowed_names", "refusal", "wishes"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused beyond; every refusal says its number.
+
+    Attributes
+    ----------
+    request_bytes
+        Of the body of one request.
+    prompt_tokens, new_tokens
+        Of one run.
+    prompts
+        That one request may send, to be compared.
+    mechanisms
+        That one run may be compared with, the control aside.
+    queue
+        Runs that may wait.
+    kept
+        Runs held in memory; older ones that are over are let go, and stay in the folder of studies.
+    streams
+        Connections that are told what happens.
+    connections
+        Of any kind, at the same time.
+    studies
+        Listed, the newest first.
+    zip_bytes
+        Of a study that may be downloaded.
+    """
+
+    request_bytes: int = 64 * 1024
+    prompt_tokens: int = 2000
+    new_tokens: int = 1000
+    prompts: int = 2
+    mechanisms: int = 4
+    queue: int = 6
+    kept: int = 12
+    streams: int = 24
+    connections: int = 96
+    studies: int = 200
+    zip_bytes: int = 2**30
+
+
+CONTROL = "uniform"
+
+
+"""Measured beside every mechanism: without it a divergence says little."""
+
+
+_FIELDS = ("prompts", "mechanisms", "max_new_tokens", "temperature", "seed")
+
+
+_GREATEST_SEED = 2**32 - 1
+
+
+_HOTTEST = 10.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One generation.
+
+    Attributes
+    ----------
+    mechanisms
+        The control is among them.
+    temperature
+        None for greedy search.
+    """
+
+    prompt: str
+    mechanisms: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float | None
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As a page shows it."""
+        return {
+            "prompt": self.prompt,
+            "mechanisms": list(self.mechanisms),
+            "maxNewTokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
+
+
+def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
+    """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueInputError(f"a request must be JSON, got something else ({error})") from error
+    if not isinstance(given, dict):
+        raise ValueInputError(f"a request must be a JSON object, got {type(given).__name__}")
+    for name in given:
+        if name not in _FIELDS:
+            raise unknown_name("field of a request", name, _FIELDS)
+    length = _whole("max_new_tokens", given.get("max_new_tokens", 128), 1, limits.new_tokens)
+    temperature = _temperature(given.get("temperature"))
+    seed = given.get("seed")
+    number = _whole("seed", 0 if seed is None else seed, 0, _GREATEST_SEED)
+    mechanisms = _mechanisms(given.get("mechanisms"), known, limits)
+    return [Wish(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)]
+
+
+def _prompts(given: Any, limits: Limits) -> list[str]:
+    if not isinstance(given, list) or not 1 <= len(given) <= limits.prompts:
+        many = len(given) if isinstance(given, list) else 0
+        raise ValueInputError(f"prompts must be a list of 1 to {limits.prompts} texts, got {many}")
+    for prompt in given:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueInputError("a prompt must hold some text, got none; write something to continue")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueInputError(f"a prompt must be valid Unicode, got half a character at {error.start}") from error
+    return given
+
+
+def _mechanisms(given: Any, known: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    named = ["elu1"] if given is None else given
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueInputError("mechanisms must be a list of names")
+    wanted = [name for name in dict.fromkeys(named) if name != CONTROL]
+    for name in wanted:
+        if name not in known:
+            raise unknown_name("mechanism", name, known)
+    if len(wanted) > limits.mechanisms:
+        raise ValueInputError(
+            f"a run is compared with at most {limits.mechanisms} mechanisms besides {CONTROL}, got {len(wanted)}; "
+            "choose fewer"
+        )
+    return (*wanted, CONTROL)
+
+
+def _temperature(given: Any) -> float | None:
+    if given is None:
+        return None
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not COLDEST <= given <= _HOTTEST:
+        raise ValueInputError(
+            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for the likeliest "
+            "tokens"
+        )
+    return float(given)
+
+
+def _whole(name: str, given: Any, least: int, most: int) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= most:
+        raise ValueInputError(f"{name} must be a whole number from {least} to {most:,}, got {given!r}")
+    return given
+
+
+TOKEN_HEADER = "x-softgap-token"
+
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+# For what has no page's own policy.
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+
+
+def allowed_names(host: str, machine: str) -> tuple[str, ...]:
+    """Names that a Host header may have where the server listens at ``host``; "*" stands for any address of numbers."""
+    if _is_loopback(host):
+        return _LOCAL
+    wildcard = host in ("0.0.0.0", "::", "")
+    return (*_LOCAL, machine.lower(), *(("*",) if wildcard else (host.lower(),)))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Refuses what is not ours, and closes every answer against misuse.
+
+    Attributes
+    ----------
+    names
+        See :func:`allowed_names`.
+    token
+        That every request which changes something must carry.
+    """
+
+    app: ASGIApp
+    names: Sequence[str]
+    token: str
+    limits: Limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def closed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Content-Security-Policy", _NOTHING)
+            await send(message)
+
+        wrong = refusal(scope["method"], scope["path"], Headers(scope=scope), self.names, self.token, self.limits)
+        if wrong is not None:
+            await _answer(closed, *wrong)
+            return
+        await self.app(scope, receive, closed)
+
+
+def refusal(
+    method: str, path: str, headers: Headers, names: Sequence[str], token: str, limits: Limits
+) -> tuple[int, str] | None:
+    """Status and sentence, or None for a request that may pass."""
+    host = headers.get("host", "")
+    if not _known(_without_port(host), names):
+        return 421, "this server answers to its own address only; open the address that softgap serve has printed"
+    if method not in ("GET", "HEAD", "POST"):
+        return 405, f"only GET and POST are understood, got {method[:16]}"
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return 403, "requests from other pages are not accepted"
+    # Coming to the first page from a link elsewhere is fine; everything else is asked for by our own pages.
+    if site is not None and site not in ("same-origin", "none") and not (method != "POST" and path == "/"):
+        return 403, "requests from other pages are not accepted"
+    if method != "POST":
+        return None
+    if not secrets.compare_digest(headers.get(TOKEN_HEADER, "").encode(), token.encode()):
+        return 403, "the token is missing or of an earlier server; reload the page"
+    if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return 415, "a request must be application/json"
+    length = headers.get("content-length", "")
+    if not length.isdigit():
+        return 411, "a request must say its length"
+    if int(length) > limits.request_bytes:
+        return 413, f"a request may have {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt"
+    return None
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _known(name: str, names: Sequence[str]) -> bool:
+    if name in names:
+        return True
+    if "*" not in names:
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _answer(send: Send, status: int, sentence: str) -> None:
+    body = json.dumps({"error": sentence}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    # Whatever body was on its way is not read.
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

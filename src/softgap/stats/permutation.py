@@ -1,0 +1,247 @@
+"""Permutation distributions of many statistics at once, and p-values corrected for many tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Float32, Float64, Int64
+from scipy import stats
+
+from softgap.stats.design import Design
+from softgap.stats.effects import LEAST_RESIDUAL, centred_rows, weights_of
+
+__all__ = [
+    "THRESHOLDS",
+    "Null",
+    "Omnibus",
+    "Prepared",
+    "null_of",
+    "omnibus_of",
+    "parts",
+    "prepare",
+    "relabel",
+    "tail_counts",
+]
+
+
+THRESHOLDS = 1 + 0.25 * np.arange(21)
+
+
+"""Values of |t| above which units are counted, for the higher criticism."""
+
+
+# Relabellings and units of one block: 2 MiB per array, so that a block stays in the second-level cache.
+_RELABELLINGS = 512
+
+
+_UNITS = 1024
+
+
+# Random numbers drawn at a time for the orders of a block of relabellings.
+_DRAWN = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A table made ready: x, its squares times (f - g), x times k, all in float32, and what is constant."""
+
+    x: Float32[np.ndarray, "row unit"]
+    square: Float32[np.ndarray, "row unit"] | None
+    linear: Float32[np.ndarray, "row unit"] | None
+    offset: Float32[np.ndarray, " unit"]
+    slope: float
+    curvature: float
+    total: float
+    scale: Float64[np.ndarray, " unit"]
+
+    @property
+    def units(self) -> int:
+        """Units of the table."""
+        return int(self.x.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Relabelled:
+    """What is kept of all relabellings.
+
+    Per relabelling: the largest |t|, the mean t, the number of positive t minus that of others, and how many |t| reach
+    each of ``THRESHOLDS``. Per unit: how many relabellings reach its observed |t|.
+    """
+
+    largest: Float64[np.ndarray, " relabelling"]
+    mean: Float64[np.ndarray, " relabelling"]
+    asymmetry: Int64[np.ndarray, " relabelling"]
+    tails: Int64[np.ndarray, "relabelling threshold"]
+    reached: Int64[np.ndarray, " unit"]
+
+
+def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
+    """Centre in blocks, scale to mean square 1, and fold all weights into the table."""
+    weights = weights_of(design)
+    centred = centred_rows(rows, design)
+    scale = np.sqrt((centred**2).mean(axis=0))
+    x = centred / scale
+    tilt = weights.first - weights.second
+    k = weights.first * (1 - weights.share) + weights.second * weights.share
+    y = design.labels - weights.share
+    curvature = float((np.where(design.labels, weights.first, weights.second) * y**2).sum())
+    constant = np.ptp(k) <= 1e-12 * k.max()
+    return Prepared(
+        x=x.astype(np.float32),
+        square=None if np.abs(tilt).max() <= 1e-12 * k.max() else (tilt[:, None] * x**2).astype(np.float32),
+        linear=None if constant else (k[:, None] * x).astype(np.float32),
+        offset=(weights.second @ x**2).astype(np.float32),
+        slope=float(k[0]) if constant else 0.0,
+        curvature=curvature,
+        total=weights.total,
+        scale=scale,
+    )
+
+
+def parts(
+    prepared: Prepared, labels: Float32[np.ndarray, "relabelling row"], units: slice
+) -> tuple[Float32[np.ndarray, "relabelling unit"], Float32[np.ndarray, "relabelling unit"]]:
+    """``s`` and the square root below it, of some units: t is their quotient."""
+    s = labels @ prepared.x[:, units]
+    total = prepared.total
+    q: np.ndarray = prepared.offset[units]
+    if prepared.square is not None:
+        q = labels @ prepared.square[:, units] + q
+    if prepared.linear is None:
+        variance = s * s
+        variance *= np.float32(prepared.curvature / total**2 - 2 * prepared.slope / total)
+    else:
+        variance = labels @ prepared.linear[:, units]
+        variance *= np.float32(-2 / total)
+        variance += s * np.float32(prepared.curvature / total**2)
+        variance *= s
+    variance += q
+    # Where nothing is left but rounding, t would be arbitrary.
+    np.maximum(variance, q * np.float32(LEAST_RESIDUAL), out=variance)
+    return s, np.sqrt(variance, out=variance)
+
+
+def relabel(
+    prepared: Prepared,
+    design: Design,
+    bars: Float64[np.ndarray, " unit"],
+    count: int,
+    rng: np.random.Generator,
+) -> Relabelled:
+    """Reduce ``count`` relabellings, a block of them and of the units at a time; ``bars`` are what |t| has to reach."""
+    largest, mean = np.zeros(count), np.zeros(count)
+    asymmetry = np.zeros(count, np.int64)
+    tails = np.zeros((count, len(THRESHOLDS)), np.int64)
+    reached = np.zeros(prepared.units, np.int64)
+    bar = bars.astype(np.float32)
+    for where, labels in _drawn(design, count, rng):
+        for start in range(0, prepared.units, _UNITS):
+            units = slice(start, min(start + _UNITS, prepared.units))
+            t, root = parts(prepared, labels, units)
+            t /= root
+            mean[where] += t.sum(axis=1)
+            asymmetry[where] += 2 * np.count_nonzero(t > 0, axis=1) - t.shape[1]
+            np.abs(t, out=t)
+            np.maximum(largest[where], t.max(axis=1), out=largest[where])
+            reached[units] += np.count_nonzero(t >= bar[units], axis=0)
+            tails[where] += tail_counts(t)
+    return Relabelled(largest, mean / prepared.units, asymmetry, tails, reached)
+
+
+def tail_counts(size: Float64[np.ndarray, "relabelling unit"]) -> Int64[np.ndarray, "relabelling threshold"]:
+    """How many of each row reach each of ``THRESHOLDS``."""
+    bins = len(THRESHOLDS) + 1
+    place = np.clip((size - THRESHOLDS[0].astype(size.dtype)) * 4 + 1, 0, bins - 1).astype(np.int64)
+    place += bins * np.arange(len(size))[:, None]
+    counts = np.bincount(place.ravel(), minlength=bins * len(size)).reshape(len(size), bins)
+    return counts[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
+
+
+def _drawn(design: Design, count: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+    step = max(1, min(_RELABELLINGS, _DRAWN // design.rows))
+    for start in range(0, count, step):
+        where = slice(start, min(start + step, count))
+        yield where, design.relabelled(where.stop - where.start, rng)
+
+
+# Single precision moves a statistic by less, which must not decide a tie with the null.
+SLACK = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Null:
+    """A statistic, its values under relabelling, and p = (k + 1) / (n + 1), k of n values being at least as large."""
+
+    value: float
+    sample: Float64[np.ndarray, " relabelling"]
+    p: float
+
+    def critical(self, alpha: float) -> float:
+        """What a value has to exceed for p <= ``alpha``; infinite where the sample is too small for that."""
+        allowed = math.floor(alpha * (len(self.sample) + 1) + 1e-9)
+        return float(np.sort(self.sample)[-allowed]) if allowed else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Omnibus:
+    """Tests for many small effects: whether the units together differ, not which of them.
+
+    Attributes
+    ----------
+    mean_t
+        |mean over units of t|: all units move a little in one direction.
+    asymmetry
+        |share of units with positive t - share of others|: most units move in one direction, however little.
+    criticism
+        Higher criticism: max over thresholds c of (N(c) - m(c)) / d(c), N(c) the number of units with |t| >= c, m and
+        d its mean and standard deviation under relabelling. Thresholds that not one unit reaches on average are left
+        out. Donoho and Jin (2004) take m and d of independent units; heads are not independent.
+    any
+        The smallest p of these three and of max-T, with its own null: one p for "is there any difference at all". Its
+        value and sample are 1 - p.
+    """
+
+    mean_t: Null
+    asymmetry: Null
+    criticism: Null
+    any: Null
+
+
+def null_of(value: float, sample: Float[np.ndarray, " relabelling"]) -> Null:
+    """A null whose larger values are the more extreme ones."""
+    reached = int((sample >= value - SLACK * abs(value)).sum())
+    return Null(float(value), np.asarray(sample, np.float64), (reached + 1) / (len(sample) + 1))
+
+
+def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, relabelled: Relabelled) -> Omnibus:
+    """The omnibus tests of observed ``t`` beside the relabelled ones."""
+    mean = null_of(abs(float(t.mean())), np.abs(relabelled.mean))
+    lean = abs(2 * int(np.count_nonzero(t > 0)) - t.size) / t.size
+    asymmetry = null_of(lean, np.abs(relabelled.asymmetry) / t.size)
+    values = _criticism(np.concatenate([tail_counts(np.abs(t)[None]), relabelled.tails]))
+    criticism = null_of(values[0], values[1:])
+    tests = (largest, mean, asymmetry, criticism)
+    return Omnibus(mean, asymmetry, criticism, _smallest_p(tests))
+
+
+def _criticism(counts: np.ndarray) -> np.ndarray:
+    """Higher criticism of each row; the observed row counts in mean and deviation, so that all rows are alike."""
+    mean, deviation = counts.mean(axis=0), counts.std(axis=0)
+    used = (mean >= 1) & (deviation > 0)
+    if not used.any():
+        used = (np.arange(len(THRESHOLDS)) == 0) & (deviation > 0)
+    if not used.any():
+        return np.zeros(len(counts))
+    return np.asarray(((counts[:, used] - mean[used]) / deviation[used]).max(axis=1))
+
+
+def _smallest_p(tests: Sequence[Null]) -> Null:
+    """The null of the smallest p of several tests: each relabelling is ranked among all of them and the data."""
+    smallest = np.ones(len(tests[0].sample) + 1)
+    for test in tests:
+        values = np.append(test.sample, test.value - SLACK * abs(test.value))
+        np.minimum(smallest, stats.rankdata(-values, method="max") / len(values), out=smallest)
+    return null_of(float(1 - smallest[-1]), 1 - smallest[:-1])

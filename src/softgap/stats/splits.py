@@ -1,0 +1,94 @@
+"""Splits of samples: cross-validation folds that keep clusters together, and a confirmation set decided by a hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from softgap.errors import ShapeError, ValueInputError
+from softgap.inputs import refuse_string
+from softgap.stats.validation import checked_share
+
+__all__ = ["Split", "confirmation_split", "grouped_folds"]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Which samples are kept back for confirmation, and the hash that fixes it."""
+
+    confirmation: Bool[np.ndarray, " sample"]
+    hash: str
+    fraction: float
+    salt: str
+
+
+def confirmation_split(
+    ids: Sequence[str], *, fraction: float = 0.3, salt: str = "softgap", clusters: Sequence[str] | None = None
+) -> Split:
+    """Keep back about ``fraction`` of the samples, the same ones whoever asks and in whatever order.
+
+    A sample is kept back if SHA-256 of the salt and its id, read as a number from 0 to 1, is below ``fraction``. So a
+    sample added later moves no other. With ``clusters`` their names decide, and samples of one cluster stay together.
+    ``hash`` is SHA-256 of everything that the split depends on: write it down before looking.
+    """
+    share = checked_share("fraction", fraction, 0.3)
+    refuse_string("ids", ids, "one name per sample")
+    refuse_string("clusters", clusters, "one name per sample")
+    names = [str(name) for name in ids]
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise ValueInputError(f"sample ids must differ, got '{repeated[0]}' more than once; name every sample once")
+    deciding = names if clusters is None else [str(name) for name in clusters]
+    if len(deciding) != len(names):
+        raise ShapeError(
+            f"clusters must have one entry per sample, got {len(deciding)} for {len(names)} samples; "
+            "give each sample its own entry"
+        )
+    kept = np.array([_number(salt, name) < share for name in deciding], bool)
+    if not 0 < kept.sum() < len(names):
+        raise ValueInputError(
+            f"a split needs samples on both sides, got {int(kept.sum())} of {len(names)} for confirmation; "
+            "use more samples or another fraction"
+        )
+    document = json.dumps([salt, share, sorted(zip(names, deciding, strict=True))], ensure_ascii=False)
+    return Split(kept, hashlib.sha256(document.encode()).hexdigest(), share, salt)
+
+
+def _number(salt: str, name: str) -> float:
+    digest = hashlib.sha256(json.dumps([salt, name], ensure_ascii=False).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def grouped_folds(
+    labels: Bool[np.ndarray, " sample"],
+    clusters: Int64[np.ndarray, " sample"] | None,
+    folds: int,
+    rng: np.random.Generator,
+) -> Int64[np.ndarray, " sample"]:
+    """The fold of each sample.
+
+    Clusters in random order, those with most samples first, go to the fold that is furthest behind its share of their
+    labels. Every fold ends with both labels, or the folds are refused.
+    """
+    codes = np.arange(len(labels)) if clusters is None else clusters
+    both = np.stack([np.bincount(codes, weights=labels), np.bincount(codes, weights=~labels)], axis=1)
+    whole = both.sum(axis=0)
+    held = np.zeros((folds, 2))
+    fold_of = np.empty(len(both), np.int64)
+    shuffled = rng.permutation(len(both))
+    for cluster in shuffled[np.argsort(-both[shuffled].sum(axis=1), kind="stable")]:
+        filled = (((held + both[cluster]) / whole) ** 2).sum(axis=1) - ((held / whole) ** 2).sum(axis=1)
+        fold = int(np.argmin(filled))
+        held[fold] += both[cluster]
+        fold_of[cluster] = fold
+    if (held == 0).any():
+        raise ValueInputError(
+            f"every fold needs samples of both groups, got {folds} folds for {int((both[:, 0] > 0).sum())} and "
+            f"{int((both[:, 1] > 0).sum())} clusters with them; use fewer folds or more samples"
+        )
+    return fold_of[codes]

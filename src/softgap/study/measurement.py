@@ -1,0 +1,221 @@
+"""Measure one batch of a study: which samples go together, and the settings its numbers depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from softgap.errors import SoftgapError, ValueInputError
+from softgap.inputs import as_items
+from softgap.models.fingerprint import live_options
+from softgap.probe import Interrupted, generate, read
+from softgap.probe.capture import check_lengths, checked_temperature, completion_ids, prompt_ids
+from softgap.tasks import Prompt, Scorer
+from softgap.trajectories import Trajectories
+
+if TYPE_CHECKING:
+    from softgap.models.loading import Loaded
+
+__all__ = ["Batch", "Failure", "Measured", "StudySettings", "measure_batch", "plan_batches", "token_count"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are computed together.
+
+    ``indices`` are those of the study's prompts, ``seed`` is for sampling, ``replay`` for prompts with a completion.
+    """
+
+    number: int
+    indices: tuple[int, ...]
+    seed: int
+    replay: bool
+
+
+def plan_batches(lengths: Sequence[int], replay: Sequence[bool], batch_size: int, seed: int) -> tuple[Batch, ...]:
+    """Batches of neighbours in length, so that little is padded; the longest come first.
+
+    A machine too small for a study says so in the first minute and not in the last. Prompts that are read and prompts
+    that are answered are never in one batch; of equal lengths, the first given comes first.
+    """
+    batches: list[Batch] = []
+    for kind in (False, True):
+        order = sorted((i for i in range(len(lengths)) if replay[i] == kind), key=lambda i: (-lengths[i], i))
+        for start in range(0, len(order), batch_size):
+            number = len(batches)
+            batches.append(Batch(number, tuple(order[start : start + batch_size]), batch_seed(seed, number), kind))
+    return tuple(batches)
+
+
+def batch_seed(seed: int, number: int) -> int:
+    """A seed of 32 bits for a batch of a study."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big")
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """How prompts are measured.
+
+    Attributes
+    ----------
+    model, dtype, device, attn
+        As :func:`softgap.load_model` takes them.
+    mechanisms
+        None for the defaults of the model.
+    max_new_tokens, chat, seed, temperature
+        Of generations; with a seed or a temperature the model samples, each batch with a seed of its own. ``chat`` is
+        None for the template where there is one.
+    batch_size
+        Samples that are computed together.
+    scoring
+        How answers are judged, by name or import path; None leaves the labels of the prompts.
+    keep_prompt
+        Whether the prompt's own steps are stored too.
+    threads
+        Of torch; None takes what it is set to. On a cluster every worker uses as many.
+    """
+
+    model: str | None = None
+    mechanisms: tuple[str, ...] | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    chat: bool | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    scoring: str | None = None
+    focus: bool = False
+    drop_sinks: int = 0
+    keep_prompt: bool = True
+    dtype: str = "auto"
+    device: str = "cpu"
+    attn: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mechanisms is not None:
+            object.__setattr__(self, "mechanisms", as_items(self.mechanisms))
+        for name in ("max_new_tokens", "batch_size", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueInputError(f"{name} must be at least 1, got {value}")
+        if self.temperature is not None:
+            checked_temperature(self.temperature)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What a generation is told about sampling."""
+        if self.seed is None and self.temperature is None:
+            return {"do_sample": False}
+        return {"do_sample": True, **({} if self.temperature is None else {"temperature": self.temperature})}
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a measurement is told."""
+        if self.mechanisms is None:
+            raise ValueInputError("the mechanisms of a study must be settled before it is measured, got None")
+        return {"mechanisms": self.mechanisms, "focus": self.focus, "drop_sinks": self.drop_sinks}
+
+    def load(self) -> Loaded:
+        """The model and its tokenizer."""
+        from softgap.models import load_model
+
+        return load_model(self.model, dtype=self.dtype, device=self.device, attn=self.attn)
+
+    def options(self, loaded: Loaded) -> dict[str, Any]:
+        """For the manifest: all that the data depend on."""
+        own = live_options(
+            loaded[0],
+            max_new_tokens=self.max_new_tokens,
+            chat=bool(self.chat),
+            focus=self.focus,
+            settings=self.sampling,
+        )
+        kept = ("batch_size", "scoring", "keep_prompt")
+        return {**own, "mode": "study", **{name: value for name, value in asdict(self).items() if name in kept}}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a sample is missing (``measuring``) or has no label (``scoring``)."""
+
+    sample_id: str
+    stage: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What came of a batch."""
+
+    runs: tuple[Trajectories, ...]
+    failures: tuple[Failure, ...]
+
+
+def token_count(loaded: Loaded, prompt: Prompt, settings: StudySettings) -> int:
+    """Tokens that are fed for a prompt, new ones aside; an error where the model's context does not hold it all."""
+    model, tokenizer = loaded
+    ids = prompt_ids(tokenizer, prompt.prompt, settings.chat)
+    if prompt.completion is not None:
+        ids = [*ids, *completion_ids(tokenizer, prompt.completion)[:-1]]
+    check_lengths(model, [ids], 0 if prompt.completion is not None else settings.max_new_tokens)
+    return len(ids)
+
+
+def measure_batch(
+    loaded: Loaded, prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, scorer: Scorer | None
+) -> Measured:
+    """Measure the samples of a batch together, or one by one if that fails: then only the culprits are left out."""
+    chosen = [prompts[i] for i in batch.indices]
+    try:
+        return _judged(chosen, _runs(loaded, chosen, batch, settings), scorer, settings)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:
+        if len(chosen) == 1:
+            return Measured((), (Failure(chosen[0].sample_id, "measuring", _reason(error)),))
+    alone = [replace(batch, indices=(i,)) for i in batch.indices]
+    parts = [measure_batch(loaded, prompts, one, settings, scorer) for one in alone]
+    return Measured(
+        tuple(run for part in parts for run in part.runs), tuple(failure for part in parts for failure in part.failures)
+    )
+
+
+def _runs(loaded: Loaded, chosen: Sequence[Prompt], batch: Batch, settings: StudySettings) -> list[Trajectories]:
+    texts = [prompt.prompt for prompt in chosen]
+    if batch.replay:
+        completions = [prompt.completion or "" for prompt in chosen]
+        return read(*loaded, texts, completions, chat=bool(settings.chat), **settings.recorded)
+    sampling = settings.sampling
+    seed = batch.seed if sampling["do_sample"] else None
+    options = {"chat": settings.chat, "seed": seed, **settings.recorded, **sampling}
+    try:
+        return generate(*loaded, texts, settings.max_new_tokens, **options)
+    except Interrupted as stop:  # half a batch is no batch: it is measured again on resume
+        raise KeyboardInterrupt(str(stop)) from None
+
+
+def _judged(
+    chosen: Sequence[Prompt], runs: Sequence[Trajectories], scorer: Scorer | None, settings: StudySettings
+) -> Measured:
+    named, failures = [], []
+    for prompt, run in zip(chosen, runs, strict=True):
+        label = prompt.label
+        if scorer is not None:
+            try:
+                label = scorer.judge(run.completion_text, prompt)
+            except Exception as error:
+                failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
+        kept = run.prompt if settings.keep_prompt else None
+        named.append(replace(run, sample_id=prompt.sample_id, label=label, prompt=kept))
+    return Measured(tuple(named), tuple(failures))
+
+
+def _reason(error: Exception) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if isinstance(error, SoftgapError) else f"{type(error).__name__}: {line}"
