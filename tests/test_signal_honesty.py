@@ -67,7 +67,7 @@ def test_correction_counts_the_patterns_seen() -> None:
 
 
 def test_differenced_noise_is_not_white() -> None:
-    """THEORY: z = -2.8 at order 3 and -5.4 at order 4 for 400 steps against a null without the transform."""
+    """docs/signal.md: z = -2.8 at order 3 and -5.4 at order 4 for 400 steps against a null without the transform."""
     for order, expected in ((3, -2.8), (4, -5.5)):
         white = signal.noise_null(400, order, samples=4000)
         differenced = signal.noise_null(400, order, transform="diff", samples=4000)

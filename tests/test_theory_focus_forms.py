@@ -197,7 +197,7 @@ def test_finite_value_is_the_mean_of_a_simulation(gamma: float, n: int) -> None:
 
 
 def test_finite_value_where_the_limit_is_far_off() -> None:
-    # THEORY section 4: at gamma = 3 and n = 512 the limit is .011, a simulation .133.
+    # docs/theory/focus.md, Closed forms: at gamma = 3 and n = 512 the limit is .011, a simulation .133.
     assert float(sparsity("exp", gamma=3.0)) == pytest.approx(0.0111, rel=1e-2)
     assert finite_sparsity(3.0, 512) == pytest.approx(0.133, abs=1e-3)
 

@@ -1,6 +1,6 @@
 """The one sentence that a run or a study opens with: how much of softmax a fitted linear attention could do here.
 
-The share is that of the calibration (THEORY section 8): 1 - mean divergence(fitted) / mean divergence(uniform), over
+The share is that of the calibration (docs/calibration.md): 1 - mean divergence(fitted) / mean divergence(uniform), over
 heads and over steps from position 64 on where there are enough of them. Intervals resample blocks of steps within one
 run, and whole samples in a study. Every number stands beside that of elu1, the control of the fit. The mean of values
 is a weak zero point, so a second sentence quotes what held-out text said of the calibration by stricter measures.

@@ -19,7 +19,7 @@ from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknow
 __all__ = ["attend", "attention_weights", "choose_form"]
 
 Form = Literal["quadratic", "chunked"]
-# Up to this many features the chunked form wins at any length (THEORY section 7).
+# The chunked form costs O(T r d_v) with r features; up to this many it is the default at any length.
 FEW_FEATURES = 512
 
 

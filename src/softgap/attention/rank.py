@@ -79,7 +79,7 @@ class BlockSpectra:
     values: tuple[Float[NDArray[np.float64], "head value"], ...]
 
     def floor(self, rank: int) -> Float[NDArray[np.float64], " head"]:
-        """Least relative Frobenius error over all blocks of any attention with so many features (THEORY section 8)."""
+        """Least relative error over all blocks of any attention with ``rank`` features (docs/theory/focus.md, Rank)."""
         left = np.sum([np.square(v[:, rank:]).sum(axis=1) for v in self.values], axis=0)
         return np.asarray(np.sqrt(left / np.sum([np.square(v).sum(axis=1) for v in self.values], axis=0)))
 

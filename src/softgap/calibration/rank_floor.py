@@ -1,7 +1,7 @@
 """Two ladders from the mean of values to softmax, by output and by weights, with the floor under the second.
 
 The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
-the softmax weights (THEORY section 8). It bounds weights and says nothing about outputs. Beside them the capacity
+the softmax weights (docs/theory/focus.md, Rank). It bounds weights, not outputs. Beside them the capacity
 exponent: how the rank that holds a share of the energy of such a block grows with its size, without the column of the
 sink token first, and with it.
 """
