@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from softgap.report import write_explorer
@@ -214,3 +215,13 @@ def _note(watched: Watched, kind: str, text: str) -> None:
 def _check_address(watched: Watched, url: str) -> None:
     if not url.startswith(("file:", "data:", "blob:")):
         watched.problems.append(f"network: {url}")
+
+
+def violations(page: Page) -> list[str]:
+    """What axe calls serious or critical, with the first places."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{entry['id']}: {entry['help']} at {[node['target'] for node in entry['nodes'][:3]]}"
+        for entry in found
+        if entry["impact"] in ("serious", "critical")
+    ]

@@ -13,7 +13,7 @@ from softgap.analysis import analyze
 from softgap.cli import main
 from softgap.signal import permutation_entropy
 from softgap.trajectories import Trajectories
-from test_analysis import column, noise, run_of
+from support.analysis_examples import column, noise, run_of
 
 
 def drifting() -> tuple[Trajectories, np.ndarray]:

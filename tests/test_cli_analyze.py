@@ -19,7 +19,7 @@ from softgap.cli import main
 from softgap.cli.render.findings import show_findings
 from softgap.signal import simulate
 from softgap.trajectories import StudyWriter, open_study
-from test_analysis import noise, run_of
+from support.analysis_examples import noise, run_of
 
 pytestmark = pytest.mark.usefixtures("_no_colour")
 

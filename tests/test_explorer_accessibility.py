@@ -6,25 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
-from explorer_examples import labelled_runs, opened, report_of, settle, story
+from explorer_examples import labelled_runs, opened, report_of, settle, story, violations
 
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report_of(tmp_path_factory.mktemp("one"), story())
-
-
-def violations(page: Page) -> list[str]:
-    """What axe calls serious or critical, with the first places."""
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{entry['id']}: {entry['help']} at {[node['target'] for node in entry['nodes'][:3]]}"
-        for entry in found
-        if entry["impact"] in ("serious", "critical")
-    ]
 
 
 @pytest.mark.parametrize(

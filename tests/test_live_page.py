@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from explorer_examples import HOSTILE, save_study, settle, story
+from explorer_examples import HOSTILE, save_study, settle, story, violations
 from live_examples import Live, context, ended, generate, pane, served, steps, visit, waited
 from softgap.trajectories import load
-from test_explorer_accessibility import violations
 
 FOX = "Tell me a story about a fox."
 

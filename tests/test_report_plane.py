@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 from softgap.analysis import analyze
 from softgap.report import draw_plane
-from test_analysis import noise, run_of
+from support.analysis_examples import noise, run_of
 
 
 @pytest.mark.parametrize(("transform", "order"), [("raw", 4), ("diff", 3)])
