@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import softgap
-from source_tree import declared_all, exported, imported, is_ours, modules, room_of
+from support.source_tree import declared_all, exported, imported, is_ours, modules, room_of
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
