@@ -1,6 +1,6 @@
 """Pictures of the live page for the docs: a story while it is written, and two prompts side by side.
 
-Run: python benchmarks/live_screenshots.py   (needs the embedded model and chromium; writes docs/images/)
+Run: python docs/make/live_screenshots.py   (needs the embedded model and chromium; writes docs/images/)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pictures of the explorer for the docs: a story of the embedded model in light, dark and on a phone, and a study.
 
-Run: python benchmarks/screenshots.py   (needs the embedded model, its calibration and chromium; writes docs/images/)
+Run: python docs/make/screenshots.py   (needs the embedded model, its calibration and chromium; writes docs/images/)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from softgap.probe import generate, read
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[1] / "images"
 MOST_BYTES = 300_000
 PROMPT = "Tell me a story about a fox."
 TOKENS = 200

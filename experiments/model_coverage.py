@@ -1,6 +1,6 @@
 """Every causal-LM type of the installed transformers, tiny and random, through every gate.
 
-Run: python benchmarks/coverage.py [TYPE ...]   (all types: minutes; writes docs/coverage.md)
+Run: python experiments/model_coverage.py [TYPE ...]   (all types: minutes; writes docs/coverage.md)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 import transformers
@@ -68,7 +69,7 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Coverage",
         "",
-        f"`python benchmarks/coverage.py`: a tiny random model of each of the {len(types)} causal-LM types of "
+        f"`python experiments/model_coverage.py`: a tiny random model of each of the {len(types)} causal-LM types of "
         f"transformers {transformers.__version__} that go through the attention registry, in float32, under every "
         f"attention implementation it has, through every gate of `softgap doctor` "
         f"(torch {torch.__version__.split('+')[0]}, stability with {REPEATS} generations). "

@@ -1,6 +1,6 @@
 """How the recipe of the calibration was found: one thing changed at a time, in a few layers of the embedded model.
 
-Run: python benchmarks/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes]
+Run: python experiments/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes]
 
 The first half of the file is fitted on, the second half is held out.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -125,7 +127,7 @@ def write_minutes(layers: Layers, own: Layers, model: Model, options: argparse.N
     write_section(
         "recipe-minutes",
         "The gap against the minutes of a fit",
-        "`python benchmarks/recipe.py --text FILE --only minutes` on layers "
+        "`python experiments/recipe.py --text FILE --only minutes` on layers "
         f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
         f"held-out text by positions. Minutes of processor time that all {whole} layers would take on one thread "
         "(two cores fit two layers at a time), without reading and judging.\n\n"
@@ -172,7 +174,7 @@ def main() -> None:
     write_section(
         "recipe",
         "The recipe of the calibration",
-        f"`python benchmarks/recipe.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
+        f"`python experiments/recipe.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
         f"model; {machine()}. Share of the gap to the mean of values that the fitted map closes on held-out text "
         f"({HELD_OUT[2048]} sequences of 2,048 tokens, {HELD_OUT[8192]} of 8,192), by positions. The first row takes "
         "300 steps at a learning rate of 0.05, with 128 features of rotated vectors and all else as by default; every "

@@ -1,6 +1,6 @@
 """A real study: whether divergence tells right from wrong answers of the embedded model to lookup prompts.
 
-Run: python benchmarks/lookup_study.py [--n 960] [--out runs/lookup-study]
+Run: python experiments/lookup_study.py [--n 960] [--out runs/lookup-study]
 
 lookup_plan.toml, beside this file, decides everything; its hash goes into the study's log before a label is read. The
 samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run again,
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from harness import FINDINGS, machine, write_section
 from softgap.analysis import compare_study, read_plan
@@ -89,10 +91,10 @@ def _section(
     impossible = "".join(f" {name} could not be computed ({why})." for name, why in found["impossible"].items())
     return (
         f"**{_fragility(found)}{found['verdict']['sentence']}** The analysis was {found['status']} "
-        f"(`benchmarks/{PLAN.name}`, {found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers "
+        f"(`experiments/{PLAN.name}`, {found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers "
         f"were explored, then {held} that had been locked were opened, once. Before that the verdict read: "
         f"{explored['verdict']['sentence']}\n\n"
-        f"`python benchmarks/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
+        f"`python experiments/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
         f"with four-digit codes and asks for one of them; the answer counts as right if it contains the code. Right "
         f"are {_right_by_difficulty(out, prompts)} ({failed} samples failed). "
         f"The plan was settled on prompts of other seeds, of which {sum(p.prompt in seen for p in prompts)} are among "

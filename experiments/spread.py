@@ -1,12 +1,16 @@
 """What white noise scores at the least number of windows of each eligibility rule; the default rule is read off it.
 
-Run: python benchmarks/spread.py [--seed 0]
+Run: python experiments/spread.py [--seed 0]
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
@@ -50,7 +54,7 @@ def main() -> None:
     write_section(
         "spread",
         "White noise at the eligibility rules",
-        f"`python benchmarks/spread.py --seed {seed}`: normalised permutation entropy of simulated white noise at "
+        f"`python experiments/spread.py --seed {seed}`: normalised permutation entropy of simulated white noise at "
         "delay 1. The default rule, `spread`, asks that the 2.5 % quantile be at least 0.95. The bias factor is what "
         "the Miller-Madow correction is multiplied by.\n\n" + "\n".join(lines),
     )

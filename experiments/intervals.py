@@ -1,11 +1,15 @@
 """How often bootstrap intervals of permutation entropy cover, and what bias correction leaves, on AR(1) series.
 
-Run: python benchmarks/intervals.py [--series 1000]
+Run: python experiments/intervals.py [--series 1000]
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
@@ -52,7 +56,7 @@ def main() -> None:
     write_section(
         "intervals",
         "Bias and intervals of permutation entropy",
-        f"`python benchmarks/intervals.py --series {series}`: AR(1) series, their entropy taken from {LONG:,} steps. "
+        f"`python experiments/intervals.py --series {series}`: AR(1) series, their entropy taken from {LONG:,} steps. "
         "Coverage is that of `entropy_interval` at level 0.95, next to the plain percentile interval of the same "
         "resamples; bias is that of `permutation_entropy` and of `corrected_entropy`.\n\n" + "\n".join(lines),
     )

@@ -1,6 +1,6 @@
 """Why fitted features see vectors before rotary embedding too, and what texts at several offsets would add.
 
-Run: python benchmarks/rotation.py --text FILE [--layers 5 14 22]
+Run: python experiments/rotation.py --text FILE [--layers 5 14 22]
 
 Features of rotated vectors know absolute positions. Two remedies are tried in a few layers of the embedded model, with
 the first half of the file to fit on and the second to judge by: features of rotated and un-rotated vectors together (as
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -124,7 +126,7 @@ def main() -> None:
     write_section(
         "rotation",
         "Features before and after rotary embedding",
-        f"`python benchmarks/rotation.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
+        f"`python experiments/rotation.py --text FILE` on layers {', '.join(map(str, options.layers))} of the embedded "
         f"model; {machine()}. Share of the gap to the mean of values closed on held-out text ({HELD_OUT[2048]} "
         f"sequences of 2,048 tokens, {HELD_OUT[8192]} of 8,192), by positions, with {RECIPE.features} features and "
         f"{RECIPE.steps} steps; `moved` judges the same texts {MOVED:,} positions further on.\n\n"

@@ -1,6 +1,6 @@
 """What brings back the loss of many swapped heads: the ridge repair, and tuning after it, into docs/findings.md.
 
-Run: python benchmarks/repair.py --text FILE --calibration CAL [--shares 0.5 0.75] [--steps 96] [--dry]
+Run: python experiments/repair.py --text FILE --calibration CAL [--shares 0.5 0.75] [--steps 96] [--dry]
 
 The first half of the file is what the calibration was fitted on; scores and repairs use passages of 512 tokens of it,
 tuning passages of each of `--tune-lengths`. Every number is measured on the second half, at all `--lengths`. Finished
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
@@ -179,7 +181,7 @@ def write(bench: Bench, rows: list[str], options: argparse.Namespace) -> None:
     write_section(
         name,
         f"What brings back the loss of swapped heads{kept}{beside}{longer}",
-        f"`python benchmarks/repair.py --text FILE --calibration CAL{asked}`, {machine()}. The embedded model, heads "
+        f"`python experiments/repair.py --text FILE --calibration CAL{asked}`, {machine()}. The embedded model, heads "
         f"in the order of {SCORE}; scores and the ridge from {bench.fit.tokens:,} tokens, tuning from "
         f"{next(iter(bench.long.values())).tokens:,}, one passage a step; every number from {held:,} held-out "
         f"tokens and {LOOKUPS} lookups, with 95 % over texts. Rise in loss in nats per token; the model as it is gets "

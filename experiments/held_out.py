@@ -1,4 +1,4 @@
-"""Texts for benchmarks: two halves that share no article, and sequences spread over one of them."""
+"""Texts for experiments: two halves that share no article, and sequences spread over one of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The figures of the labs for the pages of the theory: what `softgap lab NAME --out DIR` draws, made small.
 
-Run: python benchmarks/lab_figures.py [--only focus] [--text FILE]   (needs the embedded model; writes docs/images/)
+Run: python docs/make/lab_figures.py [--only focus] [--text FILE]   (needs the embedded model; writes docs/images/)
 
 The figure of positions in a model is over 8 texts, which FILE is cut into: without it that figure is left as it is.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from softgap.cli import main as softgap
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[1] / "images"
 MOST_BYTES = 200_000
 FIGURES = {
     "lab-focus": ["focus"],

@@ -1,6 +1,6 @@
 """Which heads of the embedded model can go without softmax: scores, repair and the frontier, into docs/findings.md.
 
-Run: python benchmarks/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
+Run: python experiments/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
 
 The first half of the file is what the calibration was fitted on; scores and repairs use `--fit-tokens` of it. Every
 cost is measured on `--tokens` of the second half: 16384 for the final table. The work is kept in `--parts`, so an
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -161,7 +163,7 @@ def frontier_table(found: Frontier) -> str:
 def command(options: argparse.Namespace) -> str:
     """The beginning of the command that writes a section."""
     sizes = f"--tokens {options.tokens} --fit-tokens {options.fit_tokens}"
-    return f"python benchmarks/linearize_table.py --text FILE --calibration CAL {sizes}"
+    return f"python experiments/linearize_table.py --text FILE --calibration CAL {sizes}"
 
 
 def write_scores(

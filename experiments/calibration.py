@@ -1,6 +1,6 @@
 """What a calibration of the embedded model reaches on held-out text, what it takes, and what swapping by it costs.
 
-Run: python benchmarks/calibration.py --text FILE [--features 128 256] [--steps 300] [--only reach|cost|elsewhere]
+Run: python experiments/calibration.py --text FILE [--features 128 256] [--steps 300] [--only reach|cost|elsewhere]
 
 The first half of the file is fitted on, the second half is held out: give text whose halves share no article. Fits are
 kept in `--fits` and found there again; only what is timed is always fitted anew.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 import torch
@@ -205,7 +207,7 @@ def write_elsewhere(options: argparse.Namespace) -> None:
     write_section(
         "calibration-elsewhere",
         "A calibration elsewhere",
-        "`python benchmarks/calibration.py --text FILE --only elsewhere --calibration FITTED` on the embedded model, "
+        "`python experiments/calibration.py --text FILE --only elsewhere --calibration FITTED` on the embedded model, "
         f"calibrated on the first half of the file with the default recipe; {machine()}. Share of the gap closed on "
         f"passages of 512 tokens.\n\n| condition | gap closed | 95 % over texts |\n|---|---|---|\n"
         + "\n".join(rows)
@@ -240,7 +242,7 @@ def command(options: argparse.Namespace, only: str) -> str:
     """The command that writes a section."""
     features = " ".join(map(str, options.features))
     extra = " --no-own-text" * (options.no_own_text and only == "reach")
-    return f"`python benchmarks/calibration.py --text FILE --features {features} --only {only}{extra}`"
+    return f"`python experiments/calibration.py --text FILE --features {features} --only {only}{extra}`"
 
 
 def main() -> None:
