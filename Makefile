@@ -79,6 +79,7 @@ figures: $(STAMP) ## figures of the labs for the docs
 	@$(BIN)/python docs/make/lab_figures.py
 
 docs: $(STAMP) ## the documentation, into site/
+	@$(BIN)/python docs/make/module_list.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## caches and built pages; the environment stays (rm -rf .venv removes it)
