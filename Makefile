@@ -11,12 +11,14 @@ BROWSER := $(VENV)/.softgap-browser
 # -qq hides the noise of mirrors that lack a package, and still shows errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
-BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/coverage.py benchmarks/spread.py benchmarks/intervals.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py benchmarks/impact.py
+BENCHMARKS := benchmarks/mechanisms.py benchmarks/overhead.py benchmarks/ordinal.py benchmarks/surrogates.py benchmarks/stats.py benchmarks/study.py benchmarks/explorer.py benchmarks/impact.py
+# The experiments that need nothing but softgap; the others read a text or a calibration that their command line names.
+EXPERIMENTS := experiments/model_coverage.py experiments/spread.py experiments/intervals.py
 # Two workers with one thread each: more threads only fight over the cores. Each begins with half of the files and takes
 # from the other's end when it is done, so that a file's servers, sites and labs are made once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
-.PHONY: help demo test test-all lint format bench screenshots figures docs clean
+.PHONY: help demo test test-all lint format bench experiments screenshots figures docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,16 +68,20 @@ format: $(STAMP) ## rewrite the source in the house format
 bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchmarks.md
 	@for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 
+experiments: $(STAMP) ## the experiments that need no text or calibration; each writes its own section of the docs
+	@for script in $(EXPERIMENTS); do $(BIN)/python $$script || exit 1; done
+
 screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
-	@$(BIN)/python benchmarks/screenshots.py
-	@$(BIN)/python benchmarks/live_screenshots.py
+	@$(BIN)/python docs/make/screenshots.py
+	@$(BIN)/python docs/make/live_screenshots.py
 
 figures: $(STAMP) ## figures of the labs for the docs
-	@$(BIN)/python benchmarks/lab_figures.py
+	@$(BIN)/python docs/make/lab_figures.py
 
 docs: $(STAMP) ## the documentation, into site/
+	@$(BIN)/python docs/make/module_list.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## caches and built pages; the environment stays (rm -rf .venv removes it)
 	@rm -rf site build .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	@find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests benchmarks experiments docs/make -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What every benchmark shares: a quiet machine, interleaved pairs, medians with spread, and a table in the docs."""
+"""What benchmarks and experiments share: a quiet machine, interleaved pairs, medians, peak memory, tables in docs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
-# numba looks for a package of this name, and would find our coverage.py in the folder of the script.
-sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FINDINGS = DOCS.with_name("findings.md")
@@ -107,12 +104,13 @@ def peak_of_process() -> int | None:
     return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def write_section(name: str, title: str, text: str, page: Path = DOCS, *, folder: str = "benchmarks") -> None:
+def write_section(name: str, title: str, text: str, page: Path = DOCS) -> None:
     """Replace one section of docs/benchmarks.md, or of another page, or add it; all other sections stay.
 
-    The section says which script of ``folder`` wrote it: the one whose name the section's begins with.
+    The section names the script that is running.
     """
-    begin, end = f"<!-- {name}: written by {folder}/{name.split('-')[0]}.py -->", f"<!-- end of {name} -->"
+    script = Path(sys.argv[0]).resolve()
+    begin, end = f"<!-- {name}: written by {script.parent.name}/{script.name} -->", f"<!-- end of {name} -->"
     section = f"{begin}\n## {title}\n\n{text.strip()}\n{end}"
     content = page.read_text() if page.exists() else _OPENING[page]
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)

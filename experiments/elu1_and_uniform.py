@@ -141,7 +141,7 @@ def main() -> None:
     text = f"`python experiments/elu1_and_uniform.py --text FILE {command}` on the embedded model; {machine()}. "
     text += f"{words(found)}\n\n{table(found)}"
     title = "How near elu1 is to the mean of values"
-    write_section("elu1_and_uniform", title, text, FINDINGS, folder="experiments")
+    write_section("elu1_and_uniform", title, text, FINDINGS)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
     """A real headless browser; without one the tests of pages are skipped, and fail under continuous integration."""
     from playwright.sync_api import sync_playwright
 
-    from explorer_examples import NO_BROWSER, browser_path
+    from support.explorer_examples import NO_BROWSER, browser_path
 
     path = browser_path()
     if path is None:

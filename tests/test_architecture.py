@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import softgap
-from source_tree import declared_all, exported, imported, is_ours, modules, room_of
+from support.source_tree import declared_all, exported, imported, is_ours, modules, room_of
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
@@ -291,3 +291,41 @@ def test_lazy_names_resolve() -> None:
         assert getattr(softgap, name) is not None
     with pytest.raises(AttributeError, match="module 'softgap' has no attribute 'attendd'"):
         softgap.attendd  # type: ignore[attr-defined]  # noqa: B018
+
+
+PAGE = REPOSITORY / "docs" / "architecture.md"
+
+
+def missing_files(page: str, root: Path) -> list[str]:
+    """Python files that a page names and that are neither in the package nor in the repository below ``root``."""
+    named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*\.py)`", page))
+    folders = (root / "src" / "softgap", root / "src", root)
+    return sorted(name for name in named if not any((folder / name).is_file() for folder in folders))
+
+
+def unlisted_modules(page: str, source: Path) -> list[str]:
+    """Modules that the list of a page lacks, and lines of the list that are no module."""
+    block = page.partition("<!-- modules: ")[2].partition("<!-- end of modules -->")[0]
+    listed = {line.split()[0] for line in block.splitlines() if re.match(r"[a-z0-9_/]+(?:\.py|/) ", line)}
+    there = {path.relative_to(source).as_posix().removesuffix("__init__.py") for path in source.rglob("*.py")}
+    return sorted(listed ^ (there - {""}))
+
+
+def test_the_page_names_files_that_are_there() -> None:
+    assert missing_files(PAGE.read_text(encoding="utf-8"), REPOSITORY) == []
+
+
+def test_the_page_lists_every_module() -> None:
+    wrong = unlisted_modules(PAGE.read_text(encoding="utf-8"), SOURCE / "softgap")
+    assert wrong == [], "run: python docs/make/module_list.py"
+
+
+def test_a_page_that_is_out_of_date_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "src" / "softgap"
+    (source / "stats").mkdir(parents=True)
+    for name in ("__init__.py", "stats/__init__.py", "stats/effects.py", "stats/design.py"):
+        (source / name).touch()
+    listing = "<!-- modules: -->\nstats/  A.\nstats/effects.py  B.\nold.py  C.\n<!-- end of modules -->"
+    page = f"`stats/effects.py` and `stats/gone.py`\n{listing}"
+    assert missing_files(page, tmp_path) == ["stats/gone.py"]
+    assert unlisted_modules(page, source) == ["old.py", "stats/design.py"]

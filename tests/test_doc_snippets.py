@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.core import TyperGroup
 
 import softgap
-from model_examples import CHAT_TEMPLATE, byte_tokenizer, tiny_llama
 from softgap.attention import resolve
 from softgap.calibration import Recipe, calibrate
 from softgap.cli.app import app
 from softgap.linearize import Plan, Substitute
 from softgap.models import model_fingerprint
+from support.model_examples import CHAT_TEMPLATE, byte_tokenizer, tiny_llama
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

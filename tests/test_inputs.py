@@ -15,8 +15,6 @@ import pytest
 import torch
 
 import softgap
-from linearize_cases import sharp_llama
-from model_examples import byte_tokenizer
 from softgap import stats
 from softgap.analysis import ComparisonPlan
 from softgap.attention import Mechanism
@@ -31,6 +29,8 @@ from softgap.study import StudySettings, plan_study, run_study
 from softgap.tasks import Prompt
 from softgap.theory import position_lab
 from softgap.trajectories import StudyWriter, inputs_digest
+from support.linearize_cases import sharp_llama
+from support.model_examples import byte_tokenizer
 
 TEXT = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(40))
 IDS = [5, 9, 4, 12, 7, 31, 8, 6]
@@ -321,7 +321,7 @@ def _explored(samples: Any, **settings: Any) -> Any:
     import tempfile
     from pathlib import Path
 
-    from trajectory_examples import example_run
+    from support.trajectory_examples import example_run
 
     with tempfile.TemporaryDirectory() as folder:
         example_run().save(Path(folder) / "study")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli_examples import loads_once
-from fire_examples import World, build_world
+from support.cli_examples import loads_once
+from support.fire_examples import World, build_world
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,97 @@
+"""`softgap calibrate`: from a text file to a mechanism that run and read use, and what is refused on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from softgap.cli import main
+from softgap.trajectories import load
+from support.cli_examples import contents, failure
+from support.model_examples import attending_llama, save_folder
+
+QUICK = ["--features", "4", "--steps", "3", "--positions", "128"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tmp_path_factory.mktemp("models") / "tiny", attending_llama(max_position_embeddings=512))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+    text = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
+    (place / "boats.txt").write_text(text, encoding="utf-8")
+    return place
+
+
+def test_a_calibrated_model_is_measured_against_its_fitted_map(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["read", "boats.txt", "--model", str(folder), "--out", "before"]) == 2  # longer than the context
+    (here / "short.txt").write_text("Boat 1 left.", encoding="utf-8")
+    assert main(["read", "short.txt", "--model", str(folder), "--out", "before"]) == 0
+    assert main(["calibrate", str(folder), "--text", "boats.txt", *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "Fitted 4 features to every head in 3 steps, on the text given." in shown
+    assert "gap left by profile closed by fitted" in shown
+    assert "energy explained by uniform, median head" in shown
+    assert "On held-out text the calibration closes" in shown
+    assert "rank correlation" in shown
+    assert main(["read", "short.txt", "--model", str(folder), "--out", "after"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "share of its gap that the fitted map leaves to each head" in shown
+    assert "On held-out text the calibration closes" in shown
+    assert load("before").mechanisms == ("elu1", "uniform")
+    assert load("after").mechanisms == ("elu1", "uniform", "fitted")
+
+
+def test_json_is_one_document_and_the_file_is_where_it_says(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["calibrate", str(folder), "--text", "boats.txt", *QUICK, "--out", "c.safetensors", "--json"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    found = json.loads(shown.out)
+    assert found["path"] == "c.safetensors"
+    assert found["recipe"]["features"] == 4
+    assert found["held_out"]["tokens"] > 0
+    assert sorted(contents(here)) == ["boats.txt", "c.safetensors"]
+    (here / "short.txt").write_text("Boat 1 left.", encoding="utf-8")
+    by_path = ["--mechanism", "fitted@c.safetensors", "--out", "short"]
+    assert main(["read", "short.txt", "--model", str(folder), *by_path]) == 0
+    assert load(str(here / "short")).mechanisms == ("fitted", "uniform")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps", "5", "--minutes", "1"], "give --steps or --minutes and not both, got 5 and 1; --steps is the "),
+        (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
+        (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' is there already; choose another file, or "),
+        (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
+        (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 300 is usual"),
+        (
+            ["--text", "boats.txt", "--positions", "4096"],
+            "positions must be at most the model's context of 512, got 4096",
+        ),
+        (["--text", "boats.txt", "--positions", "1"], "positions must be at least 128, got 1"),
+        (
+            ["--text", "boats.txt", "--minutes", "0"],
+            "minutes must be a number above 0, got 0; leave it out for a number of steps",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], sentence: str, folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(here.parent)
+    assert failure(["calibrate", str(folder), *arguments], capsys).startswith(sentence)
+    assert contents(here.parent) == before

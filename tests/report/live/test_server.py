@@ -1,0 +1,304 @@
+"""The live server over plain HTTP: its stream, and everything it must refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from softgap.calibration import Recipe, calibrate
+from support.cli_examples import tiny_folder
+from support.explorer_examples import save_study, story
+from support.live_examples import Live, served, waited
+from support.model_examples import attending_llama, byte_tokenizer, save_folder
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "runs").mkdir()
+    (folder / "secret.txt").write_text("secret")
+    save_study(folder / "runs" / "saved", [story(steps=4)])
+    linked = save_study(folder / "runs" / "linked", [story(steps=4)])
+    (linked / "notes.txt").symlink_to(folder / "secret.txt")
+    save_study(folder / "outside", [story(steps=4)])
+    (folder / "runs" / "away").symlink_to(folder / "outside")
+    with served(folder, "--model", str(tiny_folder(folder / "tiny"))) as started:
+        yield started
+
+
+def ask(live: Live, **changes: object) -> str:
+    status, answer = live.post("/runs", {"prompts": ["hello"], "max_new_tokens": 5, **changes})
+    assert status == 202
+    return str(answer["runs"][0])
+
+
+@pytest.mark.slow
+def test_a_calibrated_model_opens_and_ends_with_the_share_of_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+    model = attending_llama(max_position_embeddings=512)
+    text = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
+    calibrate(model, byte_tokenizer(), [text], recipe=Recipe(features=4, steps=3), positions=128)
+    with served(tmp_path, "--model", str(save_folder(tmp_path / "tiny", model))) as live:
+        run = ask(live, mechanisms=["elu1", "fitted"])
+        end = next(data for kind, _, data in live.events(run) if kind == "end")
+        assert end["headline"].startswith("A linear attention fitted to each head goes")
+        assert end["heldOut"].startswith("On held-out text the calibration closes")
+        page = live.request("GET", f"/runs/{run}")[2]
+        assert b'"opening":{"quantity":"gap","mechanism":"fitted"}' in page
+
+
+def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: Live) -> None:
+    run = ask(live)
+    told = []
+    for kind, identifier, data in live.events(run):
+        if kind in ("begin", "step", "end"):
+            told.append((kind, identifier, data))
+        if kind == "end":
+            break
+    assert [kind for kind, _, _ in told] == ["begin", *["step"] * 5, "end"]
+    assert told[-1][2]["state"] == "finished"
+    assert told[-1][2]["headline"].endswith("with 'softgap calibrate'.")
+    assert told[-1][2]["heldOut"] == ""
+    assert [data["step"] for kind, _, data in told if kind == "step"] == [4, 5, 6, 7, 8]
+    seen = told[3][1]
+    again = []
+    for kind, identifier, _ in live.events(run, last=seen):
+        if kind in ("begin", "step", "end"):
+            again.append(identifier)
+        if kind == "end":
+            break
+    assert again == [identifier for _, identifier, _ in told[4:]]
+    # An identifier of another server says nothing: everything is told.
+    first = next(kind for kind, _, _ in live.events(run, last="0123.9") if kind not in ("hello", "runs"))
+    assert first == "begin"
+
+
+def test_a_run_that_waits_can_be_taken_out(live: Live) -> None:
+    status, answer = live.post("/runs", {"prompts": ["one", "two"], "max_new_tokens": 55})
+    assert status == 202
+    second = answer["runs"][1]
+    live.post(f"/runs/{second}/stop", {})
+    waited(lambda: next(run for run in live.runs() if run["id"] == second)["state"] in ("stopped", "finished"))
+    live.until_idle()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "169.254.0.1"])
+def test_another_host_is_refused(live: Live, host: str) -> None:
+    status, _, body = live.request("GET", "/", headers={"Host": host})
+    assert status == 421
+    assert b"answers to its own address only" in body
+    assert b"token" not in body
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "localhost:9999", "[::1]:80"])
+def test_its_own_names_are_served(live: Live, host: str) -> None:
+    assert live.request("GET", "/", headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"X-Softgap-Token": "wrong"}, 403),
+        ({"X-Softgap-Token": ""}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Length": "70000"}, 413),
+        ({"Content-Length": "x"}, 400),
+    ],
+    ids=str,
+)
+def test_a_post_of_another_page_is_refused(live: Live, headers: dict[str, str], status: int) -> None:
+    given = {**JSON, "X-Softgap-Token": live.token(), **headers}
+    before = len(live.runs())
+    found, _, _ = live.request("POST", "/runs", b'{"prompts": ["hello"]}', given)
+    assert found == status
+    assert len(live.runs()) == before
+
+
+@pytest.mark.parametrize("path", ["/events", "/studies/saved", "/studies/saved/study.zip", "/runs/x"])
+def test_other_pages_cannot_read(live: Live, path: str) -> None:
+    assert live.request("GET", path, headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert live.request("GET", path, headers={"Origin": "http://evil.example"})[0] == 403
+
+
+def test_a_body_longer_than_it_says_is_not_read(live: Live) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as raw:
+        head = (
+            f"POST /runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"X-Softgap-Token: {live.token()}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        raw.sendall(head.encode() + b"10000\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 411")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/studies/../secret.txt",
+        "/studies/..%2fsecret.txt",
+        "/studies/%2e%2e/secret.txt",
+        "/studies/..%5csecret.txt",
+        "/studies/%2fetc%2fpasswd",
+        "/studies/../outside",
+        "/studies/away",
+        "/studies/..",
+        "/studies/.",
+        "/studies/saved/../../secret.txt",
+        "/studies/saved/manifest.json",
+        "/studies/saved%00",
+        "/studies/away/study.zip",
+        "/../secret.txt",
+        "/secret.txt",
+        "/assets/data.js",
+    ],
+)
+def test_nothing_outside_the_folder_is_served(live: Live, path: str) -> None:
+    status, _, body = live.request("GET", path)
+    assert status in (400, 404)
+    assert b"secret\n" not in body
+    assert "error" in json.loads(body)
+
+
+@pytest.mark.parametrize("file", ["", "/report.html", "/study.zip"])
+def test_links_inside_a_study_are_not_followed(live: Live, file: str) -> None:
+    status, _, body = live.request("GET", f"/studies/linked{file}")
+    assert status == 400
+    assert b"holds a link to another place" in body
+
+
+def test_answers_are_closed_against_misuse(live: Live) -> None:
+    run = ask(live)
+    for path, policy in (
+        ("/", "frame-ancestors 'none'"),
+        (f"/runs/{run}", "frame-ancestors 'self'"),
+        ("/studies/saved", "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"),
+        ("/nowhere", "default-src 'none'"),
+    ):
+        _, headers, _ = live.request("GET", path)
+        assert policy in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "server" not in headers
+    _, headers, _ = live.request("GET", "/")
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "require-trusted-types-for 'script'" in headers["content-security-policy"]
+    live.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"{", "a request must be JSON"),
+        (b"[]", "a request must be a JSON object, got list"),
+        ({"prompts": []}, "prompts must be a list of 1 to 2 texts, got 0"),
+        ({"prompts": ["a", "b", "c"]}, "prompts must be a list of 1 to 2 texts, got 3"),
+        ({"prompts": [" "]}, "a prompt must hold some text"),
+        ({"prompts": [1]}, "a prompt must hold some text"),
+        (b'{"prompts": ["\\ud800"]}', "a prompt must be valid Unicode, got half a character at 0"),
+        ({"prompts": ["a"], "max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 to 1,000, got 0"),
+        ({"prompts": ["a"], "max_new_tokens": 1001}, "from 1 to 1,000, got 1001"),
+        ({"prompts": ["a"], "max_new_tokens": True}, "from 1 to 1,000, got True"),
+        ({"prompts": ["a"], "max_new_tokens": 64}, "the model's context is 64 tokens, got 1 tokens and 64 new ones"),
+        ({"prompts": ["a" * 3000]}, "a prompt may have 2,000 tokens here, got 3,000"),
+        ({"prompts": ["a"], "temperature": 0}, "temperature must be from 0.001 to 10, got 0"),
+        (b'{"prompts": ["a"], "temperature": NaN}', "temperature must be from 0.001 to 10, got nan"),
+        ({"prompts": ["a"], "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
+        ({"prompts": ["a"], "mechanisms": "elu1"}, "mechanisms must be a list of names"),
+        ({"prompts": ["a"], "mechanisms": ["elu2"]}, "unknown mechanism 'elu2'; did you mean"),
+        ({"prompts": ["a"], "mechanisms": ["fitted"]}, "unknown mechanism 'fitted'"),
+        ({"prompts": ["a"], "mechanisms": ["elu1", "relu", "dpfp", "favor", "inline"]}, "at most 4 mechanisms"),
+        ({"prompts": ["a"], "prompt": "b"}, "unknown field of a request 'prompt'; did you mean 'prompts'?"),
+    ],
+)
+def test_bad_requests_get_a_sentence(live: Live, body: object, sentence: str) -> None:
+    before = len(live.runs())
+    status, answer = live.post("/runs", body)
+    assert status == 400
+    assert sentence in answer["error"]
+    assert len(live.runs()) == before
+
+
+def test_the_queue_has_an_end(live: Live) -> None:
+    live.until_idle()
+    refused = None
+    for _ in range(12):
+        status, answer = live.post("/runs", {"prompts": ["hello", "hello"], "max_new_tokens": 55})
+        if status != 202:
+            refused = status, answer["error"]
+            break
+    assert refused is not None
+    assert refused[0] == 429
+    assert "at most 6 runs may wait, and" in refused[1]
+    live.until_idle()
+    assert len(live.runs()) <= 12
+
+
+def test_only_so_many_pages_may_watch(live: Live) -> None:
+    streams = []
+    try:
+        for _ in range(24):
+            stream = live.events()
+            next(stream)
+            streams.append(stream)
+        status, _, body = live.request("GET", "/events")
+        assert status == 503
+        assert b"at most 24 pages may watch" in body
+        assert live.request("GET", "/")[0] == 200
+    finally:
+        for stream in streams:
+            stream.close()
+    waited(lambda: live.request("HEAD", "/")[0] == 200)
+
+
+def test_runs_are_saved_and_downloaded(live: Live) -> None:
+    run = ask(live, temperature=0.9, seed=5)
+    waited(lambda: next(entry for entry in live.runs() if entry["id"] == run)["saved"])
+    status, headers, body = live.request("GET", f"/studies/{run}/study.zip")
+    assert status == 200
+    assert headers["content-disposition"] == f'attachment; filename="{run}.zip"'
+    assert f"{run}/manifest.json" in zipfile.ZipFile(io.BytesIO(body)).namelist()
+    status, headers, body = live.request("GET", f"/studies/{run}/report.html")
+    assert status == 200
+    assert headers["content-disposition"] == f'attachment; filename="{run}.html"'
+    assert b"softgap explorer" in body
+
+
+def test_a_study_that_cannot_be_read_is_a_sentence(live: Live) -> None:
+    folder = live.studies / "broken"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{")
+    status, _, body = live.request("GET", "/studies/broken")
+    assert status == 400
+    assert "broken" in json.loads(body)["error"]
+    newer = save_study(live.studies / "newer", [story(steps=3)])
+    manifest = json.loads((newer / "manifest.json").read_text())
+    key = next(name for name in manifest if "version" in name and isinstance(manifest[name], int))
+    (newer / "manifest.json").write_text(json.dumps({**manifest, key: 99}))
+    status, _, body = live.request("GET", "/studies/newer")
+    assert status == 400
+    assert "99" in json.loads(body)["error"]
+
+
+def test_another_server_cannot_take_the_port(live: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from support.cli_examples import failure
+
+    sentence = failure(["serve", "--port", str(live.port), "--studies", str(tmp_path / "runs")], capsys)
+    assert sentence.startswith(f"cannot listen at 127.0.0.1:{live.port}: ")
+    assert sentence.endswith("leave --port out to take one that is free")
+    assert os.strerror(98) in sentence or "in use" in sentence

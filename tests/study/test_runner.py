@@ -1,0 +1,315 @@
+"""Studies through the real entry point: fixed batches, resume after kill -9, failures, labels, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softgap.cli import main
+from softgap.study import StudySettings, run_study
+from softgap.study.files import read_failures
+from softgap.study.measurement import plan_batches
+from softgap.tasks import Prompt, generate_prompts
+from softgap.trajectories import Study, open_study
+from softgap.trajectories.folder import Folder
+from support.cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
+
+OPTIONS = ["--raw", "--max-new-tokens", "5", "--batch-size", "3", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_loads() -> Iterator[list[str | None]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield loads_once(patch)
+
+
+def prompts_file(count: int = 8, **fields: Any) -> list[dict[str, Any]]:
+    rows = [{"prompt": "x" * (1 + (5 * i) % 23), "reference": "a", **fields} for i in range(count)]
+    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+def differences(a: Study, b: Study) -> list[str]:
+    """What two studies do not hold alike, times and command lines aside."""
+    found = [*a.manifest.differences(b.manifest)]
+    found += ["ids"] * (a.ids != b.ids) + ["state"] * (a.state != b.state)
+    for one, other in zip(a, b, strict=True):
+        texts = ("sample_id", "label", "completion_text", "tokens")
+        found += [f"{one.sample_id}: {k}" for k in texts if str(getattr(one, k)) != str(getattr(other, k))]
+        for q, mine in one.quantities.items():
+            if not np.array_equal(mine, other.quantities[q]):
+                found.append(f"{one.sample_id}: {q} by {np.abs(mine - other.quantities[q]).max():g}")
+    return found
+
+
+def test_batches_are_a_pure_function_of_lengths() -> None:
+    lengths, replay = [5, 9, 9, 2, 7, 1], [False, False, True, False, False, False]
+    batches = plan_batches(lengths, replay, 2, 3)
+    assert [batch.indices for batch in batches] == [(1, 4), (0, 3), (5,), (2,)]
+    assert [batch.replay for batch in batches] == [False, False, False, True]
+    assert len({batch.seed for batch in batches}) == 4
+    assert plan_batches(lengths, replay, 2, 3) == batches
+    assert plan_batches(lengths, replay, 2, 4) != batches
+
+
+def test_a_task_is_run_judged_and_found_finished_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["study", "task", "arithmetic", "--n", "7", "--model", str(folder), "--out", "a", *OPTIONS, "--json"]
+    assert main(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["samples"], first["measured"], first["resumed"], first["failures"]) == (7, 7, 0, [])
+    study = open_study("a")
+    assert (study.state, set(study.ids)) == ("finished", {f"arithmetic-{i:05d}" for i in range(7)})
+    assert set(study.samples()["label"]) <= {"right", "wrong"}
+    before = contents(Path("a"))
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["resumed"] == 7
+    after = contents(Path("a"))
+    assert {name for name in before if before[name] != after[name]} <= {"manifest.json"}
+
+
+def test_a_killed_study_goes_on_and_equals_an_unbroken_one(folder: Path, here: Path) -> None:
+    rows = prompts_file(30)
+    (here / "slow.py").write_text(
+        "import time\ndef judge(answer, fields):\n    time.sleep(0.05)\n    return len(answer) % 2 == 0\n"
+    )
+    command = [str(SCRIPT), "study", "run", "p.jsonl", "--model", str(folder), *OPTIONS, "--score", "slow:judge"]
+    command += ["--seed", "3", "--out"]
+    started = subprocess.Popen([*command, "killed"], cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    samples = here / "killed" / "samples"
+    for _ in range(1200):
+        if samples.is_dir() and len(list(samples.glob("part-*.parquet"))) >= 2:
+            break
+        time.sleep(0.05)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    done = open_study(here / "killed")
+    assert done.state == "running"
+    assert 0 < len(done) < len(rows)
+    kept = contents(samples)
+    for out in ("killed", "whole"):  # processes of their own: what other tests leave in this one is not the question
+        subprocess.run([*command, out], cwd=here, check=True, capture_output=True)
+    killed, whole = open_study("killed"), open_study("whole")
+    assert len(whole) == len(rows)
+    assert differences(killed, whole) == []
+    for name, content in kept.items():
+        if name.startswith("part-"):
+            assert (samples / name).read_bytes() == content
+    assert (here / "killed" / "prompts.jsonl").read_bytes() == (here / "whole" / "prompts.jsonl").read_bytes()
+    assert set(killed.samples()["label"]) == {"right", "wrong"}
+
+
+def test_a_failed_sample_is_recorded_and_the_rest_is_measured(folder: Path) -> None:
+    prompts = [Prompt(str(i), "x" * n) for i, n in enumerate((3, 90, 5))]
+    Path("odd.py").write_text("def judge(answer, fields):\n    return {'0': True}[fields['id']]\n")
+    settings = StudySettings(model=str(folder), chat=False, max_new_tokens=4, threads=1, scoring="odd:judge")
+    result = run_study(prompts, "a", settings)
+    assert (result.measured, result.samples) == (2, 3)
+    assert [(f.sample_id, f.stage) for f in result.failures] == [("2", "scoring"), ("1", "measuring")]
+    assert result.failures[0].reason == "KeyError: '2'"
+    assert (
+        result.failures[1].reason == "the model's context is 64 tokens, got 90 tokens and 4 new ones; shorten the text"
+    )
+    assert read_failures(Folder.at("a")) == list(result.failures)
+    labels = open_study("a").samples().set_index("sample_id")["label"]
+    assert (labels["0"], labels.isna()["2"]) == ("right", True)
+
+
+def test_completions_are_read_and_groups_and_fields_are_kept(folder: Path) -> None:
+    Path("p.csv").write_text(
+        'prompt,completion,label,group,source\nabc,def,yes,g1,book\nab,"c,d",no,g1,talk\nabcd,,,g2,\n'
+    )
+    assert main(["study", "run", "p.csv", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
+    samples = open_study("a").samples().set_index("sample_id")
+    assert (samples["completion"]["0"], samples["completion"]["1"]) == ("def", "c,d")
+    assert (samples["label"]["0"], samples["label"]["1"], samples["label"].isna()["2"]) == ("yes", "no", True)
+    assert len(samples["token_ids"]["2"]) == 5
+    lines = [json.loads(line) for line in Path("a/prompts.jsonl").read_text().splitlines()]
+    assert [(line.get("group"), line.get("source")) for line in lines] == [("g1", "book"), ("g1", "talk"), ("g2", None)]
+
+
+def test_fields_limits_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.csv").write_text("question,completion\nabc,def\nabc,xyz\nab,c\nabcd,e\n")
+    base = ["study", "run", "p.csv", "--field", "prompt=question", "--model", str(folder), *OPTIONS, "--json"]
+    for more, texts in (
+        (["--limit", "3", "--out", "read"], [("0", "abc", 3), ("1", "abc", 3), ("2", "ab", 1)]),
+        (["--limit", "3", "--answer", "--out", "answered"], [("0", "abc", 5), ("2", "ab", 5)]),
+    ):
+        assert main([*base, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == len(texts)
+        samples = open_study(more[-1]).samples().sort_values("sample_id")
+        found = zip(samples["sample_id"], samples["prompt"], map(len, samples["token_ids"]), strict=True)
+        assert list(found) == texts
+
+
+def test_labels_are_replaced_without_running_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts_file(5)
+    assert main(["study", "run", "p.jsonl", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
+    measured = contents(Path("a/trajectories"))
+    Path("l.csv").write_text("id,label\n0,good\n3,bad\n")
+    capsys.readouterr()
+    assert main(["study", "label", "a", "l.csv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"study": "a", "given": 2, "changed": 2, "without": 3}
+    labels = {run.sample_id: run.label for run in open_study("a")}
+    assert labels == {"0": "good", "1": None, "2": None, "3": "bad", "4": None}
+    assert contents(Path("a/trajectories")) == measured
+    Path("m.jsonl").write_text('{"id": 0, "label": null}\n{"id": "9", "label": "x"}\n')
+    assert failure(["study", "label", "a", "m.jsonl"], capsys).startswith(
+        "labels must be for samples of 'a', got '9' (1 such ids); its samples are "
+    )
+    assert {run.sample_id: run.label for run in open_study("a")} == labels
+
+
+def test_a_dry_run_writes_nothing_and_estimates(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts_file(5)
+    before = contents(here)
+    assert main(["study", "run", "p.jsonl", "--model", str(folder), "--out", "a", *OPTIONS, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["batches"], found["new_tokens"]) == (5, 2, 25)
+    assert found["prompt_tokens"] == sum(1 + (5 * i) % 23 for i in range(5))
+    assert found["seconds"] > 0
+    assert contents(here) == before
+
+
+BAD = {
+    "no file": (["run", "none.jsonl"], "cannot read 'none.jsonl': No such file or directory; give a text file"),
+    "an unknown ending": (
+        ["run", "p.txt"],
+        "prompts are read from .jsonl and .csv files .* got 'p.txt'; rename the file",
+    ),
+    "a bad line": (
+        ["run", "bad.jsonl"],
+        r"'bad.jsonl', line 2: not JSON \(.*\); write one object per line, such as .*",
+    ),
+    "two of an id": (
+        ["run", "twice.jsonl"],
+        "'twice.jsonl', line 2: every id must be different, got 'a' again after line 1; .*",
+    ),
+    "a ragged row": (
+        ["run", "bad.csv"],
+        "'bad.csv', line 3: must have 2 cells as the header has, got 3; put quotes .*",
+    ),
+    "no prompt column": (
+        ["run", "other.csv"],
+        "'other.csv' must have a column 'prompt', it has question, x; name it with .*",
+    ),
+    "an unknown scoring": (["run", "p.jsonl", "--score", "exat"], r"unknown scoring 'exat'; did you mean 'exact'\?"),
+    "a scoring nowhere": (
+        ["run", "p.jsonl", "--score", "no:way"],
+        "cannot import the scoring 'no:way' .*; give module:function .*",
+    ),
+    "no reference": (
+        ["run", "bare.jsonl", "--score", "exact"],
+        "'bare.jsonl', line 1: sample '0' has no reference, .*",
+    ),
+    "an unknown task": (["task", "lockup"], r"unknown task 'lockup'; did you mean 'lookup'\?"),
+    "too hard": (
+        ["task", "statements", "--difficulty", "2"],
+        "the difficulty of 'statements' is always 1, from 1 to 1, got 2; .*",
+    ),
+    "a bad place": (["task", "lookup", "--out", "p.txt/x"], "cannot (write to|look at) 'p.txt/x': Not a directory; .*"),
+    "a bad uri": (
+        ["task", "lookup", "--out", "nope://x/y"],
+        r"cannot open 'nope://x/y' \(.*\); give a local folder or a URI .*",
+    ),
+    "no dataset": (["run", "no/such_set"], r"cannot load the dataset 'no/such_set' \(.*\); check its name, .*"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_nothing_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    import re
+
+    prompts_file(2)
+    for name, text in {
+        "p.txt": "x",
+        "bad.jsonl": '{"prompt": "a"}\n{"prompt"\n',
+        "twice.jsonl": '{"prompt": "a", "id": "a"}\n{"prompt": "b", "id": "a"}\n',
+        "bad.csv": "prompt,x\na,b\na,b,c\n",
+        "other.csv": "question,x\na,b\n",
+        "bare.jsonl": '{"prompt": "a"}\n',
+    }.items():
+        Path(name).write_text(text)
+    before = contents(here)
+    arguments, sentence = BAD[case]
+    assert re.fullmatch(sentence, failure(["study", *arguments], capsys))
+    assert contents(here) == before
+
+
+def test_a_different_study_is_not_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "task", "arithmetic", "--n", "3", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
+    capsys.readouterr()
+    arguments = ["study", "task", "arithmetic", "--n", "4", "--model", str(folder), "--out", "a", *OPTIONS]
+    assert failure(arguments, capsys).startswith("'a' already holds a different study (its inputs is ")
+
+
+def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run outlives its batch."""
+    import gc
+    import weakref
+
+    from softgap.study import runner
+    from softgap.study.measurement import Measured
+
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    original = runner.written
+
+    def written(place: Folder, number: int, found: Measured) -> tuple[str, ...]:
+        nonlocal most
+        alive.extend(weakref.ref(run) for run in found.runs)
+        gc.collect()
+        most = max(most, sum(ref() is not None for ref in alive))
+        return original(place, number, found)
+
+    monkeypatch.setattr(runner, "written", written)
+    settings = StudySettings(model=str(folder), chat=False, max_new_tokens=3, batch_size=2, threads=1)
+    run_study([Prompt(str(i), "abc") for i in range(12)], "a", settings)
+    assert len(alive) == 12
+    assert most <= 4
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_thousands_of_samples(folder: Path) -> None:
+    """As much in use after 2,400 samples as after 400: the runs alone would be 40 MB more."""
+    import gc
+
+    import psutil
+
+    used: dict[int, int] = {}
+
+    def follow(done: int, total: int, seconds: float) -> None:
+        if done in (400, 2400):
+            gc.collect()
+            used[done] = psutil.Process().memory_info().rss
+
+    settings = StudySettings(model=str(folder), chat=False, max_new_tokens=2, batch_size=40, threads=1)
+    assert run_study([Prompt(str(i), "x" * 60) for i in range(2400)], "a", settings, progress=follow).measured == 2400
+    assert used[2400] - used[400] < 20e6
+
+
+def test_more_prompts_of_a_task_begin_with_the_same(folder: Path) -> None:
+    for name in ("lookup", "arithmetic", "copying", "statements"):
+        assert generate_prompts(name, 12, seed=1)[:5] == generate_prompts(name, 5, seed=1)
+        assert generate_prompts(name, 5, seed=2) != generate_prompts(name, 5, seed=1)
