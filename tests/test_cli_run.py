@@ -27,7 +27,7 @@ from disk_examples import largest_file
 from model_examples import config_folder
 from softgap import probe
 from softgap.cli import main
-from softgap.cli.measurement import default_out
+from softgap.cli.options import default_out
 from softgap.probe import Interrupted
 from softgap.trajectories import Trajectories, load, open_study
 
@@ -392,7 +392,7 @@ def test_ctrl_c_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("softgap.probe.generate", interrupted)
-    arguments = ["run", PROMPT, "--model", str(folder), "--out", "runs/fox"]
+    arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]
     assert failure(arguments, capsys, code=130) == "interrupted"
     assert contents(here) == {}
 
@@ -403,7 +403,7 @@ def test_ctrl_c_keeps_the_tokens_so_far(
     real = probe.generate
 
     def interrupted(*args: Any, **settings: Any) -> None:
-        raise Interrupted([real(*args, **settings)])
+        raise Interrupted(real(*args, **settings))
 
     monkeypatch.setattr("softgap.probe.generate", interrupted)
     arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]

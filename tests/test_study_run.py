@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import pytest
 from cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
 from softgap.cli import main
 from softgap.study import StudySettings, run_study
+from softgap.study.batches import plan_batches
 from softgap.study.files import read_failures
-from softgap.study.measurement import plan_batches
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
@@ -269,21 +269,20 @@ def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch
     import gc
     import weakref
 
-    from softgap.study import runner
-    from softgap.study.measurement import Measured
+    from softgap.trajectories import StudyWriter, Trajectories
 
     alive: list[weakref.ref[Any]] = []
     most = 0
-    original = runner.written
+    original = StudyWriter.append
 
-    def written(place: Folder, number: int, found: Measured) -> tuple[str, ...]:
+    def append(writer: StudyWriter, runs: Sequence[Trajectories], **options: Any) -> int:
         nonlocal most
-        alive.extend(weakref.ref(run) for run in found.runs)
+        alive.extend(weakref.ref(run) for run in runs)
         gc.collect()
         most = max(most, sum(ref() is not None for ref in alive))
-        return original(place, number, found)
+        return original(writer, runs, **options)
 
-    monkeypatch.setattr(runner, "written", written)
+    monkeypatch.setattr(StudyWriter, "append", append)
     settings = StudySettings(model=str(folder), chat=False, max_new_tokens=3, batch_size=2, threads=1)
     run_study([Prompt(str(i), "abc") for i in range(12)], "a", settings)
     assert len(alive) == 12
