@@ -22,6 +22,7 @@ from softgap.study.files import read_failures
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
+from source_tree import imported, modules
 
 OPTIONS = ["--raw", "--max-new-tokens", "5", "--batch-size", "3", "--threads", "1"]
 
@@ -60,6 +61,17 @@ def differences(a: Study, b: Study) -> list[str]:
             if not np.array_equal(mine, other.quantities[q]):
                 found.append(f"{one.sample_id}: {q} by {np.abs(mine - other.quantities[q]).max():g}")
     return found
+
+
+def test_one_module_builds_manifests_and_writes_studies() -> None:
+    """A run, a reading, a study and a run of the live server are measured by the same function."""
+    wanted = ("softgap.trajectories.StudyWriter", "softgap.models.fingerprint.manifest_of")
+    found = {
+        module.name
+        for module in modules(Path(__file__).parents[1] / "src")
+        if module.room in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
+    }
+    assert found == {"softgap.study.measurement"}
 
 
 def test_batches_are_a_pure_function_of_lengths() -> None:

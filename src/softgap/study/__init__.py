@@ -1,14 +1,13 @@
 """Many prompts measured in fixed batches, on this machine or a cluster; resumable, and labelled later at will."""
 
 from softgap.study.batches import Failure, Observer, StudySettings
+from softgap.study.estimate import Estimate, estimate_study
 from softgap.study.files import Labelled, label_study
 from softgap.study.measurement import (
     ENGINES,
-    Estimate,
     Planned,
     StudyResult,
     check_run,
-    estimate_study,
     measure,
     plan_study,
     run_study,

@@ -38,7 +38,7 @@ from softgap.study.files import read_failures, write_failures, write_prompts
 from softgap.tasks import Prompt, Scorer, resolve_scorer
 from softgap.tasks.prompts import check_ids
 from softgap.tasks.stored import PROMPTS, UNPLANNED, stored_prompts
-from softgap.trajectories import QUANTITIES, Manifest, StudyWriter, inputs_digest, open_study
+from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import check_new_study
 
@@ -47,12 +47,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINES",
-    "Estimate",
     "Planned",
     "StudyResult",
     "check_mechanisms",
     "check_run",
-    "estimate_study",
     "measure",
     "plan_study",
     "run_study",
@@ -149,13 +147,16 @@ def measure(
     overwrite
         Replace the study that is there, if it asks the same question; not for a study that resumes.
     reserve
-        Whether the folder is there before the first sample is measured, or only once that sample can be written.
+        Whether the folder is there before the first sample is measured, or only once that sample can be written; a
+        study is always there before.
     engine, address
         As :func:`run_study` takes them, for a study.
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
+    if engine == "ray" and mode != "study":
+        raise ValueInputError(f"the engine 'ray' measures studies, got the mode '{mode}'; use the engine 'local'")
     if engine == "ray":
         from softgap.study.ray_engine import require_ray
 
@@ -171,7 +172,7 @@ def measure(
         planned = plan_study(prompts, loaded, settings, mode=mode, source=source)
         done: set[int] = set()
         measured = _measure_batches(planned, loaded, done, observer)
-        if not reserve:
+        if not reserve and mode != "study":
             measured = chain([next(measured)], measured)
         writer = stack.enter_context(_open_writer(out, planned, overwrite))
         if mode == "study":
@@ -200,6 +201,7 @@ def plan_study(
     if scorer is not None:
         scorer.check(prompts, source or "the prompts")
     mechanisms = settings.mechanisms or default_mechanisms(loaded[0])
+    recording = Recording(loaded[0], mechanisms)  # refuses a mechanism that this model has no parameters for
     chat = bool(getattr(loaded[1], "chat_template", None)) if settings.chat is None else settings.chat
     settled = replace(settings, mechanisms=mechanisms, chat=chat, threads=torch.get_num_threads())
     replay = [mode == "replay" or (mode == "study" and prompt.completion is not None) for prompt in prompts]
@@ -222,7 +224,7 @@ def plan_study(
         batches = plan_singles(len(prompts), mode == "replay", settings.seed or 0)
     manifest = manifest_of(
         loaded[0],
-        Recording(loaded[0], mechanisms).mechanisms,
+        recording.mechanisms,
         drop_sinks=settings.drop_sinks,
         seed=settings.seed,
         inputs=_digest(prompts, mode),
@@ -412,54 +414,3 @@ class _threads:
     def __exit__(self, *_: object) -> None:
         if self._count is not None:
             torch.set_num_threads(self._before)
-
-
-_SHORT, _LONG = 2, 8
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds and bytes at most: answers that end early cost less, and stored numbers are compressed."""
-
-    samples: int
-    unmeasurable: int
-    batches: int
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float
-    bytes: int
-
-
-def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
-    """Time the middle batch, and scale by tokens: those that are fed at once and those that come one by one."""
-    settings, batches = planned.settings, planned.batches
-    middle = batches[len(batches) // 2]
-    fed = sum(planned.lengths)
-    live = [batch for batch in batches if not batch.replay]
-    longest = min(_LONG, settings.max_new_tokens)
-    shortest = min(_SHORT, longest)
-    here = sum(planned.lengths[i] for i in middle.indices)
-
-    def seconds(new: int) -> float:
-        start = time.perf_counter()
-        measure_batch(loaded, planned.prompts, middle, replace(settings, max_new_tokens=new), None)
-        return time.perf_counter() - start
-
-    seconds(shortest)  # the first call of a model is slower than the others
-    short = seconds(shortest)
-    step = max(0.0, seconds(longest) - short) / max(1, longest - shortest) if live and longest > shortest else 0.0
-    feeding = max(0.0, short - shortest * step) / max(1, here)
-    samples = sum(len(batch.indices) for batch in batches)
-    new = settings.max_new_tokens * sum(len(batch.indices) for batch in live)
-    config = loaded[0].config.get_text_config()
-    heads = config.num_hidden_layers * config.num_attention_heads
-    stored = (fed if settings.keep_prompt else 0) + new
-    return Estimate(
-        samples=samples,
-        unmeasurable=len(planned.unmeasurable),
-        batches=len(batches),
-        prompt_tokens=fed,
-        new_tokens=new,
-        seconds=feeding * fed + step * settings.max_new_tokens * len(live),
-        bytes=stored * heads * len(settings.mechanisms or ()) * len(QUANTITIES) * 4,
-    )
