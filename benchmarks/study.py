@@ -25,8 +25,8 @@ from harness import interleaved, machine, ratio, require_quiet_machine, write_se
 from softgap.models.loading import Loaded
 from softgap.probe.capture import prompt_ids
 from softgap.study import Planned, StudySettings, plan_study
-from softgap.study.measurement import measure_batch
-from softgap.study.runner import written
+from softgap.study.batches import measure_batch
+from softgap.study.ray_engine import publish
 from softgap.tasks import generate_prompts
 from softgap.trajectories.folder import Folder
 
@@ -54,7 +54,7 @@ def as_study(planned: Planned, loaded: Loaded, place: Path) -> None:
     for name in ("samples", "trajectories"):
         folder.create(name)
     for batch in planned.batches:
-        written(folder, batch.number, measure_batch(loaded, planned.prompts, batch, planned.settings, planned.scorer))
+        publish(folder, batch.number, measure_batch(loaded, planned.prompts, batch, planned.settings, planned.scorer))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import pytest
 import softgap
 from softgap import probe
 from softgap.cli import main
-from softgap.cli.measurement import default_out
+from softgap.cli.options import default_out
 from softgap.probe import Interrupted
 from softgap.trajectories import Trajectories, load, open_study
 from support.cli_examples import CONTEXT, Terminal, contents, failure, loads_once, script, tiny_folder, type_in
@@ -383,7 +383,7 @@ def test_ctrl_c_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("softgap.probe.generate", interrupted)
-    arguments = ["run", PROMPT, "--model", str(folder), "--out", "runs/fox"]
+    arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]
     assert failure(arguments, capsys, code=130) == "interrupted"
     assert contents(here) == {}
 
@@ -394,7 +394,7 @@ def test_ctrl_c_keeps_the_tokens_so_far(
     real = probe.generate
 
     def interrupted(*args: Any, **settings: Any) -> None:
-        raise Interrupted([real(*args, **settings)])
+        raise Interrupted(real(*args, **settings))
 
     monkeypatch.setattr("softgap.probe.generate", interrupted)
     arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]

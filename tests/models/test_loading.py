@@ -12,9 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from transformers.integrations.gguf import GgufHeader
 
 from softgap.models import catalogue, loading
-from softgap.models import gguf as embedded
-from softgap.models.catalogue import ModelInfo, available_models
-from softgap.models.gguf import EMBEDDED
+from softgap.models.catalogue import EMBEDDED, ModelInfo, available_models
 from softgap.models.loading import load_model
 from support import model_examples as examples
 
@@ -44,7 +42,7 @@ def test_the_embedded_model_is_smollm2(default: Loaded) -> None:
     assert (config.head_dim, config.max_position_embeddings, config.vocab_size) == (64, 8192, 49152)
     assert config.rope_parameters == {"rope_theta": 100000.0, "rope_type": "default"}
     assert config.rms_norm_eps == 1e-5
-    assert sum(parameter.numel() for parameter in model.parameters()) == embedded.EMBEDDED_PARAMETERS
+    assert sum(parameter.numel() for parameter in model.parameters()) == catalogue.EMBEDDED_PARAMETERS
     assert model.dtype == torch.float32
     assert not model.training
     assert not hasattr(config, "quantization_config")
@@ -87,7 +85,7 @@ def test_the_embedded_tokenizer_writes_chats(default: Loaded) -> None:
 
 
 def test_the_embedded_weights_are_those_of_the_package(default: Loaded) -> None:
-    path = embedded.package_file()
+    path = catalogue.package_file()
     assert path is not None
     header = GgufHeader.from_file(str(path))
     tensor = next(entry for entry in header.tensors if entry.name == "blk.7.ffn_down.weight")
@@ -207,9 +205,9 @@ def test_the_catalogue_lists_what_is_here(own_cache: Path) -> None:
     load_model(gguf)
 
     first, converted, cached = available_models()
-    package = embedded.package_file()
+    package = catalogue.package_file()
     assert package is not None
-    assert first == ModelInfo(EMBEDDED, "package GGUF", package, 98362432, embedded.EMBEDDED_PARAMETERS, "llama")
+    assert first == ModelInfo(EMBEDDED, "package GGUF", package, 98362432, catalogue.EMBEDDED_PARAMETERS, "llama")
     parameters = sum(parameter.numel() for parameter in examples.tiny_llama().parameters())
     assert (converted.name, converted.origin, converted.parameters) == (str(gguf), "converted copy", parameters)
     assert converted.path is not None
@@ -227,7 +225,7 @@ def test_the_catalogue_tells_where_the_embedded_model_is(
     default: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = available_models()[0]
-    assert (copy.name, copy.origin, copy.parameters) == (EMBEDDED, "converted copy", embedded.EMBEDDED_PARAMETERS)
+    assert (copy.name, copy.origin, copy.parameters) == (EMBEDDED, "converted copy", catalogue.EMBEDDED_PARAMETERS)
     assert copy.size_bytes is not None
     assert 538_000_000 < copy.size_bytes < 545_000_000
     monkeypatch.setenv("SOFTGAP_CACHE", str(tmp_path))

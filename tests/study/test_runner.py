@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import pytest
 
 from softgap.cli import main
 from softgap.study import StudySettings, run_study
+from softgap.study.batches import plan_batches
 from softgap.study.files import read_failures
-from softgap.study.measurement import plan_batches
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
 from support.cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
+from support.source_tree import imported, modules
 
 OPTIONS = ["--raw", "--max-new-tokens", "5", "--batch-size", "3", "--threads", "1"]
 
@@ -60,6 +61,17 @@ def differences(a: Study, b: Study) -> list[str]:
             if not np.array_equal(mine, other.quantities[q]):
                 found.append(f"{one.sample_id}: {q} by {np.abs(mine - other.quantities[q]).max():g}")
     return found
+
+
+def test_one_module_builds_manifests_and_writes_studies() -> None:
+    """A run, a reading, a study and a run of the live server are measured by the same function."""
+    wanted = ("softgap.trajectories.StudyWriter", "softgap.models.fingerprint.manifest_of")
+    found = {
+        module.name
+        for module in modules(Path(__file__).parents[1] / "src")
+        if module.room in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
+    }
+    assert found == {"softgap.study.measurement"}
 
 
 def test_batches_are_a_pure_function_of_lengths() -> None:
@@ -269,21 +281,20 @@ def test_memory_is_that_of_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch
     import gc
     import weakref
 
-    from softgap.study import runner
-    from softgap.study.measurement import Measured
+    from softgap.trajectories import StudyWriter, Trajectories
 
     alive: list[weakref.ref[Any]] = []
     most = 0
-    original = runner.written
+    original = StudyWriter.append
 
-    def written(place: Folder, number: int, found: Measured) -> tuple[str, ...]:
+    def append(writer: StudyWriter, runs: Sequence[Trajectories], **options: Any) -> int:
         nonlocal most
-        alive.extend(weakref.ref(run) for run in found.runs)
+        alive.extend(weakref.ref(run) for run in runs)
         gc.collect()
         most = max(most, sum(ref() is not None for ref in alive))
-        return original(place, number, found)
+        return original(writer, runs, **options)
 
-    monkeypatch.setattr(runner, "written", written)
+    monkeypatch.setattr(StudyWriter, "append", append)
     settings = StudySettings(model=str(folder), chat=False, max_new_tokens=3, batch_size=2, threads=1)
     run_study([Prompt(str(i), "abc") for i in range(12)], "a", settings)
     assert len(alive) == 12

@@ -1,11 +1,21 @@
-"""From trajectories to findings: the dynamics of every head against chance, and groups of samples compared."""
+"""From trajectories to findings: the dynamics of every head against chance, and groups of samples compared.
 
-from softgap.analysis.comparison import compare_study
-from softgap.analysis.comparison_findings import ComparisonFindings
-from softgap.analysis.dynamics import analyze
-from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
+The comparison of groups needs pandas and :mod:`softgap.stats`: its names are fetched on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+# At once, since the function shares its name with the module.
 from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
-from softgap.analysis.preregistration import ComparisonPlan, read_plan
+
+if TYPE_CHECKING:
+    from softgap.analysis.comparison import compare_study
+    from softgap.analysis.comparison_findings import ComparisonFindings
+    from softgap.analysis.dynamics import analyze
+    from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
+    from softgap.analysis.preregistration import ComparisonPlan, read_plan
 
 __all__ = [
     "ComparisonFindings",
@@ -21,3 +31,31 @@ __all__ = [
     "headline",
     "read_plan",
 ]
+
+_MODULE_OF = {
+    "ComparisonFindings": "comparison_findings",
+    "ComparisonPlan": "preregistration",
+    "Findings": "dynamics_findings",
+    "HeadFinding": "dynamics_findings",
+    "SystemPoint": "dynamics_findings",
+    "analyze": "dynamics",
+    "compare_study": "comparison",
+    "read_plan": "preregistration",
+}
+
+# Hidden from the type checker, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the module that holds a public name, once (PEP 562)."""
+        from importlib import import_module
+
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
 from softgap.attention.feature_maps import Features, featurise
-from softgap.attention.fused import compare_positions, served
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads, divided
 from softgap.attention.registry import resolve
@@ -188,6 +187,9 @@ class LinearState:
 
         The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
         """
+        # Here, since it loads numba.
+        from softgap.attention.fused import served
+
         self._check(q, k)
         plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
         if not plain or not served(self.mechanism, k.shape[-1]):
@@ -197,6 +199,8 @@ class LinearState:
     def _compared(
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
     ) -> Float[Tensor, "quantity batch head time"]:
+        from softgap.attention.fused import compare_positions
+
         features = self._features(q, k, key_valid)
         batch, heads, t, r = features.key.shape
         if heads > v.shape[1]:  # one key map per query head

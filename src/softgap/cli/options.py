@@ -6,14 +6,13 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from softgap.cli.measurement import with_control
 from softgap.errors import StoreError, ValueInputError
 from softgap.tasks.text_files import decoded, file_text, some_text
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from softgap.study import StudySettings
 
 __all__ = [
+    "CONTROL",
     "Attn",
     "Device",
     "DropSinks",
@@ -35,11 +35,17 @@ __all__ = [
     "Overwrite",
     "StudyOut",
     "check_new",
+    "default_out",
     "given_prompt",
     "given_text",
     "grouped",
     "plain_text",
+    "with_control",
 ]
+
+
+CONTROL = "uniform"
+"""The mechanism that every measurement has besides those a user names."""
 
 
 _MODEL_HELP = "smollm2-135m (the embedded default), a hub id org/name, a model folder or a .gguf file."
@@ -194,6 +200,21 @@ def check_new(path: Path, overwrite: bool) -> None:
     check_place(path)
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"'{path}' is there already; choose another file, or replace it with --overwrite")
+
+
+def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The mechanisms a user named and the control, without which a divergence says little; None if none was named."""
+    if not named:
+        return None
+    return tuple(named) if CONTROL in named else (*named, CONTROL)
+
+
+def default_out(text: str) -> str:
+    """A new folder under runs/, named by the first words of a text and the time."""
+    from softgap.trajectories.folder import new_name, slug
+
+    runs = Path("runs")
+    return str(runs / new_name(runs, slug(text)))
 
 
 _STANDARD_INPUT = "standard input"

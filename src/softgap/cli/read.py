@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from softgap.cli.measurement import Task, default_out, with_control
 from softgap.cli.options import (
     Attn,
     Device,
@@ -21,15 +19,16 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    default_out,
     given_text,
     plain_text,
+    with_control,
 )
 from softgap.errors import ValueInputError
 from softgap.tasks.sources import json_prompts
 
 if TYPE_CHECKING:
-    from softgap.cli.render.summary import Summary
-    from softgap.models.loading import Loaded
+    from softgap.study import StudySettings
     from softgap.tasks import Prompt
     from softgap.trajectories import Trajectories
 
@@ -62,98 +61,70 @@ def read_command(
     name, text = given_text(file)
     wanted = ("prompt", "completion")
     samples = json_prompts(name, text, needs=wanted) if jsonl or file.endswith(".jsonl") else None
-    if samples is None:
-        texts: tuple[str, ...] = (plain_text(name, text),)
-    else:
-        texts = (*(sample.prompt for sample in samples), *(sample.completion or "" for sample in samples))
     if samples is None and chat:
         raise ValueInputError("--chat goes with prompts and completions, got a plain text; give a .jsonl file")
-    task = Task(
-        texts=texts,
-        out=default_out(texts[0] if file == "-" else Path(file).stem) if out is None else out,
-        overwrite=overwrite,
+    from softgap.study import StudySettings
+    from softgap.tasks import Prompt
+
+    settings = StudySettings(
         model=model,
         mechanisms=with_control(mechanism),
+        chat=chat,
+        focus=focus,
+        drop_sinks=drop_sinks,
         dtype=dtype,
         device=device,
         attn=attn,
-        focus=focus,
-        drop_sinks=drop_sinks,
     )
-    task.check()
+    prompts = [Prompt("0", plain_text(name, text))] if samples is None else samples
+    place = default_out(prompts[0].prompt if file == "-" else Path(file).stem) if out is None else out
+    from softgap.cli.render.run import present_run, present_study
+
     if samples is None:
-        from softgap.cli.render.run import present_run
+        runs: list[Trajectories] = []
+        _read(prompts, place, settings, overwrite=overwrite, on_run=runs.append)
+        present_run(runs[0], place, as_json=as_json)
+        return
+    from softgap.cli.render.summary import Summary, summarise
+    from softgap.trajectories import open_study
 
-        present_run(_read_text(task, text), task.out, as_json=as_json)
-    else:
-        summaries = _read_samples(task, samples, name, chat)
-        from softgap.cli.render.run import present_study
-
-        present_study(summaries, task.stored(), task.out, as_json=as_json)
-
-
-def _read_text(task: Task, text: str) -> Trajectories:
-    """Load, read and save one text."""
-    from softgap.cli.render.output import waiting
-    from softgap.models.fingerprint import replay_options
-    from softgap.probe import read
-
-    loaded = task.load()
-    task = task.for_model(loaded)
-    options = replay_options(chat=False, focus=task.focus)
-    with task.writer(loaded, options) as writer, waiting("reading and measuring"):
-        run = read(*loaded, text, **task.recorded)
-        writer.append([run])
-    return run
-
-
-def _read_samples(task: Task, samples: Sequence[Prompt], name: str, chat: bool) -> list[Summary]:
-    """Load, then read and save one sample after the other; what is finished stays, whatever comes after."""
-    from softgap.cli.render.output import waiting
-    from softgap.cli.render.summary import summarise
-    from softgap.models.fingerprint import replay_options
-
-    loaded = task.load()
-    task = task.for_model(loaded)
     summaries: list[Summary] = []
-    with (
-        task.writer(loaded, replay_options(chat=chat, focus=task.focus)) as writer,
-        waiting("reading and measuring", len(samples)) as show,
-    ):
-        _require_room(loaded, samples, name, chat)
-        try:
-            for sample in samples:
-                run = _read_sample(task, loaded, sample, chat)
-                writer.append([run])
-                summaries.append(summarise(run))
-                show("reading and measuring", len(summaries))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_finished(len(summaries), len(samples), task.out)) from None
-    return summaries
+    _read(
+        prompts,
+        place,
+        settings,
+        source=name,
+        overwrite=overwrite,
+        on_run=lambda run: summaries.append(summarise(run)),
+    )
+    present_study(summaries, open_study(place).manifest, place, as_json=as_json)
 
 
-def _read_sample(task: Task, loaded: Loaded, sample: Prompt, chat: bool) -> Trajectories:
-    from softgap.probe import read
+def _read(
+    prompts: Sequence[Prompt],
+    out: str,
+    settings: StudySettings,
+    *,
+    on_run: Callable[[Trajectories], None],
+    source: str = "",
+    overwrite: bool,
+) -> None:
+    """Check, load, then read and save one sample after the other; what is finished stays, whatever comes after."""
+    from softgap.cli.render.output import waiting
+    from softgap.study import Observer, check_run, measure
 
-    run = read(*loaded, sample.prompt, sample.completion or "", chat=chat, **task.recorded)
-    return replace(run, sample_id=sample.sample_id, label=sample.label)
-
-
-def _require_room(loaded: Loaded, samples: Sequence[Prompt], name: str, chat: bool) -> None:
-    """Refuse a sample that the model cannot read before the first one is read."""
-    from softgap.probe.capture import check_lengths, completion_ids, prompt_ids
-
-    model, tokenizer = loaded
-    for sample in samples:
-        try:
-            ids = [
-                *prompt_ids(tokenizer, sample.prompt, chat),
-                *completion_ids(tokenizer, sample.completion or "")[:-1],
-            ]
-            check_lengths(model, [ids], 0)
-        except ValueInputError as error:
-            raise ValueInputError(f"{name}, line {sample.line}: {error}") from error
-
-
-def _finished(done: int, total: int, out: str) -> str:
-    return f"interrupted; {done} of {total} samples can be read in '{out}'" if done else "interrupted"
+    check_run(prompts, out, settings, mode="replay", overwrite=overwrite)
+    loaded = settings.load()
+    stage = "reading and measuring"
+    # A plain text is one sample: it has a spinner, and samples of a file a bar.
+    with waiting(stage, len(prompts) if source else None) as show:
+        measure(
+            prompts,
+            out,
+            settings,
+            mode="replay",
+            loaded=loaded,
+            source=source,
+            overwrite=overwrite,
+            observer=Observer(on_run=on_run, on_progress=lambda done, total, seconds: show(stage, done)),
+        )

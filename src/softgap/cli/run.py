@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from softgap.cli.measurement import Task, default_out, with_control
 from softgap.cli.options import (
     Attn,
     Device,
@@ -19,10 +17,13 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    default_out,
     given_prompt,
+    with_control,
 )
 
 if TYPE_CHECKING:
+    from softgap.study import StudySettings
     from softgap.trajectories import Trajectories
 
 __all__ = ["run_command"]
@@ -49,58 +50,51 @@ def run_command(
 ) -> None:
     """Let a model answer a prompt, measure every head at every token, save the run and summarise it."""
     text = given_prompt(prompt)
-    seed, sampling = _sampling(seed, temperature)
-    task = Task(
-        texts=(text,),
-        out=default_out(text) if out is None else out,
-        overwrite=overwrite,
+    if temperature is not None:
+        from softgap.probe.capture import checked_temperature
+
+        checked_temperature(temperature, "--temperature")
+        seed = seed or 0
+    from softgap.study import StudySettings
+
+    settings = StudySettings(
         model=model,
         mechanisms=with_control(mechanism),
+        max_new_tokens=max_new_tokens,
+        chat=False if raw else None,
+        seed=seed,
+        temperature=temperature,
+        focus=focus,
+        drop_sinks=drop_sinks,
         dtype=dtype,
         device=device,
         attn=attn,
-        focus=focus,
-        drop_sinks=drop_sinks,
-        seed=seed,
     )
+    place = default_out(text) if out is None else out
+    run = _generate(text, place, settings, overwrite=overwrite)
     from softgap.cli.render.run import present_run
 
-    present_run(_generated(task, text, max_new_tokens, raw, sampling), task.out, as_json=as_json)
+    present_run(run, place, as_json=as_json)
 
 
-def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, dict[str, Any]]:
-    """The seed, None for greedy search, and the settings of sampling."""
-    if temperature is None:
-        return seed, {"do_sample": seed is not None}
-    from softgap.probe.capture import checked_temperature
-
-    return seed or 0, {"do_sample": True, "temperature": checked_temperature(temperature, "--temperature")}
-
-
-def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:
+def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
     """Check, load, generate and save."""
-    task.check()
     from softgap.cli.render.output import waiting
-    from softgap.models.fingerprint import live_options
-    from softgap.probe import Interrupted, generate
+    from softgap.study import Observer, check_run, measure
+    from softgap.tasks import Prompt
 
-    loaded = task.load()
-    task = task.for_model(loaded)
-    chat = not raw and bool(getattr(loaded[1], "chat_template", None))
-    options = live_options(loaded[0], max_new_tokens=max_new_tokens, chat=chat, focus=task.focus, settings=sampling)
-    with task.writer(loaded, options) as writer, waiting("generating and measuring"):
-        model, tokenizer = loaded
-        settings: dict[str, Any] = {"chat": chat, "seed": task.seed, **task.recorded, **sampling}
-        try:
-            run = generate(model, tokenizer, text, max_new_tokens, **settings)
-        except Interrupted as stop:
-            if stop.runs:
-                writer.append(stop.runs)
-            raise KeyboardInterrupt(_so_far(stop.runs, task.out)) from None
-        writer.append([run])
-    return run
-
-
-def _so_far(runs: Sequence[Trajectories], out: str) -> str:
-    steps = sum(run.n_steps for run in runs)
-    return f"interrupted; the {steps} tokens so far can be read in '{out}'" if steps else "interrupted"
+    prompts = [Prompt("0", text)]
+    runs: list[Trajectories] = []
+    check_run(prompts, out, settings, mode="live", overwrite=overwrite)
+    loaded = settings.load()
+    with waiting("generating and measuring"):
+        measure(
+            prompts,
+            out,
+            settings,
+            mode="live",
+            loaded=loaded,
+            overwrite=overwrite,
+            observer=Observer(on_run=runs.append),
+        )
+    return runs[0]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.measurement import check_mechanisms
 from softgap.cli.options import Json, Limit, Measuring, StudyOut, grouped
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
@@ -46,6 +45,8 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measurin
     """Measure the prompts and say what came of it; with --dry-run only what it would cost."""
     if measuring.ray_address is not None and measuring.engine != "ray":
         raise ValueInputError(f"--ray-address goes with --engine ray, got '{measuring.ray_address}' without it; add it")
+    from softgap.study.measurement import check_mechanisms
+
     check_mechanisms(settings.mechanisms)
     if measuring.dry_run:
         _show_estimate(_estimated(prompts, out, settings), out, as_json=measuring.as_json)

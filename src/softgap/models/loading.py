@@ -32,14 +32,12 @@ from transformers import (
 )
 
 from softgap.errors import ModelError
-from softgap.models.cache import read_record
+from softgap.models.cache import copy_folder, read_record
+from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256
 from softgap.models.console import Report, quiet_transformers, reporter
 from softgap.models.gguf import (
-    EMBEDDED,
-    EMBEDDED_SHA256,
     LARGEST_CACHED,
     convert,
-    copy_folder,
     embedded_folder,
     file_hash,
     gguf_metadata,

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from softgap.analysis import ComparisonFindings
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.linearize.plan import Plan
 from softgap.report.figures import draw_plan
 from softgap.report.files import figure_bytes, written_whole
+
+if TYPE_CHECKING:
+    from softgap.analysis import ComparisonFindings
+    from softgap.linearize.plan import Plan
 
 __all__ = [
     "RESULT",

@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from softgap.analysis import ComparisonFindings, Findings
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.report.columns import Column, calibration_columns, own_calibration, read_columns
@@ -19,6 +18,9 @@ from softgap.report.files import check_place, written_whole
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
+
+if TYPE_CHECKING:
+    from softgap.analysis import Findings
 
 __all__ = ["Report", "explorer", "explorer_of", "notebook_html", "write_explorer"]
 
@@ -200,6 +202,8 @@ def page_of(thing: object) -> str:
             return explorer(open_study(path))
     if isinstance(thing, Document):
         return render_documents([thing])
+    from softgap.analysis import ComparisonFindings, Findings
+
     if isinstance(thing, ComparisonFindings):
         return render_documents([comparison_document(thing)])
     return render_documents([findings_document(thing) if isinstance(thing, Findings) else lab_document(thing)])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from softgap.analysis import ComparisonFindings, Findings, HeadFinding, SystemPoint
 from softgap.errors import ValueInputError
 from softgap.report.files import new_figure, save_figure
 from softgap.signal import complexity_bounds
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from softgap.analysis import ComparisonFindings, Findings, HeadFinding, SystemPoint
     from softgap.linearize.frontier import Frontier, Point
     from softgap.linearize.plan import Plan
 

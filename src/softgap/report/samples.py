@@ -6,15 +6,17 @@ import base64
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float, Float32, Float64
 
 from softgap.errors import unknown_name
 from softgap.trajectories import FOCUS, QUANTITIES, Study, Trajectories
 from softgap.trajectories.run import pieces
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "Chosen",

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import scipy.fft
-import scipy.signal
 from jaxtyping import Float64
 
 from softgap.errors import ValueInputError, unknown_name
@@ -82,6 +81,8 @@ def fgn_from_normals(normals: Batch, n: int, hurst: float) -> Batch:
 
 def ar1(shape: Shape, *, rng: np.random.Generator, phi: float) -> Batch:
     """x_t = phi x_{t-1} + e_t with variance 1, begun in its stationary law."""
+    import scipy.signal  # half a second, for one filter
+
     noise = rng.standard_normal(shape)
     noise[..., 1:] *= math.sqrt(1 - phi * phi)
     return np.asarray(scipy.signal.lfilter([1.0], [1.0, -phi], noise, axis=-1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.study.measurement import Batch, Failure
+from softgap.study.batches import Batch, Failure
 from softgap.tasks import Prompt
 from softgap.tasks.stored import PROMPTS, UNPLANNED
 from softgap.trajectories import open_study

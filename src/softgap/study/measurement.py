@@ -1,221 +1,416 @@
-"""Measure one batch of a study: which samples go together, and the settings its numbers depend on."""
+"""Measure prompts or texts and write them as a study: one function for `run`, `read`, `study` and the live server."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from softgap.errors import SoftgapError, ValueInputError
-from softgap.inputs import as_items
-from softgap.models.fingerprint import live_options
-from softgap.probe import Interrupted, generate, read
-from softgap.probe.capture import check_lengths, checked_temperature, completion_ids, prompt_ids
-from softgap.tasks import Prompt, Scorer
-from softgap.trajectories import Trajectories
+import torch
+
+from softgap.attention import Mechanism, resolve
+from softgap.errors import SoftgapError, StoreError, ValueInputError, unknown_name
+from softgap.inputs import refuse_string
+from softgap.models.calibrations import DEFAULT_MECHANISMS, default_mechanisms
+from softgap.models.console import quiet_transformers
+from softgap.models.fingerprint import manifest_of
+from softgap.models.tensor_files import load_calibration
+from softgap.probe import Interrupted, Recording
+from softgap.study.batches import (
+    Batch,
+    Failure,
+    Measured,
+    Mode,
+    Observer,
+    StudySettings,
+    measure_batch,
+    plan_batches,
+    plan_singles,
+    token_count,
+)
+from softgap.study.files import read_failures, write_failures, write_prompts
+from softgap.tasks import Prompt, Scorer, resolve_scorer
+from softgap.tasks.prompts import check_ids
+from softgap.tasks.stored import PROMPTS, UNPLANNED, stored_prompts
+from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
+from softgap.trajectories.folder import Folder
+from softgap.trajectories.writer import check_new_study
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
 
-__all__ = ["Batch", "Failure", "Measured", "StudySettings", "measure_batch", "plan_batches", "token_count"]
+__all__ = [
+    "ENGINES",
+    "Planned",
+    "StudyResult",
+    "check_mechanisms",
+    "check_run",
+    "measure",
+    "plan_study",
+    "run_study",
+]
 
+ENGINES = ("local", "ray")
+"""Where batches are computed."""
 
-@dataclass(frozen=True)
-class Batch:
-    """Samples that are computed together.
-
-    ``indices`` are those of the study's prompts, ``seed`` is for sampling, ``replay`` for prompts with a completion.
-    """
-
-    number: int
-    indices: tuple[int, ...]
-    seed: int
-    replay: bool
-
-
-def plan_batches(lengths: Sequence[int], replay: Sequence[bool], batch_size: int, seed: int) -> tuple[Batch, ...]:
-    """Batches of neighbours in length, so that little is padded; the longest come first.
-
-    A machine too small for a study says so in the first minute and not in the last. Prompts that are read and prompts
-    that are answered are never in one batch; of equal lengths, the first given comes first.
-    """
-    batches: list[Batch] = []
-    for kind in (False, True):
-        order = sorted((i for i in range(len(lengths)) if replay[i] == kind), key=lambda i: (-lengths[i], i))
-        for start in range(0, len(order), batch_size):
-            number = len(batches)
-            batches.append(Batch(number, tuple(order[start : start + batch_size]), batch_seed(seed, number), kind))
-    return tuple(batches)
-
-
-def batch_seed(seed: int, number: int) -> int:
-    """A seed of 32 bits for a batch of a study."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big")
-
-
-@dataclass(frozen=True)
-class StudySettings:
-    """How prompts are measured.
-
-    Attributes
-    ----------
-    model, dtype, device, attn
-        As :func:`softgap.load_model` takes them.
-    mechanisms
-        None for the defaults of the model.
-    max_new_tokens, chat, seed, temperature
-        Of generations; with a seed or a temperature the model samples, each batch with a seed of its own. ``chat`` is
-        None for the template where there is one.
-    batch_size
-        Samples that are computed together.
-    scoring
-        How answers are judged, by name or import path; None leaves the labels of the prompts.
-    keep_prompt
-        Whether the prompt's own steps are stored too.
-    threads
-        Of torch; None takes what it is set to. On a cluster every worker uses as many.
-    """
-
-    model: str | None = None
-    mechanisms: tuple[str, ...] | None = None
-    max_new_tokens: int = 128
-    batch_size: int = 8
-    chat: bool | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    scoring: str | None = None
-    focus: bool = False
-    drop_sinks: int = 0
-    keep_prompt: bool = True
-    dtype: str = "auto"
-    device: str = "cpu"
-    attn: str | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mechanisms is not None:
-            object.__setattr__(self, "mechanisms", as_items(self.mechanisms))
-        for name in ("max_new_tokens", "batch_size", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueInputError(f"{name} must be at least 1, got {value}")
-        if self.temperature is not None:
-            checked_temperature(self.temperature)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """What a generation is told about sampling."""
-        if self.seed is None and self.temperature is None:
-            return {"do_sample": False}
-        return {"do_sample": True, **({} if self.temperature is None else {"temperature": self.temperature})}
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """What a measurement is told."""
-        if self.mechanisms is None:
-            raise ValueInputError("the mechanisms of a study must be settled before it is measured, got None")
-        return {"mechanisms": self.mechanisms, "focus": self.focus, "drop_sinks": self.drop_sinks}
-
-    def load(self) -> Loaded:
-        """The model and its tokenizer."""
-        from softgap.models import load_model
-
-        return load_model(self.model, dtype=self.dtype, device=self.device, attn=self.attn)
-
-    def options(self, loaded: Loaded) -> dict[str, Any]:
-        """For the manifest: all that the data depend on."""
-        own = live_options(
-            loaded[0],
-            max_new_tokens=self.max_new_tokens,
-            chat=bool(self.chat),
-            focus=self.focus,
-            settings=self.sampling,
-        )
-        kept = ("batch_size", "scoring", "keep_prompt")
-        return {**own, "mode": "study", **{name: value for name, value in asdict(self).items() if name in kept}}
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a sample is missing (``measuring``) or has no label (``scoring``)."""
-
-    sample_id: str
-    stage: str
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+_TRIAL_BYTES = 65536
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """What came of a batch."""
+class Planned:
+    """A study that is ready to run: everything that can be refused has been."""
 
-    runs: tuple[Trajectories, ...]
+    prompts: tuple[Prompt, ...]
+    batches: tuple[Batch, ...]
+    lengths: tuple[int, ...]
+    unmeasurable: tuple[Failure, ...]
+    settings: StudySettings
+    manifest: Manifest
+    scorer: Scorer | None
+    mode: Mode = "study"
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a call of :func:`run_study` has done.
+
+    ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before.
+    """
+
+    out: str
+    samples: int
+    measured: int
+    resumed: int
     failures: tuple[Failure, ...]
+    seconds: float
 
 
-def token_count(loaded: Loaded, prompt: Prompt, settings: StudySettings) -> int:
-    """Tokens that are fed for a prompt, new ones aside; an error where the model's context does not hold it all."""
-    model, tokenizer = loaded
-    ids = prompt_ids(tokenizer, prompt.prompt, settings.chat)
-    if prompt.completion is not None:
-        ids = [*ids, *completion_ids(tokenizer, prompt.completion)[:-1]]
-    check_lengths(model, [ids], 0 if prompt.completion is not None else settings.max_new_tokens)
-    return len(ids)
+def run_study(
+    prompts: Sequence[Prompt],
+    out: str,
+    settings: StudySettings | None = None,
+    *,
+    engine: str = "local",
+    address: str | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> StudyResult:
+    """Measure every prompt and write the study to ``out``, a folder or URI.
+
+    Called again with the same arguments it goes on where it stopped, and the finished study equals an unbroken one, the
+    times in its manifest aside.
+
+    Parameters
+    ----------
+    prompts
+        Each is answered by the model, or read where it has a completion.
+    engine
+        "local", or "ray": the same batches as tasks of a Ray cluster.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
+    """
+    observer = Observer(on_progress=progress)
+    return measure(prompts, out, settings or StudySettings(), engine=engine, address=address, observer=observer)
 
 
-def measure_batch(
-    loaded: Loaded, prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, scorer: Scorer | None
-) -> Measured:
-    """Measure the samples of a batch together, or one by one if that fails: then only the culprits are left out."""
-    chosen = [prompts[i] for i in batch.indices]
-    try:
-        return _judged(chosen, _runs(loaded, chosen, batch, settings), scorer, settings)
-    except (KeyboardInterrupt, MemoryError):
-        raise
-    except Exception as error:
-        if len(chosen) == 1:
-            return Measured((), (Failure(chosen[0].sample_id, "measuring", _reason(error)),))
-    alone = [replace(batch, indices=(i,)) for i in batch.indices]
-    parts = [measure_batch(loaded, prompts, one, settings, scorer) for one in alone]
-    return Measured(
-        tuple(run for part in parts for run in part.runs), tuple(failure for part in parts for failure in part.failures)
+def measure(
+    prompts: Sequence[Prompt],
+    out: str,
+    settings: StudySettings,
+    *,
+    mode: Mode = "study",
+    loaded: Loaded | None = None,
+    source: str = "",
+    overwrite: bool = False,
+    reserve: bool = True,
+    engine: str = "local",
+    address: str | None = None,
+    observer: Observer | None = None,
+) -> StudyResult:
+    """Measure prompts or texts and write them as a study to ``out``, a folder or URI.
+
+    Parameters
+    ----------
+    mode
+        "study" measures in batches, records what fails, and resumes the study that is there. "live" lets the model
+        answer every prompt, "replay" reads every prompt with its completion, or as it stands without one; both measure
+        one sample after the other and raise the first error.
+    loaded
+        The model and its tokenizer; None loads what the settings name.
+    source
+        The file that the prompts come from, for messages about one of its lines.
+    overwrite
+        Replace the study that is there, if it asks the same question; not for a study that resumes.
+    reserve
+        Whether the folder is there before the first sample is measured, or only once that sample can be written; a
+        study is always there before.
+    engine, address
+        As :func:`run_study` takes them, for a study.
+    """
+    refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
+    if engine == "ray" and mode != "study":
+        raise ValueInputError(f"the engine 'ray' measures studies, got the mode '{mode}'; use the engine 'local'")
+    if engine == "ray":
+        from softgap.study.ray_engine import require_ray
+
+        require_ray()
+    folder = Folder.at(out)
+    if mode == "study":
+        check_new_study(folder)
+    observer = observer or Observer()
+    with ExitStack() as stack:
+        stack.enter_context(_threads(settings.threads))
+        loaded = settings.load() if loaded is None else loaded
+        stack.enter_context(quiet_transformers(downloads=False))
+        planned = plan_study(prompts, loaded, settings, mode=mode, source=source)
+        done: set[int] = set()
+        measured = _measure_batches(planned, loaded, done, observer)
+        if not reserve and mode != "study":
+            measured = chain([next(measured)], measured)
+        writer = stack.enter_context(_open_writer(out, planned, overwrite))
+        if mode == "study":
+            _fix_batches(folder, planned)
+        done.update(writer.batches)
+        total = sum(len(batch.indices) for batch in planned.batches)
+        resumed = sum(len(batch.indices) for batch in planned.batches if batch.number in done)
+        if engine == "ray":
+            from softgap.study.ray_engine import ray_batches
+
+            left = [batch for batch in planned.batches if batch.number not in done]
+            finished = ray_batches(planned, left, out, address)
+        else:
+            finished = _write_batches(measured, folder, writer, observer)
+        seconds = _follow(finished, writer, out, planned, resumed, total, observer)
+        count = sum(len(ids) for ids in writer.ids.values())
+    return StudyResult(out, len(prompts), count, resumed, tuple(read_failures(folder)), seconds)
+
+
+def plan_study(
+    prompts: Sequence[Prompt], loaded: Loaded, settings: StudySettings, *, mode: Mode = "study", source: str = ""
+) -> Planned:
+    """Settle what depends on the model, count tokens, and decide on the batches and the manifest."""
+    check_ids(prompts, source or "the prompts")
+    scorer = None if settings.scoring is None else resolve_scorer(settings.scoring)
+    if scorer is not None:
+        scorer.check(prompts, source or "the prompts")
+    mechanisms = settings.mechanisms or default_mechanisms(loaded[0])
+    recording = Recording(loaded[0], mechanisms)  # refuses a mechanism that this model has no parameters for
+    chat = bool(getattr(loaded[1], "chat_template", None)) if settings.chat is None else settings.chat
+    settled = replace(settings, mechanisms=mechanisms, chat=chat, threads=torch.get_num_threads())
+    replay = [mode == "replay" or (mode == "study" and prompt.completion is not None) for prompt in prompts]
+    lengths, failures = [], []
+    for prompt, reads in zip(prompts, replay, strict=True):
+        try:
+            lengths.append(token_count(loaded, prompt, settled, replay=reads))
+        except SoftgapError as error:
+            if mode != "study":
+                if not source:
+                    raise
+                raise ValueInputError(f"{source}, line {prompt.line}: {error}") from error
+            lengths.append(0)
+            failures.append(Failure(prompt.sample_id, "measuring", str(error)))
+    if len(failures) == len(prompts):
+        raise SoftgapError(f"a study needs prompts that the model can read, got none; the first: {failures[0].reason}")
+    if mode == "study":
+        batches = _batches_that_fit(prompts, lengths, replay, failures, settings)
+    else:
+        batches = plan_singles(len(prompts), mode == "replay", settings.seed or 0)
+    manifest = manifest_of(
+        loaded[0],
+        recording.mechanisms,
+        drop_sinks=settings.drop_sinks,
+        seed=settings.seed,
+        inputs=_digest(prompts, mode),
+        options=settled.options(loaded, mode),
     )
+    return Planned(tuple(prompts), batches, tuple(lengths), tuple(failures), settled, manifest, scorer, mode)
 
 
-def _runs(loaded: Loaded, chosen: Sequence[Prompt], batch: Batch, settings: StudySettings) -> list[Trajectories]:
-    texts = [prompt.prompt for prompt in chosen]
-    if batch.replay:
-        completions = [prompt.completion or "" for prompt in chosen]
-        return read(*loaded, texts, completions, chat=bool(settings.chat), **settings.recorded)
-    sampling = settings.sampling
-    seed = batch.seed if sampling["do_sample"] else None
-    options = {"chat": settings.chat, "seed": seed, **settings.recorded, **sampling}
+def check_run(
+    prompts: Sequence[Prompt], out: str, settings: StudySettings, *, mode: Mode, overwrite: bool = False
+) -> None:
+    """Refuse, without loading a model, unknown mechanisms and a folder that cannot take these runs.
+
+    The folder is tried by writing to it, and left as it was.
+    """
+    wanted = check_mechanisms(settings.mechanisms)
+    folder = Folder.at(out)
+    there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
+    stored = open_study(out).manifest if there else Manifest()
+    # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
+    # also bring a calibration.
+    names = tuple(mechanism.name for mechanism in wanted)
+    accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
+    same = tuple(stored.mechanisms) in accepted
+    # The manifest as far as it is known without a model; the rest is that of the study that is there.
+    expected = replace(
+        stored,
+        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in wanted},
+        seed=settings.seed,
+        dropped_sinks=settings.drop_sinks,
+        inputs=_digest(prompts, mode),
+    )
+    with suppress(_FolderTakesIt), StudyWriter(out, expected, overwrite=overwrite):
+        folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
+        raise _FolderTakesIt
+
+
+class _FolderTakesIt(Exception):
+    """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
+
+
+def check_mechanisms(names: Sequence[str] | None) -> list[Mechanism]:
+    """The mechanisms by these names, the defaults for None; a name or a calibration that is none is refused."""
+    for name in names or ():
+        _, sign, file = name.partition("@")
+        if sign:
+            load_calibration(Path(file).expanduser())
+    return [resolve(name.partition("@")[0]) for name in names or DEFAULT_MECHANISMS]
+
+
+def _batches_that_fit(
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    replay: Sequence[bool],
+    failures: Sequence[Failure],
+    settings: StudySettings,
+) -> tuple[Batch, ...]:
+    """The batches of a study, without the prompts that the model's context does not hold."""
+    failed = {failure.sample_id for failure in failures}
+    fit = [i for i, prompt in enumerate(prompts) if prompt.sample_id not in failed]
+    batches = plan_batches([lengths[i] for i in fit], [replay[i] for i in fit], settings.batch_size, settings.seed or 0)
+    return tuple(replace(batch, indices=tuple(fit[i] for i in batch.indices)) for batch in batches)
+
+
+def _measure_batches(
+    planned: Planned, loaded: Loaded, done: set[int], observer: Observer
+) -> Iterator[tuple[int, Measured]]:
+    """The number of each batch that is not done, and what was measured in it."""
+    for batch in planned.batches:
+        if batch.number not in done:
+            yield (
+                batch.number,
+                measure_batch(
+                    loaded,
+                    planned.prompts,
+                    batch,
+                    planned.settings,
+                    planned.scorer,
+                    observer=observer,
+                    strict=planned.mode != "study",
+                ),
+            )
+
+
+def _write_batches(
+    measured: Iterator[tuple[int, Measured]], folder: Folder, writer: StudyWriter, observer: Observer
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Write each batch with its failures; its number and the names of its samples."""
+    for number, batch in measured:
+        write_failures(folder, number, batch.failures)
+        writer.append(batch.runs, batch=number)
+        if observer.on_run is not None:
+            for run in batch.runs:
+                observer.on_run(run)
+        yield number, tuple(run.sample_id for run in batch.runs)
+
+
+def _follow(
+    finished: Iterator[tuple[int, tuple[str, ...]]],
+    writer: StudyWriter,
+    out: str,
+    planned: Planned,
+    before: int,
+    total: int,
+    observer: Observer,
+) -> float:
+    """Count the batches as they are finished; the seconds they took. Ctrl-C keeps what is done and says so."""
+    start, count = time.monotonic(), before
+    tell = observer.on_progress or _ignore
+    tell(count, total, 0.0)
     try:
-        return generate(*loaded, texts, settings.max_new_tokens, **options)
-    except Interrupted as stop:  # half a batch is no batch: it is measured again on resume
-        raise KeyboardInterrupt(str(stop)) from None
+        for number, ids in finished:
+            writer.adopt(number, ids)
+            count += len(ids)
+            tell(count, total, time.monotonic() - start)
+    except KeyboardInterrupt as stop:
+        place = f"can be read in '{out}'"
+        partial = stop.runs if isinstance(stop, Interrupted) and planned.mode == "live" else []
+        if planned.mode == "study":  # half a batch is no batch: it is measured again on resume
+            message = f"; {count} of {total} samples are done, and the same command goes on from there"
+        elif partial:
+            writer.append(partial)
+            steps = sum(run.n_steps for run in partial)
+            message = f"; the {steps} tokens so far {place}" if steps else ""
+        else:
+            message = f"; {count} of {total} samples {place}" if count else ""
+        raise KeyboardInterrupt(f"interrupted{message}") from None
+    return time.monotonic() - start
 
 
-def _judged(
-    chosen: Sequence[Prompt], runs: Sequence[Trajectories], scorer: Scorer | None, settings: StudySettings
-) -> Measured:
-    named, failures = [], []
-    for prompt, run in zip(chosen, runs, strict=True):
-        label = prompt.label
-        if scorer is not None:
-            try:
-                label = scorer.judge(run.completion_text, prompt)
-            except Exception as error:
-                failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
-        kept = run.prompt if settings.keep_prompt else None
-        named.append(replace(run, sample_id=prompt.sample_id, label=label, prompt=kept))
-    return Measured(tuple(named), tuple(failures))
+def _ignore(done: int, total: int, seconds: float) -> None:
+    """Tell nobody."""
 
 
-def _reason(error: Exception) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if isinstance(error, SoftgapError) else f"{type(error).__name__}: {line}"
+def _fix_batches(folder: Folder, planned: Planned) -> None:
+    """Write down which samples go together, or refuse a study that was begun with other batches."""
+    stored = stored_prompts(folder)
+    if stored is None:
+        write_failures(folder, UNPLANNED, planned.unmeasurable)
+        write_prompts(folder, planned.prompts, planned.batches)
+        return
+    for batch in planned.batches:
+        ids = [planned.prompts[i].sample_id for i in batch.indices]
+        if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
+            raise StoreError(
+                f"{PROMPTS} in '{folder.given}' puts sample '{ids[0]}' into another batch than this softgap would; "
+                "finish the study with the version that began it, or choose another folder"
+            )
+
+
+def _open_writer(out: str, planned: Planned, overwrite: bool) -> StudyWriter:
+    if planned.mode == "study":
+        return _ResumingWriter(out, planned.manifest, resume=True)
+    return StudyWriter(out, planned.manifest, overwrite=overwrite)
+
+
+class _ResumingWriter(StudyWriter):
+    """A writer that also takes back the prompts of a study that never got a batch."""
+
+    def _withdraw(self) -> None:
+        self._folder.discard(PROMPTS)
+        for name in self._folder.names("failures"):
+            self._folder.discard(f"failures/{name}")
+        self._folder.discard_empty([self._folder.path("failures")])
+        super()._withdraw()
+
+
+def _digest(prompts: Sequence[Prompt], mode: Mode) -> str:
+    """A hash of all that is measured; of a study also what is known about its prompts."""
+    if mode != "study":
+        completions = [prompt.completion for prompt in prompts if prompt.completion is not None]
+        return inputs_digest([*(prompt.prompt for prompt in prompts), *completions])
+    lines = [json.dumps(prompt.to_json(), sort_keys=True, ensure_ascii=False) for prompt in prompts]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+class _threads:
+    """Torch with so many threads in the block; None leaves them."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count, self._before = count, torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        if self._count is not None:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        if self._count is not None:
+            torch.set_num_threads(self._before)

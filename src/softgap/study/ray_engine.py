@@ -15,16 +15,17 @@ import torch
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
 from softgap.models.console import quiet_transformers
-from softgap.study.measurement import Batch, StudySettings, measure_batch
+from softgap.study.batches import Batch, Measured, StudySettings, measure_batch
+from softgap.study.files import write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.writer import published_ids
+from softgap.trajectories.writer import publish_batch, published_ids
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
-    from softgap.study.runner import Planned
+    from softgap.study.measurement import Planned
 
-__all__ = ["ray_batches", "require_ray"]
+__all__ = ["publish", "ray_batches", "require_ray"]
 
 # How often a batch is given to another worker after one has died with it.
 _RETRIES = 4
@@ -124,8 +125,6 @@ def _worked(
     prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, weights: str, out: str
 ) -> tuple[str, ...]:
     """On a worker: measure a batch and write it straight into the study."""
-    from softgap.study.runner import written
-
     folder = Folder.at(out)
     known = published_ids(folder, batch.number)
     if known is not None:  # the last worker died after it had written all
@@ -133,7 +132,14 @@ def _worked(
     loaded = _model(settings, weights)
     scorer = None if settings.scoring is None else resolve_scorer(settings.scoring)
     with quiet_transformers(downloads=False):
-        return written(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
+        return publish(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
+
+
+def publish(folder: Folder, number: int, measured: Measured) -> tuple[str, ...]:
+    """Write a batch with its failures, and return the names of its samples."""
+    write_failures(folder, number, measured.failures)
+    publish_batch(folder, number, measured.runs)
+    return tuple(run.sample_id for run in measured.runs)
 
 
 @functools.lru_cache(maxsize=1)

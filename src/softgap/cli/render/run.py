@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
-from softgap.cli.measurement import CONTROL
+from softgap.cli.options import CONTROL
 from softgap.cli.render import output
 from softgap.cli.render.heatmap import colourful, harmless, heat_map, mean, on_shade, ramp
 from softgap.cli.render.summary import HeadMean, Summary, merged, summarise

@@ -17,7 +17,7 @@ from softgap.report.explorer import explorer_of
 from softgap.report.live.requests import Limits, Wish
 from softgap.report.live.writer import Writer
 from softgap.report.payload import about, dynamics, opening_sentence
-from softgap.trajectories import Study, Trajectories, open_study
+from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder, new_name, slug
 
 __all__ = ["LiveRun", "Queue", "Studies", "TooManyError"]
@@ -69,11 +69,6 @@ class Studies:
     def new_name(self, words: str, taken: Container[str]) -> str:
         """A name that no study has."""
         return new_name(self.folder, words, taken)
-
-    def save(self, name: str, run: Trajectories) -> Study:
-        """Write a run into the folder."""
-        run.save(self.folder / name)
-        return open_study(self.folder / name)
 
     def html(self, name: str) -> str:
         """The report on a study."""
@@ -266,12 +261,12 @@ class Queue:
                 self._add(run, kind, values)
             self._note()
 
-        measured = self._writer.write(run.wish, tell, lambda: run.asked_to_stop)
+        folder = self._studies.folder / run.run_id
+        measured = self._writer.write(run.wish, folder, tell, lambda: run.asked_to_stop)
         with self._lock:
-            run.state = "finishing"
+            run.state, run.saved = "finishing", True
         self._note()
-        study = self._studies.save(run.run_id, measured)
-        run.saved = True
+        study = open_study(folder)
         early = run.asked_to_stop and measured.n_steps < run.wish.max_new_tokens
         found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
         found["about"] = about(study, measured, 1, (), whole=True)

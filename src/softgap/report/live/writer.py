@@ -6,6 +6,7 @@ import base64
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from softgap.attention import mechanisms
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.models.calibrations import default_mechanisms
 from softgap.models.loading import Loaded
-from softgap.probe import Step, generate, read_ids
+from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import ready
 from softgap.report.live.requests import CONTROL, Limits, Wish
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, rounded
+from softgap.study import Observer, StudySettings, measure
+from softgap.tasks import Prompt
 from softgap.trajectories import QUANTITIES, Trajectories
 
 __all__ = ["Writer"]
@@ -73,22 +76,26 @@ class Writer:
             )
         check_lengths(self.model, [ids], wish.max_new_tokens)
 
-    def write(self, wish: Wish, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
-        """Generate, and tell ``begin`` once and ``step`` for every token, with the numbers that the run will have."""
-        settings: dict[str, Any] = {"do_sample": False}
-        if wish.temperature is not None:
-            settings = {"do_sample": True, "temperature": wish.temperature}
-        return generate(
-            self.model,
-            self.tokenizer,
-            wish.prompt,
-            wish.max_new_tokens,
+    def write(self, wish: Wish, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+        """Generate and save: ``begin`` is told once, ``step`` for every token, with the numbers of the saved run."""
+        settings = StudySettings(
             mechanisms=wish.mechanisms,
+            max_new_tokens=wish.max_new_tokens,
             seed=None if wish.temperature is None else wish.seed,
-            listener=_Listener(wish, self.tokenizer, tell),
-            stop=stop,
-            **settings,
+            temperature=wish.temperature,
         )
+        runs: list[Trajectories] = []
+        measure(
+            [Prompt("0", wish.prompt)],
+            str(out),
+            settings,
+            mode="live",
+            loaded=(self.model, self.tokenizer),
+            # A visitor sees every study in the folder: it must not be there before it can be read.
+            reserve=False,
+            observer=Observer(on_step=_Listener(wish, self.tokenizer, tell), stop=stop, on_run=runs.append),
+        )
+        return runs[0]
 
 
 class _Listener:
