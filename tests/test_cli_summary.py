@@ -176,7 +176,7 @@ def test_heads_are_ranked_by_the_share_of_the_gap_where_it_is_known() -> None:
 
 def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
     run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
-    words = "closes 0.81 of the gap that the mean of values leaves and 0.69 of the gap that profile"
+    words = "closes 81 % of the gap that the mean of values leaves, and 69 % of the gap that profile"
     held_out = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7}
     quoting = replace(run, manifest=replace(run.manifest, extra={"held_out": held_out}))
     assert words in " ".join(shown(quoting).split())

@@ -52,7 +52,7 @@ def test_a_calibrated_model_opens_and_ends_with_the_share_of_the_gap(
     with served(tmp_path, "--model", str(save_folder(tmp_path / "tiny", model))) as live:
         run = ask(live, mechanisms=["elu1", "fitted"])
         end = next(data for kind, _, data in live.events(run) if kind == "end")
-        assert end["headline"].startswith("A linear attention fitted to each head goes")
+        assert end["headline"].startswith("On this text a fitted linear attention closes")
         assert end["heldOut"].startswith("On held-out text the calibration closes")
         page = live.request("GET", f"/runs/{run}")[2]
         assert b'"opening":{"quantity":"gap","mechanism":"fitted"}' in page
