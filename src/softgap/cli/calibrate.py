@@ -22,40 +22,47 @@ __all__ = ["calibrate_command"]
 
 def calibrate_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model to calibrate, as for --model of run.", show_default="smollm2-135m")
+        str | None, typer.Argument(help="Model to calibrate, as for --model of run.", show_default="smollm2-135m")
     ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
-            help="A text file to fit on; may be repeated. Without one the model writes its own text.",
+            help="Text file to fit on; may be repeated. Default: text that the model generates.",
             show_default=False,
         ),
     ] = None,
-    features: Annotated[int, typer.Option(help="Features per head.")] = 128,
+    features: Annotated[int, typer.Option(help="Number of features per head.")] = 128,
     steps: Annotated[
-        int | None, typer.Option(help="Steps per layer: the reproducible setting.", show_default="300")
+        int | None,
+        typer.Option(
+            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="300"
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Choose the steps so that the fit takes about this long.", show_default=False)
+        float | None,
+        typer.Option(help="Choose the number of steps so that the fit takes about this long.", show_default=False),
     ] = None,
     positions: Annotated[
-        int | None, typer.Option(help="The longest context to fit.", show_default="what the text allows, up to 8192")
+        int | None, typer.Option(help="Longest context to fit.", show_default="the length of the text, up to 8192")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the calibration.", show_default="the cache, by fingerprint")
+        Path | None,
+        typer.Option(help="File for the calibration.", show_default="in the cache, by the fingerprint of the model"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file in --out.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the fit and of the model's own text.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed for the fit and for generated text.")
+    ] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Fit a linear attention to every head of a model: the mechanism `fitted`, which run and read then use."""
+    """Fit a linear attention to every head of a model. `run` and `read` then measure it as the mechanism `fitted`."""
     if steps is not None and minutes is not None:
         raise ValueInputError(
-            f"give --steps or --minutes and not both, got {steps} and {minutes:g}; --steps is the reproducible one"
+            f"give --steps or --minutes, not both, got {steps} and {minutes:g}; only --steps is reproducible"
         )
     if out is not None:
         check_new(out, overwrite)
@@ -97,7 +104,9 @@ def _calibrated(
                 progress=report,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command goes on with the layers that are done") from None
+            raise KeyboardInterrupt(
+                "interrupted; run the same command again to resume after the finished layers"
+            ) from None
     return found, out or calibration_path(found.fingerprint)
 
 

@@ -37,18 +37,18 @@ def focus_command(
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare with softmax; may be repeated. Default: every mechanism with weights.",
+            help="Mechanism to compare with softmax; may be repeated. Default: every mechanism with weights.",
             show_default=False,
         ),
     ] = None,
     keys: Annotated[int, typer.Option(max=65536, help="Without --model: number of keys.")] = 512,
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries and keys.")] = 64,
-    draws: Annotated[int, typer.Option(max=100_000, help="Without --model: simulated rows per check.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, help="Of simulations and intervals.")] = 0,
+    draws: Annotated[int, typer.Option(max=100_000, help="Without --model: number of simulated rows per check.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for simulations and bootstrap.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
-    """How far attention can focus: closed forms of the sparsity S, and S, entropy and rank of the heads of a model."""
+    """Measure how far attention can focus: sparsity S in closed form; S, entropy and rank in the heads of a model."""
     check_out(out)
     name = reading_model(model, text)
     if name is None:

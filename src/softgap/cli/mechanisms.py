@@ -23,11 +23,14 @@ _DIM = 64
 def mechanisms_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     measured: Annotated[
-        bool, typer.Option("--measure", help="Add each one's divergence from softmax and from uniform.")
+        bool,
+        typer.Option("--measure", help="Also measure the divergence of each mechanism from softmax and from uniform."),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the head drawn by --measure.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the synthetic head of --measure.")
+    ] = 0,
 ) -> None:
-    """List the attention mechanisms softgap knows: formula, features, forms, what they need, and the paper."""
+    """List the attention mechanisms: formula, number of features, forms, required parameters and paper."""
     from softgap.attention import mechanisms
 
     registry = mechanisms()

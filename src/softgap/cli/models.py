@@ -1,4 +1,4 @@
-"""`softgap models`: the models that can be used here without a download."""
+"""`softgap models`: the models that need no download."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["models_command"]
 
 
 def models_command(as_json: Json = False) -> None:
-    """List the models that are here: name, type, size, and where each comes from.
+    """List the models on this machine: name, type, size and origin.
 
-    Any other causal model of the hub is downloaded when it is first named.
+    Any other causal model on the Hugging Face hub is downloaded when you first use it.
     """
     from softgap.models import available_models
 
@@ -31,8 +31,8 @@ def models_command(as_json: Json = False) -> None:
         table.add_column(heading, overflow="fold")
     for heading in ("parameters", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
-    table.add_column("place", overflow="fold")
+    table.add_column("origin", no_wrap=True)
+    table.add_column("path", overflow="fold")
     for info in found:
         parameters = "" if info.parameters is None else _counted(info.parameters)
         size = "" if info.size_bytes is None else f"{_counted(info.size_bytes)}B"

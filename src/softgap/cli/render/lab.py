@@ -38,18 +38,18 @@ _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red"
 
 LabOut = Annotated[
     str | None,
-    typer.Option("--out", help="Folder for result.json and figure.svg; without it none is saved.", show_default=False),
+    typer.Option("--out", help="Folder for result.json and figure.svg. Default: save nothing.", show_default=False),
 ]
 LabText = Annotated[
     str | None,
     typer.Option(
         "--text",
-        help="A text file for the model, or - for standard input; a built-in page by default. Without --model the "
+        help="Text file for the model, or - for standard input. Default: a built-in page. Without --model, the "
         "embedded model reads it.",
         show_default=False,
     ),
 ]
-LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: read no more than so many tokens.")]
+LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: largest number of tokens to read.")]
 
 
 class LabResult(Protocol):
