@@ -119,7 +119,7 @@ def _show(calibration: Calibration, path: Path) -> None:
 
     console = output.console()
     held_out = calibration.held_out
-    source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"
+    source = "text that the model generated" if calibration.metadata["text"] != "given" else "the given text"
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
     console.print()
@@ -131,9 +131,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print(_capacity(calibration.ladders))
     values = np.array([[np.nan if x is None else 1 - x for x in row] for row in held_out.by_head])
     drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
-    console.print(
-        Text("Share of its gap that the fitted map leaves to each head (down) of each layer (across)", "bold")
-    )
+    console.print(Text("Share of the gap that the fitted map leaves, by head (rows) and layer (columns)", "bold"))
     console.print(drawn)
     if meaning:
         console.print(meaning)
@@ -143,18 +141,18 @@ def _show(calibration: Calibration, path: Path) -> None:
 def _table(calibration: Calibration) -> Table:
     held_out = calibration.held_out
     table = Table(show_header=True)
-    table.add_column("what")
-    table.add_column("share", justify="right")
-    table.add_column("95 % over texts", justify="right")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    table.add_column("95 % interval over texts", justify="right")
     for name, closed in held_out.gap_closed.items():
         table.add_row(f"gap to the mean of values closed by {name}", *_cells(closed))
     for name, closed in held_out.against.items():
         if name != "uniform":
-            table.add_row(f"gap left by {name} closed by fitted", *_cells(closed))
+            table.add_row(f"gap to {name} closed by fitted", *_cells(closed))
     for name, energy in {"fitted": held_out.explained, **held_out.explained_by}.items():
         table.add_row(f"energy explained by {name}, median head", f"{energy:.3f}", "")
     if held_out.rank_correlation is not None:
-        table.add_row("rank correlation of gap closed and energy, heads", f"{held_out.rank_correlation:.3f}", "")
+        table.add_row("rank correlation of gap closed and energy, over heads", f"{held_out.rank_correlation:.3f}", "")
     for name, closed in held_out.by_position.items():
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
@@ -172,8 +170,8 @@ def _cells(closed: Closed) -> tuple[str, str]:
 
 
 def _ladder_table(found: Ladders) -> Table:
-    table = Table(title=f"Two ladders to softmax, over {found.tokens} held-out tokens", title_justify="left")
-    for heading in ("mechanism", "features", "divergence", "weight error", "floor with so many features"):
+    table = Table(title=f"Distance from softmax over {found.tokens} held-out tokens", title_justify="left")
+    for heading in ("mechanism", "features", "divergence", "weight error", "rank floor"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
     for rung in found.rungs:
         features, floor = (
@@ -185,13 +183,13 @@ def _ladder_table(found: Ladders) -> Table:
 
 
 def _capacity(found: Ladders) -> str:
-    """The rank of softmax's off-diagonal blocks, without the sink first: a line for each share of the energy."""
-    lines = ["Rank of softmax's off-diagonal blocks, median head, and how it grows with the length:"]
+    """The rank of the off-diagonal blocks of softmax: one line per share of the energy, without the sink first."""
+    lines = ["Rank of the off-diagonal blocks of softmax in the median head, and its growth with length:"]
     for growth in found.growth:
         ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, growth.ranks, strict=True))
         line = f"  {'with' if growth.sink else 'without'} the sink, {growth.energy:.1%} of the energy: {ranks}"
         if growth.exponent is not None:
             low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent)  # no -0.00
-            line += f"; length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)"
+            line += f"; grows as length^{middle:.2f} (exponent {low:.2f} to {high:.2f} in 80 % of the heads)"
         lines.append(line)
     return "\n".join(lines)

@@ -84,5 +84,5 @@ def _present(written: Report, study: str, *, as_json: bool) -> None:
     carried = "" if written.carried == written.samples else f" ({written.carried} of them token by token)"
     many = {0: "findings", 1: "1 sample"}.get(written.samples, f"{written.samples:,} samples")
     console.print(f"Report on {many}{carried}, {written.size / 1e6:.1f} MB. Open it in any browser:")
-    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    # Last, alone on its line and never wrapped, so that a program can read it.
     console.print(str(written.path), soft_wrap=True)

@@ -46,7 +46,7 @@ def serve_command(
         else:
             console = output.console()
             console.print("The live explorer is ready. Press Ctrl-C to stop it:")
-            # Last and alone on its line, so that a program can take it from there; never wrapped.
+            # Last, alone on its line and never wrapped, so that a program can read it.
             console.print(address, soft_wrap=True)
         sys.stdout.flush()
         if browser is not None and not visit(browser, address):

@@ -50,8 +50,8 @@ class Column:
         numbers = [self.values.get(place, math.nan) for place in heads]
         if all(math.isnan(number) for number in numbers):
             raise ValueInputError(
-                f"'{self.label}' from {self.source} has a number for none of this study's {len(heads)} heads; give a "
-                "file of the same model"
+                f"'{self.label}' from {self.source} has no value for any of the {len(heads)} heads of this study; "
+                "give a file for the same model"
             )
         return {"label": self.label, "unit": self.unit, "source": self.source, "values": rounded(np.array(numbers))}
 
@@ -62,7 +62,7 @@ def read_columns(path: str | os.PathLike[str]) -> list[Column]:
     try:
         if file.stat().st_size > _LARGEST:
             raise StoreError(
-                f"a file of heads may have {_LARGEST // 2**20} MB, and '{path}' has more; give another file"
+                f"a CSV file of heads may have at most {_LARGEST // 2**20} MB, but '{path}' has more; give another file"
             )
         with file.open(encoding="utf-8-sig", newline="") as opened:
             rows = list(csv.DictReader(opened))
@@ -100,8 +100,8 @@ def calibration_columns(path: str | os.PathLike[str], run: Trajectories) -> list
     weights = run.manifest.weights
     if weights and calibration.fingerprint != weights:
         raise ValueInputError(
-            f"the calibration '{path}' was fitted to the model {calibration.fingerprint}, and this study is of "
-            f"{weights}; give the calibration of the same model"
+            f"the calibration '{path}' was fitted to the model {calibration.fingerprint}, but this study used "
+            f"{weights}; give the calibration of that model"
         )
     held_out, source = calibration.held_out, f"calibration {calibration.digest[:12]}"
     closed = Column(

@@ -107,7 +107,7 @@ def write_explorer(
     if documents is not None:
         if samples or heads or calibration is not None:
             raise ValueInputError(
-                f"samples, heads and calibration go with a study, and '{os.fspath(study)}' holds findings without one; "
+                f"--sample, --heads and --calibration need a study, but '{os.fspath(study)}' holds only findings; "
                 "leave them out"
             )
         _check_target(target, overwrite)
@@ -165,10 +165,10 @@ def _check_target(target: Path, overwrite: bool) -> None:
         with target.open("rb") as file:
             start = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise StoreError(f"cannot look at '{target}': {error.strerror or error}; choose another place") from error
+        raise StoreError(f"cannot read '{target}': {error.strerror or error}; choose another file") from error
     if f'name="generator" content="{GENERATOR}'.encode() not in start:
         raise StoreError(
-            f"'{target}' is there and is not a report of softgap; choose another file, or add --overwrite to replace it"
+            f"'{target}' exists and is not a softgap report; choose another file, or add --overwrite to replace it"
         )
 
 

@@ -111,9 +111,9 @@ def draw_plane(findings: Findings) -> Figure:
     heads = findings.eligible
     if not heads:
         raise ValueInputError(
-            f"no head has windows enough for the complexity-entropy plane; {findings.heads[0].reason}"
+            f"no head has enough windows for the complexity-entropy plane; {findings.heads[0].reason}"
             if findings.heads
-            else "a picture needs heads, got findings without any"
+            else "a figure needs at least one head, got findings without heads"
         )
     figure = new_figure(11, 5.2)
     whole, near = figure.subplots(1, 2)

@@ -81,9 +81,7 @@ def render(payload: Payload, look: Look = REPORT) -> str:
     style, ours, charts = _style(look), _script(look), _charts()
     for name, script in (("ours", ours), ("D3", charts)):
         if _ENDS_A_SCRIPT.search(script):
-            raise UnsupportedError(
-                f"a script of the page holds what would end it ({name}); this is a defect of softgap"
-            )
+            raise UnsupportedError(f"a script of the page contains its own end tag ({name}); this is a bug in softgap")
     parts = {
         "policy": policy_of(look),
         "generator": f"{GENERATOR} {__version__}",
@@ -166,7 +164,7 @@ def _charts() -> str:
     }
     if not versions:
         raise UnsupportedError(
-            f"a report needs D3 from mpld3, but mpld3 {found.version} carries none; install mpld3 0.5.12"
+            f"a report needs D3 from mpld3, but mpld3 {found.version} does not contain it; install mpld3 0.5.12"
         )
     text = Path(str(versions[max(versions)].locate())).read_text(encoding="utf-8")
     # The hash is of what a browser parses, which knows no carriage returns.

@@ -256,8 +256,8 @@ def _first(study: Study) -> Trajectories:
     """The first sample, if the study has anything to show."""
     if len(study) == 0:
         raise StoreError(
-            f"a report needs trajectories, but the study at '{study.path}' holds no sample; "
-            "finish it, or run `softgap run` or `softgap read` into a new folder"
+            f"a report needs trajectories, but the study at '{study.path}' has no sample; "
+            "finish it, or measure into a new folder with `softgap run` or `softgap read`"
         )
     first, steps = None, 0
     for run in study:
@@ -266,7 +266,7 @@ def _first(study: Study) -> Trajectories:
         if steps:
             return first
     raise StoreError(
-        f"a report needs steps, but the study at '{study.path}' holds none in any sample; let the model write at least "
+        f"a report needs steps, but no sample of the study at '{study.path}' has any; let the model write at least "
         "one token"
     )
 
@@ -276,7 +276,7 @@ def _check_alike(run: Trajectories, first: Trajectories) -> None:
     if not same or array_keys(run) != array_keys(first):
         raise ValueInputError(
             f"all samples of a report must have the same heads and quantities, got {run.n_heads} heads in sample "
-            f"'{run.sample_id}' and {first.n_heads} in '{first.sample_id}'; report them apart"
+            f"'{run.sample_id}' and {first.n_heads} in '{first.sample_id}'; write one report for each"
         )
 
 

@@ -33,16 +33,16 @@ _TOKENS_SHOWN = 400
 _ROWS_SHOWN = 40
 
 
-# Percentiles at the ends of the scale: one outlying token must not leave the others in the dark.
+# Percentiles at the ends of the scale, so that one outlier does not hide the other tokens.
 _SCALE = (5, 95)
 
 
-# Below this mean distance the two divergences tell the same story.
+# Below this mean difference the two divergences carry the same information.
 _ALIKE = 0.05
 
 
 def show_run(console: Console, run: Trajectories, out: str) -> None:
-    """The sentence and the map of heads, then the text, the extreme heads and the means; the path comes last."""
+    """Print the headline, the map of heads, the text, the extreme heads, the means and, last, the path."""
     summary = summarise(run)
     _opening(console, summary, run.manifest, "steps")
     console.print(_text(console, run), width=_width(console))
@@ -51,7 +51,7 @@ def show_run(console: Console, run: Trajectories, out: str) -> None:
 
 
 def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
-    """The same as means over the samples, with one line per sample in the place of the text."""
+    """Print the same as means over the samples, with one line per sample instead of the text."""
     overall = merged(summaries)
     over = "steps, then samples"
     _opening(console, overall, manifest, over, samples=len(summaries))
@@ -65,7 +65,7 @@ def _width(console: Console) -> int:
 
 
 def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, samples: int = 1) -> None:
-    """What was measured, then one sentence and one picture."""
+    """Print what was measured, then the headline and the map of heads."""
     sampling = manifest.options.get("do_sample")
     facts = [
         manifest.model,
@@ -93,24 +93,24 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
 
 
 def _picture(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
-    """What the sentence is about, head by head: what a fitted map leaves of the gap, or else the divergence."""
+    """The title and the values of the map: the share of the gap left by a fitted map, or else the divergence."""
     if summary.headline is not None and summary.gap is not None:
         return (
-            "share of its gap that the fitted map leaves to each head (down) of each layer (across)",
+            "share of the gap that the fitted map leaves, by head (rows) and layer (columns)",
             summary.gap.left,
         )
     name = summary.mechanisms[0]
-    return f"divergence from {name} by head (down) and layer (across), mean over {over}", summary.heads[0]
+    return f"divergence from {name} by head (rows) and layer (columns), mean over {over}", summary.heads[0]
 
 
 def _first_sentence(summary: Summary) -> Text:
-    """The one number that matters most, or how to get it."""
+    """The headline, or how to get one."""
     found = summary.headline
     return Text(UNKNOWN if found is None else found.sentence)
 
 
 def _text(console: Console, run: Trajectories) -> Text:
-    """The completion, each token on the colour of its divergence, and the scale."""
+    """The completion with each token on the colour of its divergence, and the scale."""
     values = mean(run.divergence, axis=(0, 1))
     known = values[~np.isnan(values)]
     low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
@@ -125,7 +125,7 @@ def _text(console: Console, run: Trajectories) -> Text:
     text.append("\n\ntoken divergence, mean over heads: ", "dim")
     if colourful(console):
         return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
-    return text.append(f"{_number(low)} to {_number(high)} for nine tokens in ten", "dim")
+    return text.append(f"{_number(low)} to {_number(high)} for 90 % of the tokens", "dim")
 
 
 def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
@@ -136,15 +136,15 @@ def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
         console.print()
         console.print(line, width=_width(console))
     console.print()
-    console.print(Text("saved, and read again with softgap.open_study:", "dim"))
-    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    console.print(Text("Saved. Open it with softgap.open_study:", "dim"))
+    # Last, alone on its line and never wrapped, so that a program can read it.
     console.print(Text(out), soft_wrap=True)
 
 
 def _extremes(summary: Summary) -> RenderableType:
-    hungry, linear = summary.extremes()
+    furthest, closest = summary.extremes()
     grid = Table.grid(padding=(0, 4))
-    grid.add_row(_heads("most softmax-hungry", hungry, summary), _heads("most linear", linear, summary))
+    grid.add_row(_heads("furthest from linear", furthest, summary), _heads("closest to linear", closest, summary))
     return grid
 
 
@@ -182,17 +182,17 @@ def _closing(summary: Summary) -> list[Text]:
 
 
 def _reading(summary: Summary) -> str:
-    """One honest line on what the divergence can tell here."""
+    """One line on what the divergence can tell here."""
     name = summary.mechanisms[0]
-    line = f"How to read it: divergence is 1 − cos(softmax output, {name} output), a measurement and not a diagnosis."
+    line = f"Divergence is 1 − cos(softmax output, {name} output). It is a measurement, not a diagnosis."
     if summary.distance is None:
-        return f"{line} {CONTROL} is the mean of the visible values: its divergence says how concentrated softmax is."
+        return f"{line} {CONTROL} is the mean of the visible values: its divergence shows how concentrated softmax is."
     if math.isnan(summary.distance):
         return line
-    apart = f"On average it is {summary.distance:.4f} away from that of {CONTROL}, the plain mean of values"
+    apart = f"On average it differs by {summary.distance:.4f} from that of {CONTROL}, the plain mean of values"
     if summary.distance < _ALIKE:
-        return f"{line} {apart}: here it mostly says how concentrated softmax is."
-    return f"{line} {apart}: compare the two before concluding anything."
+        return f"{line} {apart}. Here it mostly shows how concentrated softmax is."
+    return f"{line} {apart}. Compare the two before you draw conclusions."
 
 
 def _samples(summaries: Sequence[Summary]) -> RenderableType:
@@ -279,11 +279,11 @@ def _source(manifest: Manifest, out: str) -> dict[str, Any]:
 
 
 def _by_head(summary: Summary) -> dict[str, Any]:
-    hungry, linear = summary.extremes()
+    furthest, closest = summary.extremes()
     return {
         "ranked_by": summary.ranked_by,
-        "most_softmax_hungry": [asdict(head) for head in hungry],
-        "most_linear": [asdict(head) for head in linear],
+        "most_softmax_hungry": [asdict(head) for head in furthest],
+        "most_linear": [asdict(head) for head in closest],
         "heads": summary.head_rows(),
     }
 

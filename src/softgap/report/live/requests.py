@@ -108,7 +108,7 @@ def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ValueInputError(f"a request must be JSON, got something else ({error})") from error
+        raise ValueInputError(f"a request must be JSON ({error})") from error
     if not isinstance(given, dict):
         raise ValueInputError(f"a request must be a JSON object, got {type(given).__name__}")
     for name in given:
@@ -128,11 +128,13 @@ def _prompts(given: Any, limits: Limits) -> list[str]:
         raise ValueInputError(f"prompts must be a list of 1 to {limits.prompts} texts, got {many}")
     for prompt in given:
         if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueInputError("a prompt must hold some text, got none; write something to continue")
+            raise ValueInputError("a prompt must contain text, got none; write a prompt")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueInputError(f"a prompt must be valid Unicode, got half a character at {error.start}") from error
+            raise ValueInputError(
+                f"a prompt must be valid Unicode, got an unpaired surrogate at {error.start}"
+            ) from error
     return given
 
 
@@ -158,8 +160,7 @@ def _temperature(given: Any) -> float | None:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not number or not COLDEST <= given <= _HOTTEST:
         raise ValueInputError(
-            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for the likeliest "
-            "tokens"
+            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for greedy decoding"
         )
     return float(given)
 

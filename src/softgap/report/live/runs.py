@@ -47,7 +47,9 @@ class Studies:
     def at(cls, folder: Path, limits: Limits) -> Studies:
         """Check that a folder can hold studies."""
         if any((folder / mark).is_file() for mark in _MARKS):
-            raise StoreError(f"'{folder}' is a study itself, and a folder of studies is needed; give '{folder.parent}'")
+            raise StoreError(
+                f"--studies must be a folder of studies, but '{folder}' is a study; give '{folder.parent}'"
+            )
         try:
             Folder.at(folder).try_writing("runs are")
         except StoreError as error:
@@ -89,7 +91,7 @@ class Studies:
         size = sum(path.stat().st_size for path in files)
         if size > self.limits.zip_bytes:
             raise StoreError(
-                f"a study of at most {self.limits.zip_bytes / 1e9:.1f} GB can be downloaded, got {size / 1e9:.1f} GB; "
+                f"a download may have at most {self.limits.zip_bytes / 1e9:.1f} GB, got {size / 1e9:.1f} GB; "
                 "copy its folder instead"
             )
         # Parquet is compressed already.
@@ -107,7 +109,9 @@ class Studies:
             raise unknown_name("study", name, known) if known else StoreError("there is no saved study yet")
         folder = self.folder / known[known.index(name)]
         if any(path.is_symlink() for path in folder.rglob("*")):
-            raise StoreError(f"the study '{name}' holds a link to another place, which is not followed; copy it first")
+            raise StoreError(
+                f"the study '{name}' contains a symbolic link, which softgap does not follow; copy the files first"
+            )
         return folder
 
 
@@ -202,7 +206,7 @@ class Queue:
             waiting = sum(run.state == "waiting" for run in self._runs.values())
             if waiting + len(wishes) > self._limits.queue:
                 raise TooManyError(
-                    f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for one to end, or stop it"
+                    f"at most {self._limits.queue} runs may wait, and {waiting} are waiting; wait for a run to end, or stop one"
                 )
             added = []
             for wish in wishes:

@@ -30,7 +30,7 @@ def require_server() -> None:
 def bound(host: str, port: int) -> socket.socket:
     """A socket at this address; port 0 takes any that is free."""
     if not 0 <= port <= 65535:
-        raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 takes any that is free")
+        raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 chooses a free port")
     if not host.strip():
         raise ValueInputError(f"--host must be an address of this machine, got '{host}'; leave --host out")
     try:
@@ -46,7 +46,7 @@ def bound(host: str, port: int) -> socket.socket:
             raise
     except (socket.gaierror, UnicodeError) as error:
         raise UnsupportedError(
-            f"'{host}' is no address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
+            f"'{host}' is not an address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
         ) from error
     except OSError as error:
         remedy = "leave --port out to take one that is free" if port else "leave --host out"

@@ -68,8 +68,8 @@ class Writer:
             ids = prompt_ids(self.tokenizer, wish.prompt, None)
         if len(ids) > limits.prompt_tokens:
             raise ValueInputError(
-                f"a prompt may have {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
-                "softgap run"
+                f"a prompt may have at most {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
+                "`softgap run`"
             )
         check_lengths(self.model, [ids], wish.max_new_tokens)
 
