@@ -93,7 +93,7 @@ def test_a_model_with_one_head_has_one_extreme() -> None:
 def test_the_control_has_no_distance_from_itself() -> None:
     assert summarise(example_run(mechanisms=("uniform", "elu1"))).distance is None
     assert summarise(example_run(mechanisms=("elu1",))).distance is None
-    assert "its divergence says how concentrated softmax is" in " ".join(
+    assert "its divergence shows how concentrated softmax is" in " ".join(
         shown(example_run(mechanisms=("uniform",))).split()
     )
 

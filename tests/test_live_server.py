@@ -177,7 +177,7 @@ def test_nothing_outside_the_folder_is_served(live: Live, path: str) -> None:
 def test_links_inside_a_study_are_not_followed(live: Live, file: str) -> None:
     status, _, body = live.request("GET", f"/studies/linked{file}")
     assert status == 400
-    assert b"holds a link to another place" in body
+    assert b"contains a symbolic link, which softgap does not follow" in body
 
 
 def test_answers_are_closed_against_misuse(live: Live) -> None:
@@ -208,9 +208,9 @@ def test_answers_are_closed_against_misuse(live: Live) -> None:
         (b"[]", "a request must be a JSON object, got list"),
         ({"prompts": []}, "prompts must be a list of 1 to 2 texts, got 0"),
         ({"prompts": ["a", "b", "c"]}, "prompts must be a list of 1 to 2 texts, got 3"),
-        ({"prompts": [" "]}, "a prompt must hold some text"),
-        ({"prompts": [1]}, "a prompt must hold some text"),
-        (b'{"prompts": ["\\ud800"]}', "a prompt must be valid Unicode, got half a character at 0"),
+        ({"prompts": [" "]}, "a prompt must contain text"),
+        ({"prompts": [1]}, "a prompt must contain text"),
+        (b'{"prompts": ["\\ud800"]}', "a prompt must be valid Unicode, got an unpaired surrogate at 0"),
         ({"prompts": ["a"], "max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 to 1,000, got 0"),
         ({"prompts": ["a"], "max_new_tokens": 1001}, "from 1 to 1,000, got 1001"),
         ({"prompts": ["a"], "max_new_tokens": True}, "from 1 to 1,000, got True"),

@@ -206,7 +206,7 @@ class Queue:
             waiting = sum(run.state == "waiting" for run in self._runs.values())
             if waiting + len(wishes) > self._limits.queue:
                 raise TooManyError(
-                    f"at most {self._limits.queue} runs may wait, and {waiting} are waiting; wait for a run to end, or stop one"
+                    f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for a run to end, or stop one"
                 )
             added = []
             for wish in wishes:
@@ -260,7 +260,7 @@ class Queue:
             except SoftgapError as error:
                 self._end(run, "failed", {}, str(error))
             except Exception as error:  # whatever happens in one run, the server goes on
-                self._end(run, "failed", {}, f"{type(error).__name__}: {error}; this is a defect of softgap")
+                self._end(run, "failed", {}, f"{type(error).__name__}: {error}; this is a bug in softgap")
             self._note()
 
     def _write(self, run: LiveRun) -> None:
