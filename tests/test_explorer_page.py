@@ -94,12 +94,12 @@ def test_click_chooses_a_head_and_shift_click_compares(page: Page) -> None:
     assert page.locator('#map .cell[aria-selected="true"]').count() == 3
     choose(page, "3.5", shift=True)
     assert chosen(page) == ["1.2", "0.0"]
-    page.get_by_role("button", name="Take head 1.2 away").click()
+    page.get_by_role("button", name="Remove head 1.2").click()
     settle(page)
     assert chosen(page) == ["0.0"]
     choose(page, "0.0")
     assert chosen(page) == []
-    assert "Choose a head" in page.locator("#lines-readout").inner_text()
+    assert "Select a head" in page.locator("#lines-readout").inner_text()
 
 
 def test_key_value_groups_are_set_apart(page: Page) -> None:
@@ -124,7 +124,7 @@ def test_a_range_brushed_in_the_chart_reaches_map_text_and_table(page: Page) -> 
     assert "tokens 30 to 60" in page.locator("#table-caption").inner_text()
     page.locator("#quantity").select_option("z")
     settle(page)
-    assert "whatever the range" in page.locator("#map-caption").inner_text()
+    assert "(the range does not apply)" in page.locator("#map-caption").inner_text()
     page.locator("#clear").click()
     settle(page)
     assert page.evaluate("STATE.range") is None

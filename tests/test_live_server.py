@@ -300,5 +300,5 @@ def test_another_server_cannot_take_the_port(live: Live, capsys: pytest.CaptureF
 
     sentence = failure(["serve", "--port", str(live.port), "--studies", str(tmp_path / "runs")], capsys)
     assert sentence.startswith(f"cannot listen at 127.0.0.1:{live.port}: ")
-    assert sentence.endswith("leave --port out to take one that is free")
+    assert sentence.endswith("leave --port out to use a free port")
     assert os.strerror(98) in sentence or "in use" in sentence

@@ -208,7 +208,7 @@ def page_of(thing: object) -> str:
 def findings_document(findings: Findings) -> Document:
     """The dynamics of a study in words: which heads are not noise."""
     out = findings.standing_out()
-    tested = f"{len(findings.eligible)} of {len(findings.heads)} heads have windows enough"
+    tested = f"{len(findings.eligible)} of {len(findings.heads)} heads have enough windows"
     verdict = (
         f"{len(out)} heads differ from white noise at a false discovery rate of {findings.alpha:g}; {tested}."
         if out

@@ -50,7 +50,7 @@ def draw_focus(found: FocusFindings) -> Figure:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
         place.set_ylabel("S (small is focused)")
-    figure.suptitle("How far each kind of attention can focus")
+    figure.suptitle("Focus of each kind of attention")
     return figure
 
 
@@ -190,4 +190,6 @@ def _draw_floor(axes: Axes, found: ModelFocus) -> None:
     axes.scatter([float(np.mean(one.block_error)) for one in mapped], rows, color=_COLOURS[1], s=14)
     axes.scatter([float(np.mean(one.floor)) for one in mapped], rows, color=_COLOURS[0], s=14, marker="|")
     axes.set_yticks(list(rows), [f"{one.name} ({one.features})" for one in mapped], fontsize=7)
-    axes.set(title="weight error and its floor (|)", xlabel="relative error over off-diagonal blocks", xscale="symlog")
+    axes.set(
+        title="weight error and its rank floor (|)", xlabel="relative error over off-diagonal blocks", xscale="symlog"
+    )

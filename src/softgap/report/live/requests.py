@@ -249,26 +249,29 @@ def refusal(
     """Status and sentence, or None for a request that may pass."""
     host = headers.get("host", "")
     if not _known(_without_port(host), names):
-        return 421, "this server answers to its own address only; open the address that softgap serve has printed"
+        return 421, "this server answers only at its own address; open the address that softgap serve printed"
     if method not in ("GET", "HEAD", "POST"):
-        return 405, f"only GET and POST are understood, got {method[:16]}"
+        return 405, f"the method must be GET or POST, got {method[:16]}"
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return 403, "requests from other pages are not accepted"
+        return 403, "requests from other pages are not allowed"
     # Coming to the first page from a link elsewhere is fine; everything else is asked for by our own pages.
     if site is not None and site not in ("same-origin", "none") and not (method != "POST" and path == "/"):
-        return 403, "requests from other pages are not accepted"
+        return 403, "requests from other pages are not allowed"
     if method != "POST":
         return None
     if not secrets.compare_digest(headers.get(TOKEN_HEADER, "").encode(), token.encode()):
-        return 403, "the token is missing or of an earlier server; reload the page"
+        return 403, "the token is missing or belongs to an earlier server; reload the page"
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return 415, "a request must be application/json"
+        return 415, "the content type of a request must be application/json"
     length = headers.get("content-length", "")
     if not length.isdigit():
-        return 411, "a request must say its length"
+        return 411, "a request must have a Content-Length header"
     if int(length) > limits.request_bytes:
-        return 413, f"a request may have {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt"
+        return (
+            413,
+            f"a request may have at most {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt",
+        )
     return None
 
 

@@ -82,7 +82,7 @@ def pane(writer: Writer, run: LiveRun) -> str:
         **{name: [] for name in ("tokens", "positions", "logprob", "entropy")},
         "arrays": {key: i for i, key in enumerate(keys)},
         "means": {},
-        "empty": "The model has not begun yet.",
+        "empty": "The model has not started yet.",
     }
     sample = {
         "id": run.run_id,
@@ -105,7 +105,7 @@ def pane(writer: Writer, run: LiveRun) -> str:
         "samples": [sample],
         "opening": OPENING if {"fitted", "uniform"} <= set(run.wish.mechanisms) else {},
         "groups": [],
-        "dynamics": {"reason": "the entropies of a run are computed when it has ended"},
+        "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
         "live": {"run": run.run_id, "keys": list(keys)},
     }
@@ -158,7 +158,7 @@ class Streams:
     def open(self, queue: Queue, studies: Studies, runs: Sequence[str], last: str) -> Response:
         """A stream of the list of runs, and of the events of some of them after the last one that was seen."""
         if len(self._waiting) >= self._limits.streams:
-            return JSONResponse({"error": f"at most {self._limits.streams} pages may watch; close one"}, 503)
+            return JSONResponse({"error": f"at most {self._limits.streams} pages may be connected; close one"}, 503)
         boot, _, number = last.partition(".")
         after = int(number) if boot == self._boot and number.isdigit() else 0
         return StreamingResponse(self._told(queue, studies, runs, after), media_type="text/event-stream")
@@ -325,7 +325,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
-            raise HTTPException(413, f"a request may have {most:,} bytes; shorten the prompt")
+            raise HTTPException(413, f"a request may have at most {most:,} bytes; shorten the prompt")
     return body
 
 
@@ -348,5 +348,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _missing(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
-    sentence = getattr(error, "detail", "") if status not in (404, 405) else "there is nothing at this address"
+    sentence = getattr(error, "detail", "") if status not in (404, 405) else "nothing exists at this address"
     return JSONResponse({"error": sentence}, status)

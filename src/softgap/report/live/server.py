@@ -49,7 +49,7 @@ def bound(host: str, port: int) -> socket.socket:
             f"'{host}' is not an address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
         ) from error
     except OSError as error:
-        remedy = "leave --port out to take one that is free" if port else "leave --host out"
+        remedy = "leave --port out to use a free port" if port else "leave --host out"
         raise UnsupportedError(f"cannot listen at {host}:{port}: {error.strerror or error}; {remedy}") from error
     return listening
 
