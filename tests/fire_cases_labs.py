@@ -28,7 +28,7 @@ WITHOUT_MODEL: Table = {
     ),
     "position: endless tokens": (f"lab position --tokens {NINES}", NINES, "invalid value for '--tokens': .* less"),
     "position: endless heads": (f"lab position --heads {NINES}", NINES, "invalid value for '--heads': .* less"),
-    "position: a late start": ("lab position --start 9999", "9999", "a text must hold at least 10015 tokens to show"),
+    "position: a late start": ("lab position --start 9999", "9999", "a text must have at least 10015 tokens to show"),
     "position: a missing text": ("lab position --text none.txt", "none.txt", "cannot read 'none.txt': No such file"),
     "separation: no rows": ("lab separation --n 0", "d = 2", "the construction needs d >= 5 and t >= 1, got d = 2"),
     "separation: endless rows": (f"lab separation --n {NINES}", NINES, "invalid value for '--n': .* less than or"),

@@ -73,7 +73,7 @@ WITH_MODEL: Table = {
     "no prompt fits": (
         "study run many.jsonl --answer --model tiny --out new",
         "64",
-        "a study needs prompts that the model can read, got none; the first: the model's context is 64 tokens",
+        "a study needs a prompt that the model can read, got none; the first one: the model's context is 64 tokens",
     ),
     "a text as model": ("study task lookup --model fox.txt", "fox.txt", "'fox.txt' is a file, and of files only"),
 }

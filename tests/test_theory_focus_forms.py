@@ -236,7 +236,7 @@ def test_the_table_predicts_what_a_simulation_gives() -> None:
             lambda: sparsity("exp", gamma=-1),
             "gamma must be finite and not negative, got -1; it is a standard deviation",
         ),
-        (lambda: sparsity("relu", beta=math.nan, gamma=1), "beta must be finite, got nan; leave such scores out"),
+        (lambda: sparsity("relu", beta=math.nan, gamma=1), "beta must be finite, got nan; exclude such scores"),
         (lambda: decay_sparsity(1.5, 3), "decay must be above 0 and at most 1, got 1.5"),
         (lambda: decay_sparsity(0.5, 0), "n must be at least 1, got 0; give the number of keys"),
         (lambda: finite_sparsity(1.0, 0), "n must be at least 1, got 0; give the number of keys"),

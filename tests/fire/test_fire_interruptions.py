@@ -206,8 +206,6 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     shown, said = started.communicate(timeout=60)
     assert (started.returncode, shown) == (143, "")
     done = open_study(tmp_path / "a")
-    assert (
-        said == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
-    )
+    assert said == f"softgap: interrupted; {len(done)} of 40 samples are done; run the same command again to resume\n"
     assert done.state == "running"
     assert not list((tmp_path / "a").rglob("*.partial"))

@@ -141,7 +141,9 @@ def plan_study(prompts: Sequence[Prompt], loaded: Loaded, settings: StudySetting
             lengths.append(0)
             failures.append(Failure(prompt.sample_id, "measuring", str(error)))
     if len(failures) == len(prompts):
-        raise SoftgapError(f"a study needs prompts that the model can read, got none; the first: {failures[0].reason}")
+        raise SoftgapError(
+            f"a study needs a prompt that the model can read, got none; the first one: {failures[0].reason}"
+        )
     failed = {failure.sample_id for failure in failures}
     fit = [i for i, prompt in enumerate(prompts) if prompt.sample_id not in failed]
     cut = plan_batches(
@@ -191,7 +193,7 @@ def _followed(
                 progress(count, total, time.monotonic() - start)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted; {count} of {total} samples are done, and the same command goes on from there"
+            f"interrupted; {count} of {total} samples are done; run the same command again to resume"
         ) from None
     return time.monotonic() - start
 
@@ -207,8 +209,8 @@ def _fixed(folder: Folder, planned: Planned) -> tuple[Batch, ...]:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}' puts sample '{ids[0]}' into another batch than this softgap would; "
-                "finish the study with the version that began it, or choose another folder"
+                f"{PROMPTS} in '{folder.given}' assigns sample '{ids[0]}' to a different batch than this version; "
+                "finish the study with the version that started it, or choose another folder"
             )
     return planned.batches
 
