@@ -97,7 +97,7 @@ def test_a_run_that_waits_can_be_taken_out(live: Live) -> None:
 def test_another_host_is_refused(live: Live, host: str) -> None:
     status, _, body = live.request("GET", "/", headers={"Host": host})
     assert status == 421
-    assert b"answers to its own address only" in body
+    assert b"answers only at its own address" in body
     assert b"token" not in body
 
 
@@ -215,7 +215,7 @@ def test_answers_are_closed_against_misuse(live: Live) -> None:
         ({"prompts": ["a"], "max_new_tokens": 1001}, "from 1 to 1,000, got 1001"),
         ({"prompts": ["a"], "max_new_tokens": True}, "from 1 to 1,000, got True"),
         ({"prompts": ["a"], "max_new_tokens": 64}, "the model's context is 64 tokens, got 1 tokens and 64 new ones"),
-        ({"prompts": ["a" * 3000]}, "a prompt may have 2,000 tokens here, got 3,000"),
+        ({"prompts": ["a" * 3000]}, "a prompt may have at most 2,000 tokens here, got 3,000"),
         ({"prompts": ["a"], "temperature": 0}, "temperature must be from 0.001 to 10, got 0"),
         (b'{"prompts": ["a"], "temperature": NaN}', "temperature must be from 0.001 to 10, got nan"),
         ({"prompts": ["a"], "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
@@ -258,7 +258,7 @@ def test_only_so_many_pages_may_watch(live: Live) -> None:
             streams.append(stream)
         status, _, body = live.request("GET", "/events")
         assert status == 503
-        assert b"at most 24 pages may watch" in body
+        assert b"at most 24 pages may be connected" in body
         assert live.request("GET", "/")[0] == 200
     finally:
         for stream in streams:

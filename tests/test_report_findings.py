@@ -101,7 +101,7 @@ def test_a_lab_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "result.json").write_text("{}")
     assert "is no result of a lab of softgap" in failure(["report", str(tmp_path)], capsys)
     (tmp_path / "result.json").write_text('{"lab": "focus", "claims": []}')
-    assert "go with a study" in failure(["report", str(tmp_path), "--sample", "a"], capsys)
+    assert "calibration need a study" in failure(["report", str(tmp_path), "--sample", "a"], capsys)
 
 
 def test_quantities_from_a_file_are_in_the_map_and_the_table(browser: Browser, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ FITTED = "query_weight, query_bias, key_weight, key_bias, rate"
     [
         (
             "separation --n 100 --d 34 --t 3",
-            "n must be (d - 2) t, got n = 100, d = 34, t = 3 with (d - 2) t = 96; leave one of them out, or allow sizes "
-            "outside the construction with --allow-breaks",
+            "n must be (d - 2) t, got n = 100, d = 34, t = 3 with (d - 2) t = 96; leave one of them out, or allow "
+            "sizes outside the construction with --allow-breaks",
         ),
         (
             "separation --b 0.5 --c 0.6",

@@ -107,7 +107,7 @@ def write_explorer(
     if documents is not None:
         if samples or heads or calibration is not None:
             raise ValueInputError(
-                f"--sample, --heads and --calibration need a study, but '{os.fspath(study)}' holds only findings; "
+                f"samples, heads and calibration need a study, but '{os.fspath(study)}' holds only findings; "
                 "leave them out"
             )
         _check_target(target, overwrite)
