@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli.render.heatmap import harmless, heat_map, shade
+from softgap.cli.render.heatmap import heat_map, shade, strip_controls
 from softgap.cli.render.run import show_run, show_study
-from softgap.cli.render.summary import merged, summarise
+from softgap.cli.render.summary import merge_summaries, summarise
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.folder import slug
 from softgap.trajectories.run import pieces
@@ -100,7 +100,7 @@ def test_the_control_has_no_distance_from_itself() -> None:
 
 def test_samples_count_once_whatever_their_length() -> None:
     short, long = (summarise(example_run(steps=steps, seed=steps, missing=0.0)) for steps in (2, 50))
-    both = merged([short, long])
+    both = merge_summaries([short, long])
     assert (both.n_steps, both.n_prompt) == (52, 8)
     for name in both.mechanisms:
         expected = (short.means[name]["divergence"] + long.means[name]["divergence"]) / 2
@@ -263,7 +263,7 @@ def test_a_long_text_is_cut() -> None:
 
 
 def test_a_text_cannot_steer_the_terminal() -> None:
-    assert harmless("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
+    assert strip_controls("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
     run = example_run(steps=1, tokens=("\x1b[2J",), completion_text="\x1b[2J")
     assert "\x1b" not in shown(run)
 

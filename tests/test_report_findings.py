@@ -17,7 +17,7 @@ from softgap.cli import main
 from softgap.errors import StoreError, ValueInputError
 from softgap.report import Column, Document, Picture, Table, notebook_html, read_columns, save_document, write_explorer
 from softgap.report.columns import calibration_columns
-from softgap.report.documents import documents_in
+from softgap.report.documents import read_documents
 from softgap.theory import Claim
 
 SVG = (
@@ -36,7 +36,7 @@ DOCUMENT = Document(
 def test_documents_are_kept_as_they_are(tmp_path: Path) -> None:
     save_document(DOCUMENT, tmp_path)
     save_document(Document("Another", "Nothing."), tmp_path, "b")
-    found = documents_in(tmp_path)
+    found = read_documents(tmp_path)
     assert [document.title for document in found] == ["Another", "Groups compared"]
     assert found[1].pictures == DOCUMENT.pictures
     assert found[1].tables[0].rows == (("1.2", 0.31, 0.2), ("3.5", None, 0.9))
@@ -57,7 +57,7 @@ def test_documents_that_cannot_be_read(tmp_path: Path, change: dict[str, Any], w
     path = save_document(DOCUMENT, tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(StoreError, match=words):
-        documents_in(tmp_path)
+        read_documents(tmp_path)
 
 
 def test_findings_beside_a_study_are_a_section_of_its_report(browser: Browser, tmp_path: Path) -> None:

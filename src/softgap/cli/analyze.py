@@ -48,7 +48,7 @@ def analyze_command(
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
-    from softgap.cli.render.findings import check_files, default_files, save_findings, saved, show_findings
+    from softgap.cli.render.findings import check_files, default_files, save_files, save_findings, show_findings
 
     check_files(out or ())
     settings: dict[str, Any] = {
@@ -63,7 +63,7 @@ def analyze_command(
         "alpha": alpha,
         "seed": seed,
     }
-    findings = _analyzed(study, settings)
+    findings = _analyze(study, settings)
     if as_json:
         # Files first: a document on standard output means that all is done.
         for name in out or ():
@@ -72,11 +72,11 @@ def analyze_command(
         return
     console = output.console()
     show_findings(console, findings)
-    for line in saved(findings, default_files(study, findings) if out is None else out):
+    for line in save_files(findings, default_files(study, findings) if out is None else out):
         console.print(line, soft_wrap=True)
 
 
-def _analyzed(study: str, settings: dict[str, Any]) -> Findings:
+def _analyze(study: str, settings: dict[str, Any]) -> Findings:
     from softgap.analysis import analyze
     from softgap.cli.render.output import waiting_share
     from softgap.trajectories import open_study

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import colourful
+from softgap.cli.render.heatmap import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def calibrate_command(
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [given_text(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
+    calibration, path = _fit(model, texts, settings, minutes, positions, out, options)
     if as_json:
         output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
         _show(calibration, path)
 
 
-def _calibrated(
+def _fit(
     model: str | None,
     texts: list[str] | None,
     settings: dict[str, Any],
@@ -130,7 +130,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print(_ladder_table(calibration.ladders))
     console.print(_capacity(calibration.ladders))
     values = np.array([[np.nan if x is None else 1 - x for x in row] for row in held_out.by_head])
-    drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
+    drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=has_colour(console))
     console.print(Text("Share of the gap that the fitted map leaves, by head (rows) and layer (columns)", "bold"))
     console.print(drawn)
     if meaning:

@@ -147,7 +147,7 @@ def compare_command(
 
         # Before labels are read, because the study logs every look at them.
         Folder.at(out).try_writing("a comparison is")
-    findings = _compared(study, options.plan(plan), plan, second, open_confirmation)
+    findings = _compare(study, options.plan(plan), plan, second, open_confirmation)
     from softgap.cli.render.findings import save_comparison, show_comparison
 
     lines = save_comparison(findings, study, out)
@@ -160,7 +160,7 @@ def compare_command(
         console.print(line, soft_wrap=True)
 
 
-def _compared(
+def _compare(
     study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study

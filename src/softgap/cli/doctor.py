@@ -41,8 +41,8 @@ def doctor_command(
     model, the embedded model is checked.
     """
     if model is None and not gate:
-        return _checked_installation(as_json)
-    diagnosis = _examined(model, gate, dtype=dtype, device=device, attn=attn)
+        return _check_installation(as_json)
+    diagnosis = _run_gates(model, gate, dtype=dtype, device=device, attn=attn)
     if as_json:
         output.write_json(diagnosis.to_json())
     else:
@@ -52,7 +52,7 @@ def doctor_command(
     return 0 if diagnosis.passed else 1
 
 
-def _checked_installation(as_json: bool) -> int:
+def _check_installation(as_json: bool) -> int:
     from dataclasses import asdict
 
     from softgap import __version__
@@ -78,7 +78,7 @@ def _checked_installation(as_json: bool) -> int:
     return 0 if fine else 1
 
 
-def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
+def _run_gates(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
     from softgap.cli.render.output import waiting
     from softgap.errors import unknown_name
     from softgap.gates import doctor

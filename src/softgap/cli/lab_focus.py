@@ -15,9 +15,9 @@ from softgap.cli.render.lab import (
     LabText,
     LabTokens,
     check_out,
+    choose_model,
     model_and_text,
     present_lab,
-    reading_model,
     run_lab,
 )
 
@@ -50,7 +50,7 @@ def focus_command(
 ) -> None:
     """Measure how far attention can focus: sparsity S in closed form; S, entropy and rank in the heads of a model."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
         found = _synthetic(keys, dim, draws, mechanism, seed)
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"

@@ -15,9 +15,9 @@ from softgap.cli.render.lab import (
     LabText,
     LabTokens,
     check_out,
+    choose_model,
     model_and_text,
     present_lab,
-    reading_model,
     run_lab,
 )
 
@@ -65,7 +65,7 @@ def injectivity_command(
 ) -> None:
     """Test which mechanisms give different queries different weights: margins, collisions, confusion in real heads."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
         found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
         draw = partial(_draw_synthetic, found)

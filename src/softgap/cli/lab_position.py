@@ -10,7 +10,7 @@ from rich.table import Table
 
 from softgap.cli.options import Json, Model
 from softgap.cli.render import output
-from softgap.cli.render.lab import LabOut, LabText, check_out, model_and_texts, present_lab, reading_model, run_lab
+from softgap.cli.render.lab import LabOut, LabText, check_out, choose_model, model_and_texts, present_lab, run_lab
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def position_command(
 ) -> None:
     """Explain why divergence changes with position: normaliser, running mean of values, or concentration of softmax."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
         lab = _synthetic(mechanism, heads, texts, tokens, dim, start, seed)
     else:

@@ -106,7 +106,7 @@ def separation_command(
         _check_training(task, mechanism)
     found: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
     if train:
-        found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
+        found = replace(found, trained=_train(task, mechanism, steps, seeds, out))
 
     def draw() -> Any:
         from softgap.report.lab_figures import draw_separation
@@ -126,7 +126,7 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
         task(name)
 
 
-def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
+def _train(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
     from softgap.cli.render.output import waiting_share
     from softgap.theory.separation.training import Training, train_all
 

@@ -138,7 +138,7 @@ def linearize_command(
         "length": length, "tokens": tokens, "seed": seed,
     }  # fmt: skip
     options = {"dtype": dtype, "device": device, "attn": attn}
-    plan, layers = _found(model, texts, mechanism, window, settings, out, options)
+    plan, layers = _search(model, texts, mechanism, window, settings, out, options)
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:
@@ -158,14 +158,14 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
             f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
         )
     if picture is not None:
-        from softgap.report.files import check_ending, check_place, require_matplotlib
+        from softgap.report.files import check_ending, check_output_file, require_matplotlib
 
         check_ending(picture)
-        check_place(picture, "--picture")
+        check_output_file(picture, "--picture")
         require_matplotlib()
 
 
-def _found(
+def _search(
     model: str | None,
     texts: list[str],
     mechanism: str | None,

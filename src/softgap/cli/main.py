@@ -49,23 +49,23 @@ _REMEDIES = {
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory")
 
 
-def outside_sentence(error: Exception) -> str | None:
+def system_error_sentence(error: Exception) -> str | None:
     """One sentence with a remedy for an error of the system; None for any other error."""
     if isinstance(error, MemoryError) or any(mark in str(error) for mark in _NO_MEMORY):
-        return f"not enough memory ({_said(error)}); reduce the size of the request, or use a larger machine"
+        return f"not enough memory ({_first_line(error)}); reduce the size of the request, or use a larger machine"
     if isinstance(error, RuntimeError) and "home directory" in str(error):
-        return f"the home folder is unknown ({_said(error)}); set HOME, or give absolute paths"
+        return f"the home folder is unknown ({_first_line(error)}); set HOME, or give absolute paths"
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         where = f"'{os.fsdecode(error.filename)}'" if error.filename else "standard output"
         return f"the system refused {where}: {os.strerror(error.errno)}; {_REMEDIES[error.errno]}"
     return None
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def mended() -> None:
+def reopen_streams() -> None:
     """Open closed output streams, and escape characters that their encoding cannot represent."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -105,7 +105,7 @@ All commands: softgap --help
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    mended()
+    reopen_streams()
     told: list[int] = []
 
     def terminated(number: int, _: object) -> None:
@@ -148,9 +148,9 @@ def _outcome(given: list[str]) -> int:
     except SoftgapError as error:
         return _fail(2, str(error))
     except Exception as error:
-        outside = outside_sentence(error)
+        outside = system_error_sentence(error)
         if outside is not None:
-            return _refused_outside(outside)
+            return _fail_by_system(outside)
         remedy = "this is a bug in softgap; rerun with SOFTGAP_DEBUG=1 for the traceback"
         return _fail(70, f"{type(error).__name__}: {error}; {remedy}")
     return code
@@ -176,7 +176,7 @@ def _run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _refused_outside(sentence: str) -> int:
+def _fail_by_system(sentence: str) -> int:
     code = _fail(2, sentence)
     try:
         sys.stdout.flush()
@@ -188,11 +188,11 @@ def _refused_outside(sentence: str) -> int:
 def _fail(code: int, message: str) -> int:
     if os.environ.get("SOFTGAP_DEBUG"):
         traceback.print_exc()
-    sys.stderr.write(f"softgap: {' '.join(map(_shown, message.split()))}\n")
+    sys.stderr.write(f"softgap: {' '.join(map(_shorten, message.split()))}\n")
     return code
 
 
-def _shown(word: str) -> str:
+def _shorten(word: str) -> str:
     """A word short enough for a sentence: a path of thousands of characters is cut in the middle."""
     return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}…{word[-_LONGEST_WORD // 4 :]}"
 

@@ -34,17 +34,17 @@ def mechanisms_command(
     from softgap.attention import mechanisms
 
     registry = mechanisms()
-    head, rows = _measured(seed) if measured else (None, ())
+    head, rows = _measure(seed) if measured else (None, ())
     if as_json:
         output.write_json(_document(registry, head, rows))
         return
     console = output.console()
     console.print(_registry_table(registry))
     if head is not None:
-        console.print(_measured_table(head, rows))
+        console.print(_measurement_table(head, rows))
 
 
-def _measured(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
+def _measure(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
     from softgap.attention.synthetic import measure, synthetic_head
 
     head = synthetic_head(dim=_DIM, seed=seed)
@@ -54,14 +54,14 @@ def _measured(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
 def _document(
     registry: Mapping[str, Mechanism], head: SyntheticHead | None, rows: Sequence[Measurement]
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_described(found) for found in registry.values()]}
+    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_describe(found) for found in registry.values()]}
     if head is not None:
         document["synthetic_head"] = {"length": head.length, "dim": head.dim, "seed": head.seed}
         document["measurements"] = [asdict(row) for row in rows]
     return document
 
 
-def _described(mechanism: Mechanism) -> dict[str, Any]:
+def _describe(mechanism: Mechanism) -> dict[str, Any]:
     return {
         "name": mechanism.name,
         "kind": mechanism.kind,
@@ -102,7 +102,7 @@ def _registry_table(registry: Mapping[str, Mechanism]) -> Table:
     return table
 
 
-def _measured_table(head: SyntheticHead, rows: Sequence[Measurement]) -> Table:
+def _measurement_table(head: SyntheticHead, rows: Sequence[Measurement]) -> Table:
     title = f"Mean divergence on a synthetic head\n(causal, T = {head.length}, d = {head.dim}, seed {head.seed})"
     table = Table(title=title, title_justify="left")
     table.add_column("name", no_wrap=True)

@@ -24,7 +24,7 @@ def models_command(as_json: Json = False) -> None:
 
     found = available_models()
     if as_json:
-        output.write_json({"default": found[0].name, "models": [_described(info) for info in found]})
+        output.write_json({"default": found[0].name, "models": [_describe(info) for info in found]})
         return
     table = Table(title="Models", title_justify="left")
     for heading in ("name", "type"):
@@ -34,14 +34,14 @@ def models_command(as_json: Json = False) -> None:
     table.add_column("origin", no_wrap=True)
     table.add_column("path", overflow="fold")
     for info in found:
-        parameters = "" if info.parameters is None else _counted(info.parameters)
-        size = "" if info.size_bytes is None else f"{_counted(info.size_bytes)}B"
+        parameters = "" if info.parameters is None else _format_count(info.parameters)
+        size = "" if info.size_bytes is None else f"{_format_count(info.size_bytes)}B"
         place = "" if info.path is None else str(info.path)
         table.add_row(info.name, info.model_type, parameters, size, info.origin, place)
     output.console().print(table)
 
 
-def _described(info: ModelInfo) -> dict[str, Any]:
+def _describe(info: ModelInfo) -> dict[str, Any]:
     return {
         "name": info.name,
         "model_type": info.model_type,
@@ -52,7 +52,7 @@ def _described(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _counted(number: int) -> str:
+def _format_count(number: int) -> str:
     """A count with three digits and a decimal prefix: 134,515,008 is 135 M."""
     value, prefixes = float(number), ["", "k", "M", "G", "T"]
     while value >= 999.5 and len(prefixes) > 1:

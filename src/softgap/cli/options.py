@@ -231,9 +231,9 @@ class Measuring:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Refuse a folder, an existing file unless it may be replaced, and a place that cannot be written to."""
-    from softgap.report.files import check_place
+    from softgap.report.files import check_output_file
 
-    check_place(path)
+    check_output_file(path)
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"'{path}' already exists; choose another file, or replace it with --overwrite")
 

@@ -56,7 +56,7 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline."""
-    from softgap.cli.render.output import find_browser, show, waiting_share
+    from softgap.cli.render.output import find_browser, open_file, waiting_share
     from softgap.report import write_explorer
 
     browser = find_browser() if open_it else None
@@ -72,7 +72,7 @@ def report_command(
         )
     _present(written, study, as_json=as_json)
     if browser is not None:
-        show(browser, written.path)
+        open_file(browser, written.path)
 
 
 def _present(written: Report, study: str, *, as_json: bool) -> None:

@@ -29,7 +29,7 @@ def serve_command(
     as_json: Json = False,
 ) -> None:
     """Type a prompt in the browser and watch the heads while the model writes. Ctrl-C stops the server."""
-    from softgap.cli.render.output import find_browser, visit
+    from softgap.cli.render.output import find_browser, open_address
     from softgap.models import load_model
     from softgap.report.live import serve
 
@@ -49,7 +49,7 @@ def serve_command(
             # Last, alone on its line and never wrapped, so that a program can read it.
             console.print(address, soft_wrap=True)
         sys.stdout.flush()
-        if browser is not None and not visit(browser, address):
+        if browser is not None and not open_address(browser, address):
             output.warn(f"the browser did not open {address}; open it by hand")
 
     serve(

@@ -26,10 +26,10 @@ __all__ = [
     "Table",
     "comparison_document",
     "document_values",
-    "documents_in",
     "lab_document",
-    "lab_in",
     "plan_document",
+    "read_documents",
+    "read_lab",
     "save_document",
     "sections",
 ]
@@ -126,7 +126,7 @@ def document_values(document: Document) -> dict[str, Any]:
             {
                 "caption": table.caption,
                 "columns": table.columns,
-                "rows": [[_plain(cell) for cell in row] for row in table.rows],
+                "rows": [[_finite_cell(cell) for cell in row] for row in table.rows],
             }
             for table in document.tables
         ],
@@ -135,7 +135,7 @@ def document_values(document: Document) -> dict[str, Any]:
     }
 
 
-def documents_in(folder: Path) -> list[Document]:
+def read_documents(folder: Path) -> list[Document]:
     """The documents of a folder, by name; none where there are none."""
     if not folder.is_dir():
         return []
@@ -161,7 +161,7 @@ def _read(path: Path) -> Document:
                 for t in values.get("tables", ())
             ),
             pictures=tuple(
-                picture_at(path.parent, str(p["file"]), str(p.get("caption", ""))) for p in values.get("pictures", ())
+                read_picture(path.parent, str(p["file"]), str(p.get("caption", ""))) for p in values.get("pictures", ())
             ),
             notes=tuple((str(heading), str(words)) for heading, words in values.get("notes", ())),
         )
@@ -171,7 +171,7 @@ def _read(path: Path) -> Document:
         raise StoreError(f"'{path}' does not hold findings of softgap ({error}); write it again") from error
 
 
-def picture_at(folder: Path, name: str, caption: str = "") -> Picture:
+def read_picture(folder: Path, name: str, caption: str = "") -> Picture:
     """A picture in a folder; its name never leads out of it."""
     found = Picture(name, b"", caption)
     path = folder / found.name
@@ -229,7 +229,7 @@ def _is_number(cell: Cell) -> bool:
     return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
 
 
-def _plain(cell: Cell) -> Cell:
+def _finite_cell(cell: Cell) -> Cell:
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
@@ -394,12 +394,12 @@ def lab_document(result: Any) -> Document:
     return _document(values, pictures)
 
 
-def lab_in(folder: Path) -> Document:
+def read_lab(folder: Path) -> Document:
     """The document of the result that `softgap lab ... --out` has written."""
     path = folder / RESULT
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        pictures = (picture_at(folder, FIGURE, _caption(values)),) if (folder / FIGURE).is_file() else ()
+        pictures = (read_picture(folder, FIGURE, _caption(values)),) if (folder / FIGURE).is_file() else ()
         return _document(values, pictures)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, StoreError):

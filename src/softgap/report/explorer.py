@@ -13,9 +13,17 @@ from typing import Any
 from softgap.analysis import ComparisonFindings, Findings
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
-from softgap.report.columns import Column, calibration_columns, own_calibration, read_columns
-from softgap.report.documents import RESULT, Document, Table, comparison_document, documents_in, lab_document, lab_in
-from softgap.report.files import check_place, written_whole
+from softgap.report.columns import Column, calibration_columns, read_columns, study_calibration
+from softgap.report.documents import (
+    RESULT,
+    Document,
+    Table,
+    comparison_document,
+    lab_document,
+    read_documents,
+    read_lab,
+)
+from softgap.report.files import check_output_file, written_whole
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
@@ -67,7 +75,7 @@ def explorer_of(path: str | os.PathLike[str]) -> str:
     if documents is not None:
         return render_documents(documents)
     study = open_study(path)
-    return explorer(study, columns=_columns(study, (), None), findings=documents_in(Path(path)))
+    return explorer(study, columns=_columns(study, (), None), findings=read_documents(Path(path)))
 
 
 def write_explorer(
@@ -102,7 +110,7 @@ def write_explorer(
     StoreError
         If the study cannot be read, or the file not written. What was there stays then.
     """
-    target = Path(out) if out is not None else _beside(os.fspath(study))
+    target = Path(out) if out is not None else _default_path(os.fspath(study))
     documents = _documents(study)
     if documents is not None:
         if samples or heads or calibration is not None:
@@ -115,7 +123,7 @@ def write_explorer(
     opened = open_study(study)
     _check_target(target, overwrite)
     columns = _columns(opened, as_items(heads), calibration)
-    findings = documents_in(Path(study)) if "://" not in os.fspath(study) else []
+    findings = read_documents(Path(study)) if "://" not in os.fspath(study) else []
     data = payload(opened, samples=samples, columns=columns, findings=findings, progress=progress)
     size = _write(target, render(data))
     entries = data.document["samples"]
@@ -127,16 +135,16 @@ def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
     folder = Path(path).expanduser()
     if "://" in os.fspath(path) or (folder / "manifest.json").is_file():
         return None
-    documents = documents_in(folder)
+    documents = read_documents(folder)
     if documents:
         return documents
-    return [lab_in(folder)] if (folder / RESULT).is_file() else None
+    return [read_lab(folder)] if (folder / RESULT).is_file() else None
 
 
 def _columns(
     study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
 ) -> list[Column]:
-    path = own_calibration(study.manifest) if calibration is None else calibration
+    path = study_calibration(study.manifest) if calibration is None else calibration
     found = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
     if path is None or first is None:
@@ -153,12 +161,12 @@ def _write(target: Path, page: str) -> int:
     return len(content)
 
 
-def _beside(study: str) -> Path:
+def _default_path(study: str) -> Path:
     return Path("report.html") if "://" in study else Path(study).expanduser() / "report.html"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    check_place(target)
+    check_output_file(target)
     if not target.exists() or overwrite:
         return
     try:

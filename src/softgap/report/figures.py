@@ -218,7 +218,7 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
     """Largest |t| of every head, the null of max-T, and the effects that each comparison could find."""
     figure = new_figure(13, 4.6)
     heads, null, reach = figure.subplots(1, 3)
-    _draw_compared_heads(figure, heads, findings)
+    _draw_head_effects(figure, heads, findings)
     _draw_null(null, findings)
     _draw_steps(reach, findings)
     first, second = findings.comparison.contrast.groups
@@ -226,7 +226,7 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
     return figure
 
 
-def _draw_compared_heads(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
+def _draw_head_effects(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
     layers = np.unique(findings.table.layer)
     t = np.full(findings.kept.shape, np.nan)
     t[findings.kept] = np.abs(findings.comparison.contrast.t)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PICTURES",
     "check_ending",
-    "check_place",
+    "check_output_file",
     "figure_bytes",
     "new_figure",
     "require_matplotlib",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def check_place(path: str | os.PathLike[str], what: str = "--out") -> None:
+def check_output_file(path: str | os.PathLike[str], what: str = "--out") -> None:
     """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
     given = os.fspath(path)
     target = Path(given).expanduser()

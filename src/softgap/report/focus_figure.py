@@ -45,7 +45,7 @@ def draw_focus(found: FocusFindings) -> Figure:
     for decay, curve in found.decays.items():
         axes[1, 1].plot(found.lengths, curve, label=f"λ = {decay:g}")
     axes[1, 1].set(title="decay", xlabel="n, number of keys", xscale="log", yscale="log")
-    _draw_road(axes[1, 2], found.road)
+    _draw_feature_families(axes[1, 2], found.road)
     for place in axes.flat[:-1]:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
@@ -65,7 +65,7 @@ def draw_focus_in_model(found: ModelFocus) -> Figure:
     _draw_effects(axes[1, 0], found)
     _draw_placement(axes[1, 1], found)
     _draw_floor(axes[1, 2], found)
-    _draw_road(axes[1, 3], found.road)
+    _draw_feature_families(axes[1, 3], found.road)
     for place in (axes[0, 0], axes[0, 3], axes[1, 0]):
         place.legend(fontsize=7, frameon=False)
     name = found.settings.get("model", "a model")
@@ -96,7 +96,7 @@ def _draw_exp(axes: Axes, found: FocusFindings) -> None:
     )
 
 
-def _draw_road(axes: Axes, road: Sequence[Milestone]) -> None:
+def _draw_feature_families(axes: Axes, road: Sequence[Milestone]) -> None:
     for colour, family in zip(_COLOURS, FAMILIES, strict=False):
         stops = [stop for stop in road if stop.family == family]
         features = [stop.features for stop in stops]

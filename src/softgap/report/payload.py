@@ -16,7 +16,17 @@ from softgap.inputs import as_items
 from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.groups import LEVEL, Group, Groups
-from softgap.report.samples import Chosen, Packed, array_keys, carried, choose, head_means, line, pack, rounded
+from softgap.report.samples import (
+    Packed,
+    Selection,
+    array_keys,
+    head_means,
+    pack,
+    round_values,
+    sample_payload,
+    sample_row,
+    select_samples,
+)
 from softgap.signal import complexity_bounds
 from softgap.trajectories import Manifest, Study, Trajectories
 
@@ -57,12 +67,12 @@ def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | Non
 
 
 def _columns(findings: Findings) -> dict[str, Any]:
-    numbers = {name: rounded(np.array([getattr(head, name) for head in findings.heads])) for name in _NUMBERS}
+    numbers = {name: round_values(np.array([getattr(head, name) for head in findings.heads])) for name in _NUMBERS}
     return {**numbers, **{name: [getattr(head, name) for head in findings.heads] for name in _WORDS}}
 
 
 def _curve(entropy: np.ndarray, complexity: np.ndarray) -> list[list[float | None]]:
-    return [list(point) for point in zip(rounded(entropy), rounded(complexity), strict=True)]
+    return [list(point) for point in zip(round_values(entropy), round_values(complexity), strict=True)]
 
 
 _CONTROL = "uniform"
@@ -75,9 +85,9 @@ def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...
         ["Model", _model(manifest, first)],
         ["Text", _text(manifest, study)],
         ["Mechanisms", _mechanisms(manifest, first)],
-        ["Excluded tokens", _left_out(manifest)],
+        ["Excluded tokens", _excluded_tokens(manifest)],
         ["Computation", _machine(manifest)],
-        ["Contents of this file", _carried(len(study), embedded, keys, whole) if keys else ""],
+        ["Contents of this file", _contents(len(study), embedded, keys, whole) if keys else ""],
         ["Command", manifest.command],
         ["Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())],
         ["Time", _times(manifest, study.state)],
@@ -128,7 +138,7 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
     return f"{', '.join(named)}, each on the same queries, keys and values as softmax.{control}"
 
 
-def _left_out(manifest: Manifest) -> str:
+def _excluded_tokens(manifest: Manifest) -> str:
     n = manifest.dropped_sinks
     return f"The first {n} tokens (sink tokens) were hidden from softmax and from the mechanisms." if n else ""
 
@@ -140,7 +150,7 @@ def _machine(manifest: Manifest) -> str:
     return f"{model}softgap did not change the output of the model, and computed in float32."
 
 
-def _carried(samples: int, embedded: int, keys: tuple[str, ...], whole: bool) -> str:
+def _contents(samples: int, embedded: int, keys: tuple[str, ...], whole: bool) -> str:
     which = (
         "Token by token: "
         if embedded == samples
@@ -212,7 +222,7 @@ def payload(
     """
     tell = progress or (lambda *_: None)
     first = _first(study)
-    chosen = choose(study, first, as_items(samples))
+    chosen = select_samples(study, first, as_items(samples))
     arrays: list[Packed] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 
@@ -223,11 +233,11 @@ def payload(
     groups, lines, gaps = Groups(), [], []
     for i, run in enumerate(study):
         tell("reading the study", i / len(study))
-        _check_alike(run, first)
+        _check_same_heads(run, first)
         means = head_means(run)
         groups.add(run, means)
-        entry = line(run, means)
-        entry["data"] = carried(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
+        entry = sample_row(run, means)
+        entry["data"] = sample_payload(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
         lines.append(entry)
         gaps.append(gap_sums(run))
     sentence, found = opening_sentence(gaps, first)
@@ -273,7 +283,7 @@ def _first(study: Study) -> Trajectories:
     )
 
 
-def _check_alike(run: Trajectories, first: Trajectories) -> None:
+def _check_same_heads(run: Trajectories, first: Trajectories) -> None:
     same = run.layers == first.layers and run.heads_per_layer == first.heads_per_layer
     if not same or array_keys(run) != array_keys(first):
         raise ValueInputError(
@@ -282,7 +292,7 @@ def _check_alike(run: Trajectories, first: Trajectories) -> None:
         )
 
 
-def _frame(study: Study, first: Trajectories, chosen: Chosen) -> dict[str, Any]:
+def _frame(study: Study, first: Trajectories, chosen: Selection) -> dict[str, Any]:
     """What holds for all samples."""
     return {
         "softgap": __version__,
@@ -305,14 +315,14 @@ def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
         "samples": group.samples,
         "level": LEVEL,
         "heads": {
-            **{key: rounded(sums.mean()) for key, sums in group.heads.items()},
-            **{key: rounded(values) for key, values in group.gap_left().items()},
+            **{key: round_values(sums.mean()) for key, sums in group.heads.items()},
+            **{key: round_values(values) for key, values in group.gap_left().items()},
         },
         "halfWidth": {
-            key: rounded(sums.half_width()) for key, sums in group.heads.items() if key.startswith("divergence/")
+            key: round_values(sums.half_width()) for key, sums in group.heads.items() if key.startswith("divergence/")
         },
         "overall": {
-            key: rounded(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
+            key: round_values(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
         },
     }
     found["steps"] = {

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.render.heatmap import colourful, heat_map
+from softgap.cli.render.heatmap import has_colour, heat_map
 from softgap.cli.render.output import finite
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
-from softgap.report.files import check_place
+from softgap.report.files import check_output_file
 from softgap.trajectories.folder import Folder
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ __all__ = [
     "check_files",
     "default_files",
     "save_comparison",
+    "save_files",
     "save_findings",
-    "saved",
     "show_comparison",
     "show_findings",
 ]
@@ -66,12 +66,12 @@ def check_files(files: Sequence[str]) -> None:
             raise ValueInputError(
                 f"--out must end in {', '.join((*PICTURES, *_TABLES))}, got '{name}'; choose one of them"
             )
-        check_place(name)
+        check_output_file(name)
         if Path(name).suffix.lower() in PICTURES:
             require_matplotlib()
 
 
-def saved(findings: Findings, files: Sequence[str]) -> Iterator[str]:
+def save_files(findings: Findings, files: Sequence[str]) -> Iterator[str]:
     """Write the files; yield a line about each."""
     for name in files:
         try:
@@ -156,7 +156,7 @@ def _show_map(console: Console, findings: Findings) -> None:
     low, high = np.nanmin(entropy), np.nanmax(entropy)
     for head in findings.heads:
         values[layers.index(head.layer), head.head] = (head.entropy - low) / max(high - low, 1e-12)
-    picture, meaning = heat_map(values, layers, width=console.width, colour=colourful(console))
+    picture, meaning = heat_map(values, layers, width=console.width, colour=has_colour(console))
     console.print()
     console.print(f"permutation entropy by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}")
     console.print(picture)
@@ -221,7 +221,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     folder.replace("result.json", content.encode())
     said, picture = [f"saved {folder.given}"], None
     try:
-        picture = _drawn(findings)
+        picture = _comparison_svg(findings)
         folder.replace("figure.svg", picture)
     except UnsupportedError as error:
         said.append(f"no picture: {error}")
@@ -230,7 +230,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     return said
 
 
-def _drawn(findings: ComparisonFindings) -> bytes:
+def _comparison_svg(findings: ComparisonFindings) -> bytes:
     from softgap.report.figures import draw_comparison
     from softgap.report.files import figure_bytes
 
@@ -255,7 +255,7 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
             soft_wrap=True,
         )
     console.print(_units(document))
-    _show_beyond(console, document)
+    _show_baselines(console, document)
     _show_labels(console, document)
 
 
@@ -304,21 +304,21 @@ def _units(document: dict[str, Any]) -> Table:
         table.add_row(
             f"{row['layer']}.{row['head']}",
             row["mode"],
-            _between(row["g"], "+.2f"),
-            _between(row["auroc"], ".3f"),
+            _format_interval(row["g"], "+.2f"),
+            _format_interval(row["auroc"], ".3f"),
             f"{row['p_max']:.2g}",
             f"{row['q']:.2g}",
         )
     return table
 
 
-def _show_beyond(console: Console, document: dict[str, Any]) -> None:
+def _show_baselines(console: Console, document: dict[str, Any]) -> None:
     beyond, recurring = document["beyond_baselines"], document["recurrence"]
     if beyond is not None:
+        difference = _format_interval(beyond["difference"], "+.3f")
         console.print(
-            f"AUROC of free baselines {_between(beyond['baseline'], '.3f')}, with heads "
-            f"{_between(beyond['combined'], '.3f')}; difference {_between(beyond['difference'], '+.3f')}, p = "
-            f"{beyond['p']:.2g}",
+            f"AUROC of free baselines {_format_interval(beyond['baseline'], '.3f')}, with heads "
+            f"{_format_interval(beyond['combined'], '.3f')}; difference {difference}, p = {beyond['p']:.2g}",
             soft_wrap=True,
         )
     if recurring is not None:
@@ -333,15 +333,17 @@ def _show_beyond(console: Console, document: dict[str, Any]) -> None:
 def _show_labels(console: Console, document: dict[str, Any]) -> None:
     noise, kappa = document["reliability"]["noise"], document["reliability"]["kappa"]
     if noise is not None:
-        words = ", ".join(f"{_commonest(noise['outcomes'], i)} at {rate:.0%}" for i, rate in enumerate(noise["rates"]))
+        words = ", ".join(
+            f"{_most_common(noise['outcomes'], i)} at {rate:.0%}" for i, rate in enumerate(noise["rates"])
+        )
         console.print(f"verdict after random label flips: {words}", soft_wrap=True)
     if kappa is not None:
-        console.print(f"second scorer: agreement {kappa['agreement']:.1%}, kappa {_between(kappa, '.2f')}")
+        console.print(f"second scorer: agreement {kappa['agreement']:.1%}, kappa {_format_interval(kappa, '.2f')}")
 
 
-def _commonest(outcomes: dict[str, list[float]], rate: int) -> str:
+def _most_common(outcomes: dict[str, list[float]], rate: int) -> str:
     return max(outcomes, key=lambda name: outcomes[name][rate])
 
 
-def _between(found: dict[str, Any], form: str) -> str:
+def _format_interval(found: dict[str, Any], form: str) -> str:
     return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"

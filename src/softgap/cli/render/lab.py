@@ -27,10 +27,10 @@ __all__ = [
     "LabText",
     "LabTokens",
     "check_out",
+    "choose_model",
     "model_and_text",
     "model_and_texts",
     "present_lab",
-    "reading_model",
     "run_lab",
 ]
 
@@ -81,7 +81,7 @@ def run_lab(
     return cast(Result, dataclasses.replace(found, settings={**(about or {}), **found.settings, "seed": seed}))
 
 
-def reading_model(model: str | None, text: str | None) -> str | None:
+def choose_model(model: str | None, text: str | None) -> str | None:
     """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
     return "smollm2-135m" if model is None and text is not None else model
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
 from softgap.cli.measurement import CONTROL
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import colourful, harmless, heat_map, mean, on_shade, ramp
-from softgap.cli.render.summary import HeadMean, Summary, merged, summarise
+from softgap.cli.render.heatmap import has_colour, heat_map, mean, ramp, shade_style, strip_controls
+from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
 
@@ -52,7 +52,7 @@ def show_run(console: Console, run: Trajectories, out: str) -> None:
 
 def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
     """Print the same as means over the samples, with one line per sample instead of the text."""
-    overall = merged(summaries)
+    overall = merge_summaries(summaries)
     over = "steps, then samples"
     _opening(console, overall, manifest, over, samples=len(summaries))
     console.print(_samples(summaries))
@@ -85,14 +85,14 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
     if held_out:
         console.print(Text(held_out), width=_width(console))
         console.print()
-    title, values = _picture(summary, over)
-    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=colourful(console))
+    title, values = _head_map(summary, over)
+    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=has_colour(console))
     console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
     console.print(cells)
     console.print()
 
 
-def _picture(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
+def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
     """The title and the values of the map: the share of the gap left by a fitted map, or else the divergence."""
     if summary.headline is not None and summary.gap is not None:
         return (
@@ -120,10 +120,10 @@ def _text(console: Console, run: Trajectories) -> Text:
             text.append(f" … {run.n_steps - _TOKENS_SHOWN:,} more tokens", "dim")
             break
         value = float(mean(values[indices]))
-        style = None if math.isnan(value) else on_shade((value - low) / (high - low) if high > low else 0.5)
-        text.append(harmless(piece), style)
+        style = None if math.isnan(value) else shade_style((value - low) / (high - low) if high > low else 0.5)
+        text.append(strip_controls(piece), style)
     text.append("\n\ntoken divergence, mean over heads: ", "dim")
-    if colourful(console):
+    if has_colour(console):
         return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
     return text.append(f"{_number(low)} to {_number(high)} for 90 % of the tokens", "dim")
 
@@ -178,10 +178,10 @@ def _closing(summary: Summary) -> list[Text]:
     if summary.focus:
         named = {"sparsity": "S(a)", "attention_entropy": "attention entropy", "largest_weight": "largest weight"}
         scores += "; " + ", ".join(f"{named[key]} {_number(value)}" for key, value in summary.focus.items())
-    return [Text(scores), Text(_reading(summary))]
+    return [Text(scores), Text(_interpretation(summary))]
 
 
-def _reading(summary: Summary) -> str:
+def _interpretation(summary: Summary) -> str:
     """One line on what the divergence can tell here."""
     name = summary.mechanisms[0]
     line = f"Divergence is 1 − cos(softmax output, {name} output). It is a measurement, not a diagnosis."
@@ -206,7 +206,7 @@ def _samples(summaries: Sequence[Summary]) -> RenderableType:
         table.add_column(heading, justify="right")
     for summary in summaries[:_ROWS_SHOWN]:
         divergences = (_number(values["divergence"]) for values in summary.means.values())
-        names = [harmless(summary.sample_id), *([harmless(summary.label or "")] if labelled else [])]
+        names = [strip_controls(summary.sample_id), *([strip_controls(summary.label or "")] if labelled else [])]
         table.add_row(
             *names,
             str(summary.n_prompt),
@@ -257,9 +257,9 @@ def _run_document(run: Trajectories, out: str) -> dict[str, Any]:
 
 
 def _study_document(summaries: Sequence[Summary], manifest: Manifest, out: str) -> dict[str, Any]:
-    from softgap.cli.render.summary import merged
+    from softgap.cli.render.summary import merge_summaries
 
-    overall = merged(summaries)
+    overall = merge_summaries(summaries)
     rows = [summary.row() for summary in summaries]
     return {**_source(manifest, out), "samples": rows, "all": {**overall.row(), **_by_head(overall)}}
 

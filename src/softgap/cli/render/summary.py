@@ -14,7 +14,7 @@ from softgap.cli.measurement import CONTROL
 from softgap.cli.render.heatmap import mean
 from softgap.trajectories import QUANTITIES, Trajectories
 
-__all__ = ["HeadMean", "Summary", "merged", "summarise"]
+__all__ = ["HeadMean", "Summary", "merge_summaries", "summarise"]
 
 _LISTED = 5
 
@@ -165,7 +165,7 @@ def summarise(run: Trajectories) -> Summary:
     )
 
 
-def merged(summaries: Sequence[Summary]) -> Summary:
+def merge_summaries(summaries: Sequence[Summary]) -> Summary:
     """The mean of several summaries of one study, every sample counted once; lengths are added up."""
     first = summaries[0]
     gaps = [summary.gap for summary in summaries if summary.gap is not None]

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from softgap.errors import ValueInputError, unknown_name
 from softgap.probe.capture import COLDEST
 
-__all__ = ["CONTROL", "Guard", "Limits", "Wish", "allowed_names", "refusal", "wishes"]
+__all__ = ["CONTROL", "Guard", "Limits", "RunRequest", "allowed_names", "parse_requests", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ _HOTTEST = 10.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """One generation.
 
     Attributes
@@ -103,7 +103,7 @@ class Wish:
         }
 
 
-def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
+def parse_requests(body: bytes, known: Sequence[str], limits: Limits) -> list[RunRequest]:
     """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
     try:
         given = json.loads(body)
@@ -119,7 +119,9 @@ def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
     seed = given.get("seed")
     number = _whole("seed", 0 if seed is None else seed, 0, _GREATEST_SEED)
     mechanisms = _mechanisms(given.get("mechanisms"), known, limits)
-    return [Wish(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)]
+    return [
+        RunRequest(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)
+    ]
 
 
 def _prompts(given: Any, limits: Limits) -> list[str]:
@@ -248,7 +250,7 @@ def refusal(
 ) -> tuple[int, str] | None:
     """Status and sentence, or None for a request that may pass."""
     host = headers.get("host", "")
-    if not _known(_without_port(host), names):
+    if not _is_known(_without_port(host), names):
         return 421, "this server answers only at its own address; open the address that softgap serve printed"
     if method not in ("GET", "HEAD", "POST"):
         return 405, f"the method must be GET or POST, got {method[:16]}"
@@ -281,7 +283,7 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-def _known(name: str, names: Sequence[str]) -> bool:
+def _is_known(name: str, names: Sequence[str]) -> bool:
     if name in names:
         return True
     if "*" not in names:

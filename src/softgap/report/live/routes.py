@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError
-from softgap.report.live.requests import Guard, Limits, wishes
+from softgap.report.live.requests import Guard, Limits, parse_requests
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
 from softgap.report.live.writer import Writer
 from softgap.report.page import REPORT, Look, policy_of, render
@@ -74,11 +74,11 @@ def shell(writer: Writer, limits: Limits, *, boot: str, token: str) -> str:
 
 def pane(writer: Writer, run: LiveRun) -> str:
     """The explorer of a run, empty: its events fill it."""
-    keys = keys_of(run.wish.mechanisms)
-    unknown = [None] * len(run.wish.mechanisms)
+    keys = keys_of(run.request.mechanisms)
+    unknown = [None] * len(run.request.mechanisms)
     data: dict[str, Any] = {
         "promptSteps": 0,
-        "pieces": {"prompt": [[run.wish.prompt, -1, 0, True]], "completion": []},
+        "pieces": {"prompt": [[run.request.prompt, -1, 0, True]], "completion": []},
         **{name: [] for name in ("tokens", "positions", "logprob", "entropy")},
         "arrays": {key: i for i, key in enumerate(keys)},
         "means": {},
@@ -97,13 +97,13 @@ def pane(writer: Writer, run: LiveRun) -> str:
     }
     document = {
         **_frame(writer),
-        "mechanisms": list(run.wish.mechanisms),
+        "mechanisms": list(run.request.mechanisms),
         "keys": list(keys),
         "about": [
             ["The model", f"{writer.name} is writing; what was measured and how is said here when it has ended."]
         ],
         "samples": [sample],
-        "opening": OPENING if {"fitted", "uniform"} <= set(run.wish.mechanisms) else {},
+        "opening": OPENING if {"fitted", "uniform"} <= set(run.request.mechanisms) else {},
         "groups": [],
         "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
@@ -286,9 +286,9 @@ class _Addresses:
     async def add(self, request: Request) -> Response:
         """Ask for runs."""
         known = self._writer.mechanisms
-        wanted = wishes(await _body(request, self._limits.request_bytes), known, self._limits)
-        for wish in wanted:
-            await run_in_threadpool(self._writer.check, wish, self._limits)
+        wanted = parse_requests(await _body(request, self._limits.request_bytes), known, self._limits)
+        for run_request in wanted:
+            await run_in_threadpool(self._writer.check, run_request, self._limits)
         return JSONResponse({"runs": self._queue.add(wanted)}, 202)
 
     async def pane(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_name
 from softgap.report.explorer import explorer_of
-from softgap.report.live.requests import Limits, Wish
+from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.live.writer import Writer
 from softgap.report.payload import about, dynamics, opening_sentence
 from softgap.trajectories import Study, Trajectories, open_study
@@ -151,7 +151,7 @@ class LiveRun:
     """
 
     run_id: str
-    wish: Wish
+    request: RunRequest
     state: State = "waiting"
     steps: int = 0
     reason: str = ""
@@ -167,7 +167,7 @@ class LiveRun:
             "steps": self.steps,
             "reason": self.reason,
             "saved": self.saved,
-            **self.wish.to_json(),
+            **self.request.to_json(),
         }
 
 
@@ -200,17 +200,17 @@ class Queue:
         if self._thread.is_alive():
             self._thread.join(seconds)
 
-    def add(self, wishes: Sequence[Wish]) -> list[str]:
+    def add(self, requests: Sequence[RunRequest]) -> list[str]:
         """Put runs at the end of the queue, all of them or none; their names."""
         with self._lock:
             waiting = sum(run.state == "waiting" for run in self._runs.values())
-            if waiting + len(wishes) > self._limits.queue:
+            if waiting + len(requests) > self._limits.queue:
                 raise TooManyError(
                     f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for a run to end, or stop one"
                 )
             added = []
-            for wish in wishes:
-                run = LiveRun(self._studies.new_name(slug(wish.prompt), self._runs), wish)
+            for request in requests:
+                run = LiveRun(self._studies.new_name(slug(request.prompt), self._runs), request)
                 self._runs[run.run_id] = run
                 added.append(run.run_id)
             self._forget()
@@ -243,7 +243,7 @@ class Queue:
         """What happened in some runs after the event of a number, in order."""
         with self._lock:
             runs = [self._runs[run_id] for run_id in dict.fromkeys(run_ids) if run_id in self._runs]
-            found = [(run.run_id, event) for run in runs for event in _later(run.events, after)]
+            found = [(run.run_id, event) for run in runs for event in _events_after(run.events, after)]
         return sorted(found, key=lambda pair: pair[1].number)
 
     def _work(self) -> None:
@@ -270,13 +270,13 @@ class Queue:
                 self._add(run, kind, values)
             self._note()
 
-        measured = self._writer.write(run.wish, tell, lambda: run.asked_to_stop)
+        measured = self._writer.write(run.request, tell, lambda: run.asked_to_stop)
         with self._lock:
             run.state = "finishing"
         self._note()
         study = self._studies.save(run.run_id, measured)
         run.saved = True
-        early = run.asked_to_stop and measured.n_steps < run.wish.max_new_tokens
+        early = run.asked_to_stop and measured.n_steps < run.request.max_new_tokens
         found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
         found["about"] = about(study, measured, 1, (), whole=True)
         sentence, known = opening_sentence([gap_sums(measured)], measured)
@@ -309,7 +309,7 @@ class Queue:
         self._changed()
 
 
-def _later(events: Sequence[Event], after: int) -> Sequence[Event]:
+def _events_after(events: Sequence[Event], after: int) -> Sequence[Event]:
     if not events or events[-1].number <= after:
         return ()
     return [event for event in events if event.number > after]

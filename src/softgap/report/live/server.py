@@ -10,7 +10,7 @@ from softgap.errors import UnsupportedError, ValueInputError
 from softgap.models.loading import Loaded
 from softgap.report.live.requests import Limits
 
-__all__ = ["bound", "require_server", "serve"]
+__all__ = ["bind_socket", "require_server", "serve"]
 
 _LATE_SECONDS = 3
 
@@ -27,7 +27,7 @@ def require_server() -> None:
     del starlette, uvicorn
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at this address; port 0 takes any that is free."""
     if not 0 <= port <= 65535:
         raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 chooses a free port")
@@ -86,7 +86,7 @@ def serve(
 
     limits = limits or Limits()
     folder = Studies.at(Path(studies).expanduser(), limits)
-    with bound(host, port) as listening:
+    with bind_socket(host, port) as listening:
         writer = Writer.of(load())
         names = allowed_names(host, socket.gethostname())
         server: uvicorn.Server | None = None

@@ -17,8 +17,8 @@ from softgap.models.loading import Loaded
 from softgap.probe import Step, generate, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import ready
-from softgap.report.live.requests import CONTROL, Limits, Wish
-from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, rounded
+from softgap.report.live.requests import CONTROL, Limits, RunRequest
+from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.trajectories import QUANTITIES, Trajectories
 
 __all__ = ["Writer"]
@@ -61,7 +61,7 @@ class Writer:
         """Of the model."""
         return str(self.model.name_or_path)
 
-    def check(self, wish: Wish, limits: Limits) -> None:
+    def check(self, wish: RunRequest, limits: Limits) -> None:
         """Refuse a prompt that is too long, for the server or for the model's context."""
         # A tokenizer must not be asked twice at the same time.
         with self._reading:
@@ -73,7 +73,7 @@ class Writer:
             )
         check_lengths(self.model, [ids], wish.max_new_tokens)
 
-    def write(self, wish: Wish, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+    def write(self, wish: RunRequest, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
         """Generate, and tell ``begin`` once and ``step`` for every token, with the numbers that the run will have."""
         settings: dict[str, Any] = {"do_sample": False}
         if wish.temperature is not None:
@@ -94,7 +94,7 @@ class Writer:
 class _Listener:
     """Makes events of steps; holds what it has to know from one to the next."""
 
-    def __init__(self, wish: Wish, tokenizer: Any, tell: Tell) -> None:
+    def __init__(self, wish: RunRequest, tokenizer: Any, tell: Tell) -> None:
         self._wish = wish
         self._tokenizer = tokenizer
         self._tell = tell
@@ -123,8 +123,8 @@ class _Listener:
                 "step": self._offset + step.index,
                 "token": self._tokens[-1],
                 "position": self._position + step.index,
-                "logprob": rounded(step.logprob)[0],
-                "entropy": rounded(step.entropy)[0],
+                "logprob": round_values(step.logprob)[0],
+                "entropy": round_values(step.entropy)[0],
                 "from": same,
                 "pieces": pieces[same:],
                 "values": _encoded(np.stack(values)),
@@ -138,7 +138,9 @@ class _Listener:
         prompt = run.prompt
         self._offset = 0 if prompt is None else prompt.n_steps
         self._position = int(run.positions[0])
-        scores = {} if prompt is None else {"logprob": rounded(prompt.logprob), "entropy": rounded(prompt.entropy)}
+        scores = (
+            {} if prompt is None else {"logprob": round_values(prompt.logprob), "entropy": round_values(prompt.entropy)}
+        )
         arrays = {} if prompt is None else {key: _encoded(array_of(prompt, key)[self._real]) for key in self._keys}
         self._tell(
             "begin",
