@@ -222,7 +222,7 @@ def test_refusals_are_sentences_on_the_page(page: Page) -> None:
         ("", "4", "A prompt must contain text"),
         (FOX, "4000", "max_new_tokens must be a whole number from 1 to 1,000, got 4000."),
         ("fox " * 2100, "4", "A prompt may have at most 2,000 tokens here"),
-        ("fox " * 20000, "4", "A request may have 65,536 bytes"),
+        ("fox " * 20000, "4", "A request may have at most 65,536 bytes"),
     ):
         page.locator("#prompt").fill(prompt)
         page.locator("#length").evaluate(f"(field) => {{ field.value = '{length}'; field.removeAttribute('max'); }}")

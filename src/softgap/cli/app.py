@@ -33,6 +33,7 @@ lab = typer.Typer(
     name="lab",
     add_completion=False,
     help="Test the claims of the theory on synthetic data, or in a real model with --model.",
+    epilog="Example: softgap lab focus --model smollm2-135m",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -231,7 +231,9 @@ def task_command(
 
 
 study = typer.Typer(
-    name="study", help="Measure many prompts, score and label the answers, resume where a study stopped."
+    name="study",
+    help="Measure many prompts, score and label the answers, resume where a study stopped.",
+    epilog="Example: softgap study task lookup --n 400 --out runs/lookup",
 )
 
 
