@@ -26,7 +26,7 @@ class PlanOptions:
     )
     between: Annotated[
         list[str] | None,
-        typer.Option(help="Group to compare; give it twice. Default: the two groups of the study.", show_default=False),
+        typer.Option(help="Group to compare; give it twice. Default: all groups.", show_default=False),
     ] = None
     first: Annotated[
         str | None, typer.Option(help="Group whose larger values count as a positive effect.", show_default=False)

@@ -105,7 +105,7 @@ def linearize_command(
     ] = "groups",
     score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher",
     repair: Annotated[
-        bool, typer.Option("--output-correction/--no-output-correction", help="Refit the output of swapped heads.")
+        bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
     ] = True,
     tune: Annotated[
         int,

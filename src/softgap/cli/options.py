@@ -104,8 +104,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 # Earlier spellings of options, accepted for one release; --help shows the present ones only.
 _ALIASES = {
     "--plan": "--preregistration",
-    "--repair": "--output-correction",
-    "--no-repair": "--no-output-correction",
+    "--repair": "--correct",
+    "--no-repair": "--no-correct",
     "--tune": "--distil",
 }
 
