@@ -242,7 +242,7 @@ def test_the_table_predicts_what_a_simulation_gives() -> None:
         (lambda: finite_sparsity(1.0, 0), "n must be at least 1, got 0; give the number of keys"),
         (lambda: finite_sparsity(-2.0, 5), "gamma must be finite and not negative, got -2"),
         (lambda: iid_sparsity([-1.0, 1.0], 1), "query features must not be negative, got -1"),
-        (lambda: iid_sparsity([1.0], -1), "noise is a ratio of positive numbers, got -1"),
+        (lambda: iid_sparsity([1.0], -1), "noise must be positive, got -1"),
         (lambda: norm_ratio_bounds(0), "d must be at least 1, got 0"),
         (
             lambda: simulate_sparsity("relu", beta=-30, gamma=1, n=4, draws=5, rng=np.random.default_rng(0)),

@@ -142,7 +142,8 @@ class Headline:
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
         keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
         spread = "" if np.isnan(self.fewest) else f" ({self.fewest:.0f} to {self.most:.0f})"
-        return f"{len(self.stubborn)} of {self.heads} heads{spread} {keep}{classical}: most of all {listed}"
+        first = "most of all " if len(self.stubborn) > 1 else ""
+        return f"{len(self.stubborn)} of {self.heads} heads{spread} {keep}{classical}: {first}{listed}"
 
 
 def _percent(share: float) -> str:

@@ -94,7 +94,7 @@ def _fit(
     loaded = load_model(model, **options)
     with quiet_transformers(downloads=False), reporter(True) as report:
         try:
-            found = calibrate(
+            calibration = calibrate(
                 *loaded,
                 texts,
                 recipe=recipe,
@@ -107,7 +107,7 @@ def _fit(
             raise KeyboardInterrupt(
                 "interrupted; run the same command again to resume after the finished layers"
             ) from None
-    return found, out or calibration_path(found.fingerprint)
+    return calibration, out or calibration_path(calibration.fingerprint)
 
 
 def _show(calibration: Calibration, path: Path) -> None:
@@ -169,11 +169,11 @@ def _cells(closed: Closed) -> tuple[str, str]:
     return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
 
 
-def _ladder_table(found: Ladders) -> Table:
-    table = Table(title=f"Distance from softmax over {found.tokens} held-out tokens", title_justify="left")
+def _ladder_table(ladders: Ladders) -> Table:
+    table = Table(title=f"Distance from softmax over {ladders.tokens} held-out tokens", title_justify="left")
     for heading in ("mechanism", "features", "divergence", "weight error", "rank floor"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
-    for rung in found.rungs:
+    for rung in ladders.rungs:
         features, floor = (
             "" if value is None else form.format(value)
             for value, form in ((rung.features, "{}"), (rung.floor, "{:.3f}"))
@@ -182,11 +182,11 @@ def _ladder_table(found: Ladders) -> Table:
     return table
 
 
-def _capacity(found: Ladders) -> str:
+def _capacity(ladders: Ladders) -> str:
     """The rank of the off-diagonal blocks of softmax: one line per share of the energy, without the sink first."""
     lines = ["Rank of the off-diagonal blocks of softmax in the median head, and its growth with length:"]
-    for growth in found.growth:
-        ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, growth.ranks, strict=True))
+    for growth in ladders.growth:
+        ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(ladders.sizes, growth.ranks, strict=True))
         line = f"  {'with' if growth.sink else 'without'} the sink, {growth.energy:.1%} of the energy: {ranks}"
         if growth.exponent is not None:
             low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent)  # no -0.00

@@ -67,11 +67,11 @@ def injectivity_command(
     check_out(out)
     name = choose_model(model, text)
     if name is None:
-        found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
-        draw = partial(_draw_synthetic, found)
-        present_lab(found, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
+        result = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
+        draw = partial(_draw_synthetic, result)
+        present_lab(result, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
         if not as_json:
-            output.console().print(_search_table(found))
+            output.console().print(_search_table(result))
         return
     lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
     title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"

@@ -104,16 +104,16 @@ def separation_command(
     }
     if train:
         _check_training(task, mechanism)
-    found: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
+    result: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
     if train:
-        found = replace(found, trained=_train(task, mechanism, steps, seeds, out))
+        result = replace(result, trained=_train(task, mechanism, steps, seeds, out))
 
     def draw() -> Any:
         from softgap.report.lab_figures import draw_separation
 
-        return draw_separation(found)
+        return draw_separation(result)
 
-    present_lab(found, draw, title="Separation", out=out, as_json=as_json)
+    present_lab(result, draw, title="Separation", out=out, as_json=as_json)
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:

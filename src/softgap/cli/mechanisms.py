@@ -54,7 +54,7 @@ def _measure(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
 def _document(
     registry: Mapping[str, Mechanism], head: SyntheticHead | None, rows: Sequence[Measurement]
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_describe(found) for found in registry.values()]}
+    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_describe(mechanism) for mechanism in registry.values()]}
     if head is not None:
         document["synthetic_head"] = {"length": head.length, "dim": head.dim, "seed": head.seed}
         document["measurements"] = [asdict(row) for row in rows]
@@ -86,18 +86,18 @@ def _registry_table(registry: Mapping[str, Mechanism]) -> Table:
         table.add_column(heading)
     table.add_column("needs", overflow="fold")
     table.add_column("paper", overflow="fold", ratio=2)
-    for found in registry.values():
-        features = found.feature_dim(_DIM)
+    for mechanism in registry.values():
+        features = mechanism.feature_dim(_DIM)
         table.add_row(
-            found.name,
-            found.kind,
-            found.formula,
+            mechanism.name,
+            mechanism.kind,
+            mechanism.formula,
             "" if features is None else f"{features:,}",
-            "yes" if found.signed else "",
-            "" if found.scale == "none" else found.scale,
-            "all" if len(found.forms) > 1 else found.forms[0],
-            ", ".join(found.needs),
-            found.paper,
+            "yes" if mechanism.signed else "",
+            "" if mechanism.scale == "none" else mechanism.scale,
+            "all" if len(mechanism.forms) > 1 else mechanism.forms[0],
+            ", ".join(mechanism.needs),
+            mechanism.paper,
         )
     return table
 

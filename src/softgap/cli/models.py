@@ -22,9 +22,9 @@ def models_command(as_json: Json = False) -> None:
     """
     from softgap.models import available_models
 
-    found = available_models()
+    models = available_models()
     if as_json:
-        output.write_json({"default": found[0].name, "models": [_describe(info) for info in found]})
+        output.write_json({"default": models[0].name, "models": [_describe(info) for info in models]})
         return
     table = Table(title="Models", title_justify="left")
     for heading in ("name", "type"):
@@ -33,7 +33,7 @@ def models_command(as_json: Json = False) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("origin", no_wrap=True)
     table.add_column("path", overflow="fold")
-    for info in found:
+    for info in models:
         parameters = "" if info.parameters is None else _format_count(info.parameters)
         size = "" if info.size_bytes is None else f"{_format_count(info.size_bytes)}B"
         place = "" if info.path is None else str(info.path)

@@ -166,13 +166,13 @@ def _show_map(console: Console, findings: Findings) -> None:
 
 def _show_heads(console: Console, findings: Findings) -> None:
     out = findings.standing_out()
-    chosen = [*out[:_LISTED], *(head for head in out[-_LISTED:] if head not in out[:_LISTED])]
+    listed = [*out[:_LISTED], *(head for head in out[-_LISTED:] if head not in out[:_LISTED])]
     title = "Heads that differ most from noise" if out else "No head differs from noise; the most extreme heads"
     if not out:
         ranked = sorted(findings.eligible, key=lambda head: head.z)
-        chosen = [*ranked[:2], *ranked[-2:]] if len(ranked) > 3 else ranked
+        listed = [*ranked[:2], *ranked[-2:]] if len(ranked) > 3 else ranked
     quantity = str(findings.settings["quantity"])
-    rows = [_cells(head, quantity, wide=console.width >= _WIDE) for head in chosen]
+    rows = [_cells(head, quantity, wide=console.width >= _WIDE) for head in listed]
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == _NEAREST else "right", no_wrap=True)
@@ -212,22 +212,22 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
 
     if out is None:
         home = Folder.at(study)
-        taken = [int(name) for name in home.names("comparisons") if name.isdecimal()]
-        folder = home.below(f"comparisons/{max(taken, default=0) + 1:04d}")
+        numbers = [int(name) for name in home.names("comparisons") if name.isdecimal()]
+        folder = home.below(f"comparisons/{max(numbers, default=0) + 1:04d}")
     else:
         folder = Folder.at(out)
     folder.create()
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
-    said, picture = [f"saved {folder.given}"], None
+    lines, picture = [f"saved {folder.given}"], None
     try:
         picture = _comparison_svg(findings)
         folder.replace("figure.svg", picture)
     except UnsupportedError as error:
-        said.append(f"no picture: {error}")
+        lines.append(f"no picture: {error}")
     document = document_values(comparison_document(findings, picture))
     folder.replace("findings.json", (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode())
-    return said
+    return lines
 
 
 def _comparison_svg(findings: ComparisonFindings) -> bytes:
@@ -345,5 +345,5 @@ def _most_common(outcomes: dict[str, list[float]], rate: int) -> str:
     return max(outcomes, key=lambda name: outcomes[name][rate])
 
 
-def _format_interval(found: dict[str, Any], form: str) -> str:
-    return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
+def _format_interval(interval: dict[str, Any], form: str) -> str:
+    return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"

@@ -77,8 +77,8 @@ def run_lab(
     from softgap.cli.render.output import waiting_share
 
     with waiting_share(stage) as show:
-        found: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
-    return cast(Result, dataclasses.replace(found, settings={**(about or {}), **found.settings, "seed": seed}))
+        result: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
+    return cast(Result, dataclasses.replace(result, settings={**(about or {}), **result.settings, "seed": seed}))
 
 
 def choose_model(model: str | None, text: str | None) -> str | None:
@@ -101,8 +101,8 @@ def model_and_texts(
     front = ids[:1] if ids[0] == first and tokens > 1 else []
     rest, size = ids[len(front) :], tokens - len(front)
     parts = [rest[i : i + size] for i in range(0, len(rest) - size + 1, size)] or [rest]
-    taken = min(texts, len(parts))
-    return model, [front + parts[i * len(parts) // taken] for i in range(taken)]
+    count = min(texts, len(parts))
+    return model, [front + parts[i * len(parts) // count] for i in range(count)]
 
 
 def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None) -> tuple[Any, list[int], int | None]:
@@ -115,11 +115,11 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     from softgap.theory.lab import PASSAGE
 
     page = PASSAGE if text is None else plain_text(*given_text(text))
-    for wanted in mechanisms or ():
-        resolve(wanted.partition("@")[0])
+    for mechanism in mechanisms or ():
+        resolve(mechanism.partition("@")[0])
     model, tokenizer = load_model(name)
-    for wanted in mechanisms or ():
-        ready(wanted, model)  # its parameters, if it needs any, are those of a calibration
+    for mechanism in mechanisms or ():
+        ready(mechanism, model)  # its parameters, if it needs any, are those of a calibration
     return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
 
 

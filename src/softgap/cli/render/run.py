@@ -105,8 +105,8 @@ def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "laye
 
 def _first_sentence(summary: Summary) -> Text:
     """The headline, or how to get one."""
-    found = summary.headline
-    return Text(UNKNOWN if found is None else found.sentence)
+    headline = summary.headline
+    return Text(UNKNOWN if headline is None else headline.sentence)
 
 
 def _text(console: Console, run: Trajectories) -> Text:
