@@ -33,7 +33,7 @@ WITHOUT_MODEL: Table = {
     "separation: no rows": ("lab separation --n 0", "d = 2", "the construction needs d >= 5 and t >= 1, got d = 2"),
     "separation: endless rows": (f"lab separation --n {NINES}", NINES, "invalid value for '--n': .* less than or"),
     "separation: no signs": ("lab separation --m 0", "0", "m must be a whole number from 1, got 0; leave it out for"),
-    "separation: no level": ("lab separation --a0 nan", "nan", "a0 must be between 0 and 10, got nan; the source"),
+    "separation: no level": ("lab separation --a0 nan", "nan", "a0 must be between 0 and 10, got nan; the paper"),
     "separation: an endless level": ("lab separation --a1 inf", "inf", "a1 must be between 0 and 10, got inf; the"),
     "separation: endless draws": (f"lab separation --draws {NINES}", NINES, "invalid value for '--draws': .* less"),
     "separation: no map": ("lab separation --map ''", "''", "a map has two axes, written like d,b or .*, got ''"),
