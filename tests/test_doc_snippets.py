@@ -148,8 +148,12 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
 
 # Lines of the README that a command printed, with what the code says there: numbers and names of the run stand for *.
 PRINTED = {
-    "src/softgap/cli/report.py": ["opens in any browser:"],
-    "src/softgap/cli/render/findings.py": ["in the median of ", "; white noise of these lengths ", " below noise and "],
+    "src/softgap/cli/report.py": ["MB. Open it in any browser:"],
+    "src/softgap/cli/render/findings.py": [
+        "Median permutation entropy of ",
+        "). White noise of the same lengths: ",
+        " below noise and ",
+    ],
     "src/softgap/gates/model.py": [
         "largest difference of logits, greedy and sampling",
         "largest difference from the float64 reference",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from explorer_examples import save_study, story
+from support.explorer_examples import save_study, story
 
 SOURCE = Path(__file__).parents[1] / "src"
 HEAVY = ("torch", "transformers")

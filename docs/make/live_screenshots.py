@@ -83,7 +83,7 @@ def shot(
     save(name, page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": width, "height": top + bottom + 12}))
     for button in page.locator("#runs").get_by_role("button", name="Stop").all():
         button.click()
-    waited(lambda: page.locator("#queue-state").inner_text() == "nothing runs")
+    waited(lambda: page.locator("#queue-state").inner_text() == "no run is active")
     made.close()
 
 

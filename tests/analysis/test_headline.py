@@ -45,8 +45,8 @@ def test_the_share_is_one_minus_a_ratio_of_means() -> None:
     assert found.classical_high is not None
     assert found.classical_low <= found.classical <= found.classical_high
     assert (found.fewest, found.most, found.classical_stubborn) == (1, 1, 8)
-    assert "1 (1 to 1) of 8 heads keeps more than half of the gap, with elu1 8, " in found.sentence
-    assert f"layer {run.layers[-1]} head" in found.sentence
+    assert "1 of 8 heads (1 to 1) keeps more than half of its gap (with elu+1, 8 do): " in found.sentence
+    assert found.sentence.endswith(f"(with elu+1, 8 do): {run.layers[-1]}.3 (90 %).")
 
 
 def test_without_a_fitted_map_there_is_no_headline() -> None:
@@ -76,7 +76,7 @@ def test_the_number_of_heads_has_an_interval_where_samples_differ() -> None:
     assert found is not None
     # Either kind of sample may fill a resample: then one head keeps more than half, or all of them do.
     assert (found.fewest, found.most) == (1, 8)
-    assert f" ({found.fewest:.0f} to {found.most:.0f}) of 8 heads" in found.sentence
+    assert f" of 8 heads ({found.fewest:.0f} to {found.most:.0f}) keep" in found.sentence
 
 
 def test_what_is_left_is_a_share_of_each_gap() -> None:
@@ -99,7 +99,7 @@ def test_heads_are_named_in_the_order_of_the_share_that_the_sentence_speaks_of()
     assert found is not None
     assert found.stubborn == ((7, 1), (7, 0), (4, 1), (4, 0))
     assert found.kept == pytest.approx((1.11, 0.95, 0.8, 0.6))
-    assert found.sentence.endswith("most of all layer 7 head 1 (1.11), layer 7 head 0 (0.95), layer 4 head 1 (0.80).")
+    assert found.sentence.endswith("most of all 7.1 (111 %), 7.0 (95 %) and 4.1 (80 %).")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -114,8 +114,8 @@ def test_the_order_of_heads_is_that_of_the_shares(seed: int) -> None:
 def test_stricter_measures_of_the_calibration_are_quoted_as_far_as_they_are_known() -> None:
     known = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7, "explained_uniform": -1.13}
     whole = held_out_sentence({**known, "rank_correlation": 0.74})
-    assert "closes 0.81 of the gap that the mean of values leaves and 0.69 of the gap that profile" in whole
-    assert "explains 0.70 of the output's energy in the median head, where the mean of values explains −1.13." in whole
+    assert "closes 81 % of the gap that the mean of values leaves, and 69 % of the gap that profile" in whole
+    assert "explains 0.70 of the output energy in the median head; the mean of values explains −1.13." in whole
     assert "rank correlation of 0.74 (Spearman)" in whole
     assert "rank correlation" not in held_out_sentence(known)
     for nothing in ({}, None, "text", {**known, "gap_closed": "0.8"}, {**known, "explained": float("nan")}):
@@ -132,7 +132,7 @@ def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:
     assert found is not None
     assert found.classical is None
     assert found.classical_stubborn is None
-    assert "elu1" not in found.sentence
+    assert "elu" not in found.sentence
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

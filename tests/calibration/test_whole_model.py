@@ -32,7 +32,7 @@ from softgap.models.calibrations import calibration_path, default_mechanisms
 from softgap.models.tensor_files import load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
-from softgap.report.columns import own_calibration
+from softgap.report.columns import study_calibration
 from softgap.trajectories import open_study
 from support.model_examples import attending_llama, byte_tokenizer, tiny_llama
 from support.probe_cases import tiny_with
@@ -421,7 +421,7 @@ def test_the_report_of_a_study_shows_what_its_own_calibration_closes(tmp_path: P
     sharp = attending_llama(max_position_embeddings=1024)
     found = calibrate(sharp, TOKENIZER, [written()], recipe=RECIPE, positions=256)
     softgap.read(sharp, TOKENIZER, written(8), mechanisms=["fitted", "uniform"]).save(tmp_path / "study")
-    path = own_calibration(open_study(tmp_path / "study").manifest)
+    path = study_calibration(open_study(tmp_path / "study").manifest)
     assert path == calibration_path(found.fingerprint)
     page = write_explorer(tmp_path / "study", tmp_path / "study.html").path.read_text(encoding="utf-8")
     assert "gap closed by the calibration" in page

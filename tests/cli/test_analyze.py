@@ -42,7 +42,7 @@ def test_a_study_is_summed_up_and_drawn(study: Path) -> None:
     done = script("analyze", str(study), "--transform", "raw", "--order", "4", cwd=study.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for part in ("transform raw", "order 4", "1 sample of 300 steps", "1 head below noise", "0.0", "logistic r=4"):
+    for part in ("transform raw", "order 4", "1 sample with 300 steps", "1 head below noise", "0.0", "logistic r=4"):
         assert part in done.stdout
     findings = json.loads((study / "analysis" / "findings.json").read_text())
     assert [0, 0] in findings["standing_out"]
@@ -94,7 +94,7 @@ def test_a_study_of_many_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["analyze", str(tmp_path / "study"), "--transform", "residual"]) == 0
     shown = capsys.readouterr().out
     used = [run.n_steps for run in runs if run.n_steps >= 16]
-    assert f"{len(used)} samples of {sum(used):,} steps in all; {60 - len(used)} more are too short" in shown
+    assert f"{len(used)} samples with {sum(used):,} steps in total; {60 - len(used)} more are too short" in shown
     document = json.loads((tmp_path / "study" / "analysis" / "findings.json").read_text())
     assert {head["windows"] for head in document["heads"]} == {sum(used) - 2 * len(used)}
 
@@ -134,7 +134,7 @@ def test_a_study_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [path.name for path in (tmp_path / "study" / "analysis").iterdir()] == ["findings.json"]
     picture = tmp_path / "plane.png"
     sentence = failure(["analyze", str(tmp_path / "study"), "--json", "--out", str(picture)], capsys)
-    assert sentence.startswith("no head has windows enough for the complexity-entropy plane; 17 windows are fewer")
+    assert sentence.startswith("no head has enough windows for the complexity-entropy plane; 17 windows are fewer")
 
 
 def test_without_matplotlib_only_the_picture_is_missing(
@@ -143,10 +143,10 @@ def test_without_matplotlib_only_the_picture_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["analyze", str(study)]) == 0
     shown = capsys.readouterr().out
-    assert "no picture: a picture needs matplotlib; install it with: pip install 'softgap[plot]'" in shown
+    assert "no picture: a figure needs matplotlib; install it with: pip install 'softgap[plot]'" in shown
     assert [path.name for path in (study / "analysis").iterdir()] == ["findings.json"]
     sentence = failure(["analyze", str(study), "--out", "plane.svg"], capsys)
-    assert sentence.startswith("a picture needs matplotlib")
+    assert sentence.startswith("a figure needs matplotlib")
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,14 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     assert main(["read", "short.txt", "--model", str(folder), "--out", "before"]) == 0
     assert main(["calibrate", str(folder), "--text", "boats.txt", *QUICK]) == 0
     shown = capsys.readouterr().out
-    assert "Fitted 4 features to every head in 3 steps, on the text given." in shown
-    assert "gap left by profile closed by fitted" in shown
+    assert "Fitted 4 features to every head in 3 steps, on the given text." in shown
+    assert "gap to profile closed by fitted" in shown
     assert "energy explained by uniform, median head" in shown
     assert "On held-out text the calibration closes" in shown
     assert "rank correlation" in shown
     assert main(["read", "short.txt", "--model", str(folder), "--out", "after"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "share of its gap that the fitted map leaves to each head" in shown
+    assert "share of the gap that the fitted map leaves, by head" in shown
     assert "On held-out text the calibration closes" in shown
     assert load("before").mechanisms == ("elu1", "uniform")
     assert load("after").mechanisms == ("elu1", "uniform", "fitted")
@@ -73,9 +73,9 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--steps", "5", "--minutes", "1"], "give --steps or --minutes and not both, got 5 and 1; --steps is the "),
+        (["--steps", "5", "--minutes", "1"], "give --steps or --minutes, not both, got 5 and 1; only --steps is "),
         (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
-        (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' is there already; choose another file, or "),
+        (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' already exists; choose another file, or "),
         (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
         (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 300 is usual"),
         (

@@ -46,7 +46,7 @@ def test_a_plan_decides_everything_and_its_hash_is_kept_first(study: Path, capsy
     plan = 'features = ["mean"]\npermutations = 99\nrefits = 19\ndraws = 1\nmargin = 0.9\nmatch = []\n'
     Path("plan.toml").write_text(plan)
     assert failure(["compare", "s", "--plan", "plan.toml", "--margin", "0.4"], capsys) == (
-        "a plan decides everything, got margin on the command line too; write it into 'plan.toml'"
+        "a preregistration sets every option, but the command line also gives margin; write it into 'plan.toml'"
     )
     assert main(["compare", "s", "--plan", "plan.toml", "--json", "--out", "out"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -91,7 +91,7 @@ def test_the_report_shows_the_comparison(study: Path, capsys: pytest.CaptureFixt
     assert main(["report", "s", "--out", "s.html"]) == 0
     page = html.unescape(Path("s.html").read_text(encoding="utf-8"))
     assert sentence in page
-    assert "The largest units, of all samples" in page
+    assert "Units with the largest effects, over all samples" in page
     assert "exploratory: no plan was written down" in page
     assert main(["report", "s/comparisons/0001", "--out", "alone.html"]) == 0
     assert sentence in html.unescape(Path("alone.html").read_text(encoding="utf-8"))

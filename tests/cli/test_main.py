@@ -7,12 +7,16 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import softgap
 from softgap.cli import main
+from softgap.cli.app import app
 from softgap.cli.render.output import write_json
 from softgap.errors import ShapeError
 
@@ -45,10 +49,36 @@ def test_version_is_that_of_the_package() -> None:
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"softgap {softgap.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["", "run", "read", "doctor", "models", "mechanisms"])
+def command_names(command: Any, name: str = "") -> Iterator[str]:
+    """A command, and those below it."""
+    yield name
+    for inner, below in getattr(command, "commands", {}).items():
+        yield from command_names(below, f"{name} {inner}".strip())
+
+
+@pytest.mark.parametrize("command", list(command_names(typer.main.get_command(app))))
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*filter(None, (command, "--help"))]) == 0
+    assert main([*command.split(), "--help"]) == 0
     assert f"Example: softgap {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "earlier", "present"),
+    [
+        ("compare s", "--plan x.toml", "plan"),
+        ("compare s", "--plan=x.toml", "plan"),
+        ("linearize", "--tune 3", "tune"),
+        ("linearize", "--no-repair", "repair"),
+    ],
+)
+def test_the_earlier_spelling_of_an_option_is_accepted_and_not_listed(
+    command: str, earlier: str, present: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = command.split()
+    parsed = typer.main.get_command(app).commands[name].make_context(name, [*arguments, *earlier.split()])  # type: ignore[attr-defined]
+    assert parsed.params[present] == {"plan": "x.toml", "tune": 3, "repair": False}[present]
+    assert main([name, "--help"]) == 0
+    assert earlier.partition("=")[0].split()[0] not in capsys.readouterr().out.split()
 
 
 def test_mechanisms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from softgap.cli import main
-from softgap.cli.models import _counted
+from softgap.cli.models import _format_count
 from softgap.models import ModelInfo, available_models
 from support.cli_examples import tiny_folder
 from support.model_examples import hub_cache
@@ -46,7 +46,7 @@ def test_the_hub_cache_is_listed(
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     parameters = available_models()[-1].parameters
     assert parameters is not None
-    assert cells[:3] == ["someone/tiny", "llama", _counted(parameters)]
+    assert cells[:3] == ["someone/tiny", "llama", _format_count(parameters)]
     assert cells[4] == "hub cache"
     assert str(snapshot).startswith(cells[5])
 
@@ -68,4 +68,4 @@ def test_a_model_that_is_absent_has_no_size(
     [(0, "0 "), (999, "999 "), (1000, "1 k"), (999_499, "999 k"), (999_500, "1 M"), (134_515_008, "135 M")],
 )
 def test_counts_have_three_digits(number: int, shown: str) -> None:
-    assert _counted(number) == shown
+    assert _format_count(number) == shown

@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_what_was_finished(
     assert failure(arguments, capsys, code=130) == "interrupted"
     assert not Path("a").exists()
     stop = 2
-    assert failure(arguments, capsys, code=130) == "interrupted; 2 of 3 samples can be read in 'a'"
+    assert failure(arguments, capsys, code=130) == "interrupted; 2 of 3 samples are saved in 'a'"
     study = open_study("a")
     assert (study.ids, study.state) == (("0", "7"), "running")
     assert [run.completion_text for run in study] == [" ran", " are four"]
@@ -228,7 +228,7 @@ REFUSED = {
         r"'empty.jsonl' must hold at least one JSON line with prompt and completion, got none.*",
     ),
     "bytes": (["bytes.txt"], r"'bytes.txt' must be UTF-8 text, got the byte 0xff at 1; convert it first"),
-    "a chat of one": (["fox.txt", "--chat"], r"--chat goes with prompts and completions, got a plain text; .*"),
+    "a chat of one": (["fox.txt", "--chat"], r"--chat needs prompts and completions, got a plain text; .*"),
     "an unknown mechanism": (["fox.txt", "--mechanism", "elu_1"], r"unknown mechanism 'elu_1'; did you mean 'elu1'\?"),
     "a file as study": (
         ["fox.txt", "--out", "fox.txt"],

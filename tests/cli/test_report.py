@@ -27,7 +27,7 @@ def test_the_last_line_is_the_path(study: Path, capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines()[-1] == str(study / "report.html")
-    assert "a report on 1 sample; " in captured.out
+    assert "Report on 1 sample, " in captured.out
     page = (study / "report.html").read_text()
     assert page.startswith("<!doctype html>")
     # What was measured is untouched, and a report is replaced by the next one.
@@ -58,7 +58,7 @@ def test_samples_asked_for_are_carried(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(study), "--sample", "s2", "--sample", "s1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["carried"] == 2
     assert main(["report", str(study), "--sample", "s1"]) == 0
-    assert "4 samples, 1 of them token by token" in capsys.readouterr().out
+    assert "Report on 4 samples (1 of them token by token), " in capsys.readouterr().out
     assert failure(["report", str(study), "--sample", "s9"], capsys) == "unknown sample 's9'; did you mean 's3'?"
 
 
@@ -77,10 +77,10 @@ def test_a_newer_format(study: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_studies_with_nothing_in_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     StudyWriter(tmp_path / "begun", story().manifest)
     words = failure(["report", str(tmp_path / "begun")], capsys)
-    assert words.startswith(f"a report needs trajectories, but the study at '{tmp_path / 'begun'}' holds no sample; ")
+    assert words.startswith(f"a report needs trajectories, but the study at '{tmp_path / 'begun'}' has no sample; ")
     save_study(tmp_path / "empty", [story(steps=0, prompt_steps=4)])
     words = failure(["report", str(tmp_path / "empty")], capsys)
-    assert words.startswith(f"a report needs steps, but the study at '{tmp_path / 'empty'}' holds none in any sample")
+    assert words.startswith(f"a report needs steps, but no sample of the study at '{tmp_path / 'empty'}' has any;")
     assert not (tmp_path / "empty" / "report.html").exists()
 
 
@@ -102,9 +102,7 @@ def test_other_files_are_not_replaced_unasked(study: Path, tmp_path: Path, capsy
     precious = tmp_path / "thesis.html"
     precious.write_text("<!doctype html><p>my thesis")
     words = failure(["report", str(study), "--out", str(precious)], capsys)
-    assert words.startswith(
-        f"'{precious}' is there and is not a report of softgap; choose another file, or add --overw"
-    )
+    assert words.startswith(f"'{precious}' exists and is not a softgap report; choose another file, or add --overw")
     assert precious.read_text() == "<!doctype html><p>my thesis"
     assert "is a folder; add a file name" in failure(["report", str(study), "--out", str(tmp_path)], capsys)
     assert main(["report", str(study), "--out", str(precious), "--overwrite"]) == 0

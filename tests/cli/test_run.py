@@ -136,8 +136,8 @@ def test_the_summary_ends_with_the_place(
     for name, value in means.items():
         assert re.search(rf"^{name} +{value:.3f} ", captured.out, flags=re.MULTILINE)
     distance = np.abs(run.select("elu1").divergence - run.select("uniform").divergence).mean()
-    assert f"it is {distance:.4f} away from that of uniform" in " ".join(captured.out.split())
-    assert "a measurement and not a diagnosis" in " ".join(captured.out.split())
+    assert f"it differs by {distance:.4f} from that of uniform" in " ".join(captured.out.split())
+    assert "It is a measurement, not a diagnosis." in " ".join(captured.out.split())
     assert f"log-probability {run.logprob.mean():.3f}, entropy {run.entropy.mean():.3f} nats" in captured.out
 
 
@@ -398,5 +398,5 @@ def test_ctrl_c_keeps_the_tokens_so_far(
 
     monkeypatch.setattr("softgap.probe.generate", interrupted)
     arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]
-    assert failure(arguments, capsys, code=130) == "interrupted; the 5 tokens so far can be read in 'runs/fox'"
+    assert failure(arguments, capsys, code=130) == "interrupted; the first 5 tokens are saved in 'runs/fox'"
     assert load("runs/fox").n_steps == 5

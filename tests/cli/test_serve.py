@@ -30,7 +30,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_study_is_no_folder_of_studies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     study = save_study(tmp_path / "runs" / "fox", [story(steps=3)])
     sentence = failure(["serve", "--studies", str(study)], capsys)
-    assert sentence == f"'{study}' is a study itself, and a folder of studies is needed; give '{study.parent}'"
+    assert sentence == f"--studies must be a folder of studies, but '{study}' is a study; give '{study.parent}'"
 
 
 def test_a_file_is_no_folder_of_studies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str], port: str) -> N
 def test_an_address_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "192.0.2.1"]) == 2
     warning, sentence = capsys.readouterr().err.splitlines()
-    assert warning.startswith("softgap: --host 192.0.2.1 lets every machine that reaches this one run the model")
+    assert warning.startswith("softgap: with --host 192.0.2.1, every machine that can reach this one can run the model")
     assert warning.endswith("there is no password")
     assert sentence.startswith("softgap: cannot listen at 192.0.2.1:0: ")
 

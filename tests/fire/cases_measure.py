@@ -62,7 +62,7 @@ WITHOUT_MODEL: Table = {
     "calibrate: a folder": ("calibrate tiny --out plans --overwrite", "'plans'", "--out must name a file, but 'plans'"),
     "calibrate: below a file": ("calibrate tiny --out fox.txt/c", "fox.txt", "files are written to a folder, but"),
     "calibrate: a locked place": ("calibrate tiny --out /sys/c", "/sys", "cannot write to '/sys': .*; choose"),
-    "calibrate: what is there": ("calibrate tiny --out fox.txt", "fox.txt", "'fox.txt' is there already; choose"),
+    "calibrate: what is there": ("calibrate tiny --out fox.txt", "fox.txt", "'fox.txt' already exists; choose"),
     "doctor: no gate": ("doctor tiny --gate ''", "''", "unknown gate ''; choose one of: "),
     "doctor: an unknown dtype": ("doctor tiny --dtype x", "'x'", "invalid value for '--dtype': 'x' is not one of"),
 }

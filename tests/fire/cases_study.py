@@ -23,8 +23,8 @@ WITHOUT_MODEL: Table = {
     "deep nesting": ("study run deep.jsonl", "deep.jsonl", r"'deep.jsonl', line 1: not JSON \(.*\); write"),
     "a list": ("study run list.jsonl", "[1, 2]", r"'list.jsonl', line 1: must be an object with prompt, got \[1, 2\];"),
     "a strange id": ("study run ids.jsonl", "True", "'ids.jsonl', line 1: 'id' must be text or a whole number, got"),
-    "half a field": ("study run many.jsonl --field prompt", "'prompt'", "--field must say our field = theirs, got"),
-    "a field of none": ("study run many.jsonl --field =x", "'=x'", "--field must say our field = theirs, got '=x';"),
+    "half a field": ("study run many.jsonl --field prompt", "'prompt'", "--field must have the form ours=theirs, got"),
+    "a field of none": ("study run many.jsonl --field =x", "'=x'", "--field must have the form ours=theirs, got '=x';"),
     "a missing field": ("study run many.jsonl --field prompt=q", "prompt", "'many.jsonl', line 1: 'prompt' must hold"),
     "no scoring": ("study run many.jsonl --score ''", "''", "unknown scoring ''; choose one of: "),
     "a scoring without a name": (
@@ -38,7 +38,7 @@ WITHOUT_MODEL: Table = {
     "no threads": ("study run many.jsonl --threads 0", "--threads 0", "invalid value for '--threads': .* greater"),
     "too many threads": (f"study run many.jsonl --threads {NINES}", NINES, "invalid value for '--threads': .* less"),
     "an unknown engine": ("study run many.jsonl --engine spark", "spark", "invalid value for '--engine': 'spark' is"),
-    "a cluster for nobody": ("study run many.jsonl --ray-address x:1", "x:1", "--ray-address goes with --engine ray,"),
+    "a cluster for nobody": ("study run many.jsonl --ray-address x:1", "x:1", "--ray-address needs --engine ray,"),
     "an empty --out": ("study run many.jsonl --out ''", "''", "the path of a study must be a folder or a URI, got"),
     "a file as --out": ("study run many.jsonl --out fox.txt", "fox.txt", "a study is written to a folder, but 'fox"),
     "a model as --out": ("study run many.jsonl --out tiny", "tiny", "a study is written to a new or empty folder, but"),
@@ -73,7 +73,7 @@ WITH_MODEL: Table = {
     "no prompt fits": (
         "study run many.jsonl --answer --model tiny --out new",
         "64",
-        "a study needs prompts that the model can read, got none; the first: the model's context is 64 tokens",
+        "a study needs a prompt that the model can read, got none; the first one: the model's context is 64 tokens",
     ),
     "a text as model": ("study task lookup --model fox.txt", "fox.txt", "'fox.txt' is a file, and of files only"),
 }

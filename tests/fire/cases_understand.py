@@ -21,7 +21,11 @@ STUDIES: Table = {
 
 REPORTS: Table = {
     "a long name": ("report LONG", "xxx", "the system refused 'xxx.*…x*.*': File name too long; check the path"),
-    "a page of another": ("report s --out report.html", "report.html", "'report.html' is there and is not a report"),
+    "a page of another": (
+        "report s --out report.html",
+        "report.html",
+        "'report.html' exists and is not a softgap report",
+    ),
     "an empty --out": ("report s --out ''", "'.'", "--out must name a file, but '.' is a folder; add"),
     "a folder as --out": ("report s --out plans", "'plans'", "--out must name a file, but 'plans' is a folder; add"),
     "below a file": ("report s --out fox.txt/x.html", "fox.txt", "files are written to a folder, but 'fox.txt' is"),
@@ -57,15 +61,15 @@ REPORTS: Table = {
     "another model's heads": (
         "report s --heads others.csv",
         "others.csv",
-        "'x' from 'others.csv' has a number for none",
+        "'x' from 'others.csv' has no value for any of",
     ),
     "no calibration": ("report s --calibration none", "'none'", "there is no calibration at 'none'; make one"),
     "a text as calibration": ("report s --calibration fox.txt", "fox.txt", "'fox.txt' is no whole safetensors file"),
     "another's calibration": ("report s --calibration c.safetensors", "12 heads", "'gap closed by the calib.*; give"),
-    "samples of a lab": ("report lab --sample 1", "'lab'", "samples, heads and calibration go with a study, and 'lab'"),
-    "heads of findings": ("report found --heads none.csv", "'found'", "samples, heads and calibration go with a study"),
+    "samples of a lab": ("report lab --sample 1", "'lab'", "samples, heads and calibration need a study, but 'lab'"),
+    "heads of findings": ("report found --heads none.csv", "'found'", "samples, heads and calibration need a study"),
     "serve: a file": ("serve --studies fox.txt", "fox.txt", "runs are written to a folder, but 'fox.txt' is a file;"),
-    "serve: a study": ("serve --studies s", "'s'", "'s' is a study itself, and a folder of studies is needed; give"),
+    "serve: a study": ("serve --studies s", "'s'", "--studies must be a folder of studies, but 's' is a study; give"),
     "serve: no address": ("serve --studies new --port 70000", "70000", "invalid value for '--port'"),
     "models: an argument": ("models extra", "extra", r"got unexpected extra argument\(s\) \(extra\); given"),
     "mechanisms: a word as seed": ("mechanisms --seed x", "--seed x", "invalid value for '--seed'"),
@@ -163,12 +167,20 @@ PLANS: Table = {
     "what is there": (
         f"{START} --out plans/plan.json",
         "plans/plan.json",
-        "'plans/plan.json' is there already; choose",
+        "'plans/plan.json' already exists; choose",
     ),
-    "no plan": (f"{START} --out plan.txt", "plan.txt", "a plan must end in .json, got 'plan.txt'; choose another"),
+    "no plan": (
+        f"{START} --out plan.txt",
+        "plan.txt",
+        "the file of a plan must end in .json, got 'plan.txt'; choose another",
+    ),
     "below a file": (f"{START} --out fox.txt/p.json", "fox.txt", "files are written to a folder, but 'fox.txt' is a"),
     "a locked place": (f"{START} --out /sys/p.json", "/sys", "cannot write to '/sys': .*; choose a folder"),
-    "a strange picture": (f"{START} --picture p.pdf", "p.pdf", "a picture must end in .png or .svg, got 'p.pdf';"),
+    "a strange picture": (
+        f"{START} --picture p.pdf",
+        "p.pdf",
+        "the file of a figure must end in .png or .svg, got 'p.pdf';",
+    ),
     "a picture nowhere": (
         f"{START} --picture fox.txt/p.svg",
         "fox.txt",

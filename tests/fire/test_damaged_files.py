@@ -20,8 +20,8 @@ from softgap.intervene.swap import Substitute
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models.gguf import gguf_metadata
 from softgap.report.columns import calibration_columns, read_columns
-from softgap.report.documents import Document, Picture, Table, documents_in, lab_in, save_document, sections
-from softgap.report.live.requests import Limits, wishes
+from softgap.report.documents import Document, Picture, Table, read_documents, read_lab, save_document, sections
+from softgap.report.live.requests import Limits, parse_requests
 from softgap.study.files import read_failures
 from softgap.tasks import read_labels, read_prompts
 from softgap.tasks.sources import TRUTHFULQA
@@ -119,8 +119,8 @@ TARGETS: dict[str, tuple[str, Callable[[Path], dict[str, bytes]], Reader]] = {
     "plan": ("plan.json", plan_files, read_plan_of_heads),
     "parameters": ("plan.safetensors", plan_files, read_plan_of_heads),
     "calibration": ("c.safetensors", calibration_files, read_calibration),
-    "findings": ("findings.json", findings_files, lambda place: sections(documents_in(place))),
-    "lab": ("result.json", lambda _: {"result.json": json_bytes(LAB)}, lambda place: sections([lab_in(place)])),
+    "findings": ("findings.json", findings_files, lambda place: sections(read_documents(place))),
+    "lab": ("result.json", lambda _: {"result.json": json_bytes(LAB)}, lambda place: sections([read_lab(place)])),
     "prompts": ("p.jsonl", lambda _: {"p.jsonl": PROMPTS}, lambda place: read_prompts(str(place / "p.jsonl"))),
     "labels": (
         "l.jsonl",
@@ -147,7 +147,7 @@ TARGETS: dict[str, tuple[str, Callable[[Path], dict[str, bytes]], Reader]] = {
     "request": (
         "r.json",
         lambda _: {"r.json": b'{"prompts": ["a"], "mechanisms": ["elu1"], "temperature": 0.7, "seed": 3}'},
-        lambda place: wishes((place / "r.json").read_bytes(), ("elu1", "uniform"), Limits()),
+        lambda place: parse_requests((place / "r.json").read_bytes(), ("elu1", "uniform"), Limits()),
     ),
 }
 DOCUMENTS = ("manifest", "stored prompts", "failures", "log", "plan", "findings", "lab", "prompts", "labels", "request")

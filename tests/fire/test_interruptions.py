@@ -123,13 +123,13 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
     [
         (
             MemoryError("Unable to allocate 8 EiB"),
-            "there is not enough memory for this (Unable to allocate 8 EiB); ask",
+            "not enough memory (Unable to allocate 8 EiB); reduce",
         ),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "there is not enough memory for this (Default"),
-        (OSError(24, "x", "a"), "the system refused 'a': Too many open files; raise the limit of open files"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory (Default"),
+        (OSError(24, "x", "a"), "the system refused 'a': Too many open files; raise the limit on open files"),
         (OSError(5, "x", "a"), "the system refused 'a': Input/output error; check the disk"),
-        (OSError(30, "x", "a"), "the system refused 'a': Read-only file system; choose a place you may use"),
-        (RuntimeError("Could not determine home directory."), "the home folder is not known (Could not determine home"),
+        (OSError(30, "x", "a"), "the system refused 'a': Read-only file system; choose a path that you may write to"),
+        (RuntimeError("Could not determine home directory."), "the home folder is unknown (Could not determine home"),
     ],
 )
 def test_what_the_system_refuses_is_no_defect(
@@ -146,7 +146,7 @@ def test_a_machine_without_a_home(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", raising(RuntimeError("Could not determine home directory.")))
     assert failure(["models"], capsys) == (
-        "the home folder is not known (Could not determine home directory.); set HOME, or write paths in full"
+        "the home folder is unknown (Could not determine home directory.); set HOME, or give absolute paths"
     )
 
 
@@ -180,7 +180,7 @@ def test_a_narrow_encoding_takes_every_character(
     [
         ("softgap >&-", 0, ""),
         ("softgap fox 2>&-", 2, ""),
-        ("softgap run - <&-", 2, "softgap: standard input is closed, so that nothing can be read from it; give a file"),
+        ("softgap run - <&-", 2, "softgap: standard input is closed; give a file or a pipe"),
         ("softgap >/dev/full", 2, "softgap: the system refused standard output: No space left on device; free some"),
     ],
 )
@@ -206,8 +206,6 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     shown, said = started.communicate(timeout=60)
     assert (started.returncode, shown) == (143, "")
     done = open_study(tmp_path / "a")
-    assert (
-        said == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
-    )
+    assert said == f"softgap: interrupted; {len(done)} of 40 samples are done; run the same command again to resume\n"
     assert done.state == "running"
     assert not list((tmp_path / "a").rglob("*.partial"))

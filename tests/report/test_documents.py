@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from playwright.sync_api import Browser
 from softgap.cli import main
 from softgap.errors import StoreError, ValueInputError
 from softgap.report import Column, Document, Picture, Table, notebook_html, read_columns, save_document, write_explorer
+from softgap.report import documents as report_documents
 from softgap.report.columns import calibration_columns
-from softgap.report.documents import documents_in
+from softgap.report.documents import read_documents
 from softgap.theory import Claim
 from support.cli_examples import failure
 from support.explorer_examples import HOSTILE, opened, save_study, settle, story
@@ -33,10 +35,16 @@ DOCUMENT = Document(
 )
 
 
+@pytest.mark.parametrize("result", report_documents._FIGURES)
+def test_the_figure_of_every_lab_is_there(result: str) -> None:
+    module, name = report_documents._FIGURES[result]
+    assert callable(getattr(import_module(f"softgap.report.{module}"), name))
+
+
 def test_documents_are_kept_as_they_are(tmp_path: Path) -> None:
     save_document(DOCUMENT, tmp_path)
     save_document(Document("Another", "Nothing."), tmp_path, "b")
-    found = documents_in(tmp_path)
+    found = read_documents(tmp_path)
     assert [document.title for document in found] == ["Another", "Groups compared"]
     assert found[1].pictures == DOCUMENT.pictures
     assert found[1].tables[0].rows == (("1.2", 0.31, 0.2), ("3.5", None, 0.9))
@@ -46,18 +54,18 @@ def test_documents_are_kept_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": "x"}, "cannot be read as findings of softgap"),
-        ({"version": 2}, "newer than 1"),
+        ({"format": "x"}, "does not hold findings of softgap"),
+        ({"version": 2}, "findings format 2, but this softgap reads up to 1"),
         ({"pictures": [{"file": "../secret.svg"}]}, "must be a plain file name"),
-        ({"pictures": [{"file": "gone.svg"}]}, "the picture 'gone.svg' is not in"),
-        ({"tables": [{"columns": ["a"], "rows": [[1, 2]]}]}, "a cell for each of 1 columns, got 2"),
+        ({"pictures": [{"file": "gone.svg"}]}, "the figure 'gone.svg' is not in"),
+        ({"tables": [{"columns": ["a"], "rows": [[1, 2]]}]}, "a row must have 1 cells, one per column, got 2"),
     ],
 )
 def test_documents_that_cannot_be_read(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     path = save_document(DOCUMENT, tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(StoreError, match=words):
-        documents_in(tmp_path)
+        read_documents(tmp_path)
 
 
 def test_findings_beside_a_study_are_a_section_of_its_report(browser: Browser, tmp_path: Path) -> None:
@@ -89,7 +97,7 @@ def test_a_lab_opens_in_the_same_look(browser: Browser, tmp_path: Path) -> None:
     page = made.new_page()
     page.goto((folder / "report.html").as_uri())
     assert page.locator("h2").inner_text() == "Lab: injectivity"
-    assert page.locator(".verdict").inner_text() == "Of 2 claims 1 hold under a condition, 1 hold."
+    assert page.locator(".verdict").inner_text() == "Of 2 claims, 1 hold under a condition, 1 hold."
     assert "holds only when keys differ" in page.locator("table").inner_text()
     assert page.locator("img").count() == 1
     assert "script-src" not in (folder / "report.html").read_text()
@@ -99,9 +107,9 @@ def test_a_lab_opens_in_the_same_look(browser: Browser, tmp_path: Path) -> None:
 
 def test_a_lab_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "result.json").write_text("{}")
-    assert "is no result of a lab of softgap" in failure(["report", str(tmp_path)], capsys)
+    assert "is not the result of a softgap lab" in failure(["report", str(tmp_path)], capsys)
     (tmp_path / "result.json").write_text('{"lab": "focus", "claims": []}')
-    assert "go with a study" in failure(["report", str(tmp_path), "--sample", "a"], capsys)
+    assert "calibration need a study" in failure(["report", str(tmp_path), "--sample", "a"], capsys)
 
 
 def test_quantities_from_a_file_are_in_the_map_and_the_table(browser: Browser, tmp_path: Path) -> None:
@@ -140,7 +148,7 @@ def test_files_of_heads_that_are_none(tmp_path: Path, text: str, words: str) -> 
 
 
 def test_a_file_of_another_models_heads(tmp_path: Path) -> None:
-    with pytest.raises(ValueInputError, match="a number for none of this study's 24 heads"):
+    with pytest.raises(ValueInputError, match="no value for any of the 24 heads of this study"):
         Column("impact", {(40, 1): 1.0}, source="'x.csv'").to_json(story())
     with pytest.raises(StoreError, match=r"cannot read '.*gone.csv'"):
         read_columns(tmp_path / "gone.csv")

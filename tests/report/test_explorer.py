@@ -24,7 +24,7 @@ from softgap.report import explorer
 from softgap.report.groups import Groups
 from softgap.report.page import render
 from softgap.report.payload import Payload, payload
-from softgap.report.samples import array_keys, choose, head_means, pack, unpack
+from softgap.report.samples import array_keys, head_means, pack, select_samples, unpack
 from softgap.trajectories import Study, Trajectories, open_study
 from support.explorer_examples import HOSTILE, labelled_runs, save_study, story
 
@@ -106,7 +106,7 @@ def test_too_many_labels_are_no_groups() -> None:
 
 def test_a_small_run_is_carried_whole(tmp_path: Path) -> None:
     study = study_of(tmp_path, story())
-    chosen = choose(study, next(iter(study)), ())
+    chosen = select_samples(study, next(iter(study)), ())
     assert chosen.samples == {"fox"}
     assert chosen.keys == array_keys(story())
     assert chosen.keys[:3] == ("divergence/elu1", "divergence/uniform", "sparsity")
@@ -118,19 +118,19 @@ def test_what_does_not_fit_stays_out(tmp_path: Path) -> None:
     heads, mechanisms = 24, 2
     steps = [run.n_steps + 11 for run in runs]
     room = heads * mechanisms * (steps[0] + steps[1] + steps[2])
-    chosen = choose(study, runs[0], (), values=room)
+    chosen = select_samples(study, runs[0], (), values=room)
     assert chosen.samples == {"s0", "s1", "s2"}
     assert chosen.keys == ("divergence/elu1", "divergence/uniform")
-    assert choose(study, runs[0], (), values=1).samples == {"s0"}
-    assert choose(study, runs[0], ("s5", "s4"), values=1).samples == {"s4", "s5"}
+    assert select_samples(study, runs[0], (), values=1).samples == {"s0"}
+    assert select_samples(study, runs[0], ("s5", "s4"), values=1).samples == {"s4", "s5"}
     with pytest.raises(UnknownNameError, match="unknown sample 's9'"):
-        choose(study, runs[0], ("s9",))
+        select_samples(study, runs[0], ("s9",))
 
 
 def test_samples_of_every_label_take_turns(tmp_path: Path) -> None:
     runs = [story(sample_id=f"{label}{i}", label=label, steps=5) for label in ("a", "b") for i in range(3)]
     study = study_of(tmp_path, *runs)
-    assert choose(study, runs[0], (), values=24 * 2 * 16 * 2).samples == {"a0", "b0"}
+    assert select_samples(study, runs[0], (), values=24 * 2 * 16 * 2).samples == {"a0", "b0"}
 
 
 def test_texts_fall_into_pieces_with_their_steps(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_document_points_to_its_arrays(tmp_path: Path) -> None:
 def test_what_is_not_carried_token_by_token_has_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = story()
     study = study_of(tmp_path, run)
-    monkeypatch.setattr("softgap.report.payload.choose", lambda *given: choose(*given, values=1))
+    monkeypatch.setattr("softgap.report.payload.select_samples", lambda *given: select_samples(*given, values=1))
     sample = payload(study).document["samples"][0]["data"]
     assert set(sample["arrays"]) == {"divergence/elu1", "divergence/uniform"}
     expected = run.relative_l2.mean(axis=-1, dtype=np.float64).ravel()

@@ -125,7 +125,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, report: P
             box = page.locator(f"#{chart} svg").first.bounding_box()
             assert box is not None
             assert box["width"] <= 360
-        assert "heads across, layers down" in page.locator("#map").inner_text()
+        assert "heads in columns, layers in rows" in page.locator("#map").inner_text()
         page.locator('#map .cell[data-row="8"]').tap()
         settle(page)
         assert chosen(page) == ["1.2"]
@@ -183,7 +183,7 @@ def test_a_study_opens_with_all_samples_and_its_groups_follow_the_mechanism(brow
         assert "tokens 15 to 30" in page.inner_text("#map-caption")
         page.locator("#scope").select_option(label="label calm")
         settle(page)
-        assert "the 3 samples labelled calm, whatever the range" in page.inner_text("#map-caption")
+        assert "the 3 samples labelled calm (the range does not apply)" in page.inner_text("#map-caption")
 
 
 def test_a_study_has_samples_and_groups(browser: Browser, study_report: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_study_has_samples_and_groups(browser: Browser, study_report: Path) ->
 
 def test_short_runs_say_what_is_missing(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, report_of(tmp_path, story(steps=3, prompt_steps=0, focus=False))) as page:
-        assert "Nothing to place" in page.locator("#plane").inner_text()
+        assert "No head to show" in page.locator("#plane").inner_text()
         page.locator('input[name="view"][value="entropy"]').check(force=True)
         settle(page)
         assert "too few" in page.locator("#lines").inner_text()

@@ -94,12 +94,12 @@ def test_click_chooses_a_head_and_shift_click_compares(page: Page) -> None:
     assert page.locator('#map .cell[aria-selected="true"]').count() == 3
     choose(page, "3.5", shift=True)
     assert chosen(page) == ["1.2", "0.0"]
-    page.get_by_role("button", name="Take head 1.2 away").click()
+    page.get_by_role("button", name="Remove head 1.2").click()
     settle(page)
     assert chosen(page) == ["0.0"]
     choose(page, "0.0")
     assert chosen(page) == []
-    assert "Choose a head" in page.locator("#lines-readout").inner_text()
+    assert "Select a head" in page.locator("#lines-readout").inner_text()
 
 
 def test_key_value_groups_are_set_apart(page: Page) -> None:
@@ -124,7 +124,7 @@ def test_a_range_brushed_in_the_chart_reaches_map_text_and_table(page: Page) -> 
     assert "tokens 30 to 60" in page.locator("#table-caption").inner_text()
     page.locator("#quantity").select_option("z")
     settle(page)
-    assert "whatever the range" in page.locator("#map-caption").inner_text()
+    assert "(the range does not apply)" in page.locator("#map-caption").inner_text()
     page.locator("#clear").click()
     settle(page)
     assert page.evaluate("STATE.range") is None
@@ -308,7 +308,7 @@ def test_charts_are_saved_as_pictures(page: Page, chart: str) -> None:
 def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> None:
     plain = story(mechanisms=("elu1", "uniform"))
     fitted = with_fitted(plain, 0.2)
-    for run, words in ((fitted, "A linear attention fitted to each head goes 0.80"), (plain, "'softgap calibrate'")):
+    for run, words in ((fitted, "On this text a fitted linear attention closes 80 %"), (plain, "'softgap calibrate'")):
         with opened(browser, report_of(tmp_path / words[:3], run)) as page:
             assert words in page.inner_text("#headline")
             first = page.input_value("#mechanism"), page.inner_text("#map-caption").split(" (")[0]
@@ -322,8 +322,8 @@ def test_a_share_above_1_is_shown_as_such_in_the_map_and_in_its_picture(browser:
     shares[1, 2], shares[3, 5] = 1.25, 1.05
     held_out = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7, "rank_correlation": 0.74}
     with opened(browser, report_of(tmp_path, with_fitted(RUN, shares, held_out))) as page:
-        assert "most of all layer 1 head 2 (1.25), layer 3 head 5 (1.05)" in page.inner_text("#headline")
-        assert "0.69 of the gap that profile" in page.inner_text("#held-out")
+        assert "most of all 1.2 (125 %) and 3.5 (105 %)" in page.inner_text("#headline")
+        assert "69 % of the gap that profile" in page.inner_text("#held-out")
         assert page.locator("#map text.beyond").text_content() == "above 1: 2 heads, up to 1.25"
         colours = [
             page.locator(f'#map .cell[data-row="{row}"]').evaluate("(cell) => cell.getAttribute('fill')")

@@ -89,7 +89,7 @@ def test_a_study_cut_off_in_a_store_goes_on_as_if_it_had_not_been(uri: str, mode
     place, asked = uri.format("fox"), settings(model, scoring="stopping:judge")
     assert run_study(PROMPTS, uri.format("whole"), asked).measured == len(PROMPTS)
     Path("stop").touch()
-    with pytest.raises(KeyboardInterrupt, match="6 of 9 samples are done, and the same command goes on from there"):
+    with pytest.raises(KeyboardInterrupt, match="6 of 9 samples are done; run the same command again to resume"):
         run_study(PROMPTS, place, asked)
     half = open_study(place)
     assert (half.state, len(half)) == ("running", 6)

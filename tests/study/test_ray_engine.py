@@ -191,7 +191,7 @@ def test_a_cluster_that_is_slow_to_start_is_started_once_more(monkeypatch: pytes
         ray_engine._join(ray, None)
     assert str(raised.value) == (
         "a Ray cluster did not start on this machine in 2 attempts (The current node timed out during startup.); try "
-        "again when less runs here, name a running one with --ray-address, or use --engine local"
+        "again when the machine is less busy, name a running one with --ray-address, or use --engine local"
     )
     assert ray.calls[-1] == "shutdown"
 

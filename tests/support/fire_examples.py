@@ -44,7 +44,9 @@ LAB = {
     "claims": [{"statement": "a", "source": "b", "verdict": "holds", "condition": "", "numbers": {"x": 1.0}}],
     "settings": {"seed": 0},
 }
-_NEVER = re.compile(r"Traceback|defect of softgap|\[Errno|\b[A-Z]\w*(Error|Exception|Iteration)\b|0x[0-9a-f]{8}")
+_NEVER = re.compile(
+    r"Traceback|defect of softgap|bug in softgap|\[Errno|\b[A-Z]\w*(Error|Exception|Iteration)\b|0x[0-9a-f]{8}"
+)
 _LONGEST = 700
 
 

@@ -18,18 +18,18 @@ FITTED = "query_weight, query_bias, key_weight, key_bias, rate"
     [
         (
             "separation --n 100 --d 34 --t 3",
-            "n must be (d - 2) t, got n = 100, d = 34, t = 3 with (d - 2) t = 96; leave one of them out, or allow the "
-            "source's break conditions with --allow-breaks",
+            "n must be (d - 2) t, got n = 100, d = 34, t = 3 with (d - 2) t = 96; leave one of them out, or allow "
+            "sizes outside the construction with --allow-breaks",
         ),
         (
             "separation --b 0.5 --c 0.6",
-            "b + c must be 1, got 0.5 + 0.6 = 1.1; leave c out, or allow the source's break conditions with "
-            "--allow-breaks",
+            "b + c must be 1, got 0.5 + 0.6 = 1.1; leave c out, or allow sizes outside the construction "
+            "with --allow-breaks",
         ),
         (
             "separation --b 0.95",
-            "b and c must be at least 0.1, got b = 0.95 and c = 0.05; or allow the source's break conditions with "
-            "--allow-breaks",
+            "b and c must be at least 0.1, got b = 0.95 and c = 0.05; enlarge them, or allow sizes outside "
+            "the construction with --allow-breaks",
         ),
         (
             "injectivity --keys 1",
@@ -45,7 +45,7 @@ FITTED = "query_weight, query_bias, key_weight, key_bias, rate"
         ),
         (
             "position --tokens 20",
-            "a text must hold at least 24 tokens to show a trend from position 8 on, got 20; give a longer text",
+            "a text must have at least 24 tokens to show a trend from position 8 on, got 20; give a longer text",
         ),
         (
             "focus --keys 8",
@@ -60,7 +60,7 @@ def test_sizes(arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("lab", LABS)
 def test_a_mechanism_without_its_parameters(lab: str, capsys: pytest.CaptureFixture[str]) -> None:
     remedy = {
-        "separation": ", which the separation's data do not bring; choose another or give them with "
+        "separation": ", which the separation data do not provide; choose another mechanism, or pass them with "
         "Mechanism.with_parameters"
     }.get(lab, f" and has no {FITTED}; give them with Mechanism.with_parameters or calibrate the model")
     sentence = f"mechanism 'fitted' needs the parameters {FITTED}{remedy}"
@@ -86,9 +86,9 @@ def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "short.txt").write_text("Too short.")
     capsys.readouterr()  # saving a model shows a bar
     sentences = {
-        "injectivity": "a text must hold at least 20 tokens for heads of dimension 8, got 10; give a longer text",
-        "focus": "a text must hold at least 64 tokens for this lab, got 10; give a longer one",
-        "position": "a text must hold at least 24 tokens to show a trend from position 8 on, got 10; give a longer "
+        "injectivity": "a text must have at least 20 tokens for heads of dimension 8, got 10; give a longer text",
+        "focus": "a text must have at least 64 tokens for this lab, got 10; give a longer one",
+        "position": "a text must have at least 24 tokens to show a trend from position 8 on, got 10; give a longer "
         "text",
     }
     for lab, sentence in sentences.items():

@@ -1,9 +1,10 @@
-"""The one sentence that a run or a study opens with: how much of softmax a fitted linear attention could do here.
+"""The sentences that a run or a study opens with: how much of the gap a fitted linear attention closes.
 
-The share is that of the calibration (docs/calibration.md): 1 - mean divergence(fitted) / mean divergence(uniform), over
-heads and over steps from position 64 on where there are enough of them. Intervals resample blocks of steps within one
-run, and whole samples in a study. Every number stands beside that of elu1, the control of the fit. The mean of values
-is a weak zero point, so a second sentence quotes what held-out text said of the calibration by stricter measures.
+The share of the gap closed is the one that a calibration reports: 1 - mean divergence(fitted) / mean
+divergence(uniform), over heads and over steps from position 64 on (over all steps where these are too few). Intervals
+resample blocks of steps within one run, and whole samples in a study. Every number stands beside that of elu1, the
+control of the fit. The mean of values is a weak baseline, so a second paragraph quotes stricter measures of the
+calibration on held-out text.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ NO_GAP, HALF = 0.02, 0.5
 NAMED = 3
 ENDS = (0.025, 0.975)
 UNKNOWN = (
-    "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
-    "'softgap calibrate'."
+    "No fitted linear attention was measured here, so the share of the gap that it closes is unknown. Fit one to each "
+    "head of this model, once, with 'softgap calibrate'."
 )
-"""What to say where no fitted map was measured."""
+"""The sentence of a run without a fitted map."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,35 +117,46 @@ class Headline:
 
     @property
     def sentence(self) -> str:
-        """The whole in words."""
+        """The headline as two sentences."""
         return (
-            f"A linear attention fitted to each head goes {self.share:.2f}{_ends(self.low, self.high)} of the way from "
-            f"the mean of values to softmax here{self._classical}; {self._stubborn}."
+            f"On this text a fitted linear attention closes {_percent(self.share)}{_percents(self.low, self.high)} of "
+            f"the gap between averaging and softmax{self._classical}. {self._stubborn}."
         )
 
     @property
     def _classical(self) -> str:
         if self.classical is None:
             return ""
-        return f", where elu1 goes {self.classical:.2f}{_ends(self.classical_low, self.classical_high)}"
+        return f"; elu+1 closes {_percent(self.classical)}{_percents(self.classical_low, self.classical_high)}"
 
     @property
     def _stubborn(self) -> str:
-        """Which heads linear attention cannot do."""
-        beside = "" if self.classical_stubborn is None else f", with elu1 {self.classical_stubborn}"
+        """The heads that a fitted linear attention cannot replace."""
+        classical = "" if self.classical_stubborn is None else f" (with elu+1, {self.classical_stubborn} do)"
         if not self.stubborn:
-            return f"none of {self.heads} heads keeps more than half of its gap{beside}"
-        named = ", ".join(
-            f"layer {layer} head {head} ({share:.2f})"
+            return f"None of {self.heads} heads keeps more than half of its gap{classical}"
+        names = [
+            f"{layer}.{head} ({_percent(share)})"
             for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED]
-        )
-        keep = "keeps" if len(self.stubborn) == 1 else "keep"
-        count = f"{len(self.stubborn)}{_ends(self.fewest, self.most, 0)}"
-        return f"{count} of {self.heads} heads {keep} more than half of the gap{beside}, most of all {named}"
+        ]
+        listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+        keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
+        spread = "" if np.isnan(self.fewest) else f" ({self.fewest:.0f} to {self.most:.0f})"
+        first = "most of all " if len(self.stubborn) > 1 else ""
+        return f"{len(self.stubborn)} of {self.heads} heads{spread} {keep}{classical}: {first}{listed}"
 
 
-def _ends(low: float | None, high: float | None, digits: int = 2) -> str:
-    return "" if low is None or high is None or np.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
+def _percent(share: float) -> str:
+    return f"{_hundredths(share)} %"
+
+
+def _percents(low: float | None, high: float | None) -> str:
+    """An interval of shares in percent, nothing where it is unknown."""
+    return "" if low is None or high is None or np.isnan(low) else f" ({_hundredths(low)} to {_hundredths(high)})"
+
+
+def _hundredths(share: float) -> str:
+    return f"{round(100 * share) + 0.0:.0f}".replace("-", "−")
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
@@ -179,13 +191,13 @@ def gap_shares(
 
 
 def held_out_sentence(held_out: object) -> str:
-    """What held-out text said of a calibration besides the share of the gap, in words.
+    """The measures of a calibration on held-out text, in words.
 
     Parameters
     ----------
     held_out
-        As :func:`softgap.models.tensor_files.held_out_summary` gives it, and as a manifest carries it. What an earlier
-        version did not measure is left out; with nothing to quote the sentence is empty.
+        As :func:`softgap.models.tensor_files.held_out_summary` returns it and a manifest stores it. Measures that an
+        earlier version did not take are left out; the sentence is empty where there is nothing to quote.
     """
     share, profile, explained, uniform, ranks = (
         _number(held_out, name)
@@ -193,17 +205,17 @@ def held_out_sentence(held_out: object) -> str:
     )
     if share is None or profile is None or explained is None:
         return ""
-    beside = "" if uniform is None else f", where the mean of values explains {_signed(uniform)}"
-    agree = (
+    baseline = "" if uniform is None else f"; the mean of values explains {_signed(uniform)}"
+    agreement = (
         ""
         if ranks is None
         else f" Across heads, gap closed and energy explained have a rank correlation of {_signed(ranks)} (Spearman): "
-        "which heads need softmax depends on the metric to that extent."
+        "the two metrics agree to that extent on which heads need softmax."
     )
     return (
-        f"On held-out text the calibration closes {share:.2f} of the gap that the mean of values leaves and "
-        f"{_signed(profile)} of the gap that profile (average weights by distance) leaves; it explains "
-        f"{_signed(explained)} of the output's energy in the median head{beside}.{agree}"
+        f"On held-out text the calibration closes {_percent(share)} of the gap that the mean of values leaves, and "
+        f"{_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
+        f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}"
     )
 
 

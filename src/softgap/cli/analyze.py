@@ -16,33 +16,39 @@ __all__ = ["analyze_command"]
 
 
 def analyze_command(
-    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study that softgap has written.")],
+    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study.")],
     mechanism: Annotated[
-        str | None, typer.Option(help="Which of the study's mechanisms; its first by default.", show_default=False)
+        str | None, typer.Option(help="Mechanism of the study to analyze. Default: the first one.", show_default=False)
     ] = None,
-    quantity: Annotated[str, typer.Option(help="divergence, relative_l2 or norm_ratio.")] = "divergence",
-    transform: Annotated[str, typer.Option(help="raw, diff, diff2, diff3, residual or control.")] = "diff",
-    order: Annotated[int, typer.Option(help="Values in a pattern, 2 to 8.")] = 3,
-    delay: Annotated[int, typer.Option(help="Steps between the values of a pattern.")] = 1,
-    segment: Annotated[str, typer.Option(help="full, early, mid or late.")] = "full",
-    ties: Annotated[str, typer.Option(help="Windows with equal values: exclude, stable, jitter or raise.")] = "exclude",
+    quantity: Annotated[
+        str, typer.Option(help="Quantity to analyze: divergence, relative_l2 or norm_ratio.")
+    ] = "divergence",
+    transform: Annotated[
+        str, typer.Option(help="Transform of the trajectories: raw, diff, diff2, diff3, residual or control.")
+    ] = "diff",
+    order: Annotated[int, typer.Option(help="Length of an ordinal pattern, 2 to 8.")] = 3,
+    delay: Annotated[int, typer.Option(help="Number of steps between the values of a pattern.")] = 1,
+    segment: Annotated[str, typer.Option(help="Part of each trajectory: full, early, mid or late.")] = "full",
+    ties: Annotated[
+        str, typer.Option(help="How to treat windows with equal values: exclude, stable, jitter or raise.")
+    ] = "exclude",
     eligibility: Annotated[
-        str, typer.Option(help="Least number of windows of a head: spread, 2*order! or a number.")
+        str, typer.Option(help="Minimum number of windows per head: spread, 2*order! or a number.")
     ] = "spread",
-    alpha: Annotated[float, typer.Option(help="False discovery rate of the heads that stand out.")] = 0.05,
-    seed: Annotated[int, typer.Option(min=0, help="Of noise, intervals and known systems.")] = 0,
+    alpha: Annotated[float, typer.Option(help="False discovery rate for the heads that differ from noise.")] = 0.05,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for noise, bootstrap and reference systems.")] = 0,
     out: Annotated[
         list[str] | None,
         typer.Option(
-            help="File to write, may be repeated: .png or .svg (the complexity-entropy plane), .json, .csv or .parquet "
-            "(the findings). Default: analysis/plane.svg and analysis/findings.json in the study.",
+            help="File to write; may be repeated. .png and .svg hold the complexity-entropy plane; .json, .csv and "
+            ".parquet hold the findings. Default: analysis/plane.svg and analysis/findings.json in the study.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
-    from softgap.cli.render.findings import check_files, default_files, save_findings, saved, show_findings
+    from softgap.cli.render.findings import check_files, default_files, save_files, save_findings, show_findings
 
     check_files(out or ())
     settings: dict[str, Any] = {
@@ -57,7 +63,7 @@ def analyze_command(
         "alpha": alpha,
         "seed": seed,
     }
-    findings = _analyzed(study, settings)
+    findings = _analyze(study, settings)
     if as_json:
         # Files first: a document on standard output means that all is done.
         for name in out or ():
@@ -66,11 +72,11 @@ def analyze_command(
         return
     console = output.console()
     show_findings(console, findings)
-    for line in saved(findings, default_files(study, findings) if out is None else out):
+    for line in save_files(findings, default_files(study, findings) if out is None else out):
         console.print(line, soft_wrap=True)
 
 
-def _analyzed(study: str, settings: dict[str, Any]) -> Findings:
+def _analyze(study: str, settings: dict[str, Any]) -> Findings:
     from softgap.analysis import analyze
     from softgap.cli.render.output import waiting_share
     from softgap.trajectories import open_study

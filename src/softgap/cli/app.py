@@ -18,6 +18,7 @@ from softgap.cli.lab_separation import separation_command
 from softgap.cli.linearize import linearize_command
 from softgap.cli.mechanisms import mechanisms_command
 from softgap.cli.models import models_command
+from softgap.cli.options import CommandWithAliases
 from softgap.cli.read import read_command
 from softgap.cli.render import output
 from softgap.cli.report import report_command
@@ -31,7 +32,8 @@ __all__ = ["app"]
 lab = typer.Typer(
     name="lab",
     add_completion=False,
-    help="Run the claims of the theory: on synthetic data, and inside a real model with --model.",
+    help="Test the claims of the theory on synthetic data, or in a real model with --model.",
+    epilog="Example: softgap lab focus --model smollm2-135m",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -84,7 +86,9 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
 
 for _panel, _listed in _COMMANDS.items():
     for _name, _function, _example in _listed:
-        app.command(_name, rich_help_panel=_panel, epilog=f"Example: softgap {_name} {_example}")(_function)
+        app.command(
+            _name, cls=CommandWithAliases, rich_help_panel=_panel, epilog=f"Example: softgap {_name} {_example}"
+        )(_function)
 
 
 app.add_typer(study, rich_help_panel="Measure")
@@ -104,7 +108,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback(epilog='Example: softgap run "Tell me a story about a fox."')
 def _softgap(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Measure the gap between softmax and linear attention, per head and per token."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import colourful
+from softgap.cli.render.heatmap import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -22,54 +22,61 @@ __all__ = ["calibrate_command"]
 
 def calibrate_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model to calibrate, as for --model of run.", show_default="smollm2-135m")
+        str | None, typer.Argument(help="Model to calibrate, as for --model of run.", show_default="smollm2-135m")
     ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
-            help="A text file to fit on; may be repeated. Without one the model writes its own text.",
+            help="Text file to fit on; may be repeated. Default: text that the model generates.",
             show_default=False,
         ),
     ] = None,
-    features: Annotated[int, typer.Option(help="Features per head.")] = 128,
+    features: Annotated[int, typer.Option(help="Number of features per head.")] = 128,
     steps: Annotated[
-        int | None, typer.Option(help="Steps per layer: the reproducible setting.", show_default="300")
+        int | None,
+        typer.Option(
+            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="300"
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Choose the steps so that the fit takes about this long.", show_default=False)
+        float | None,
+        typer.Option(help="Choose the number of steps so that the fit takes about this long.", show_default=False),
     ] = None,
     positions: Annotated[
-        int | None, typer.Option(help="The longest context to fit.", show_default="what the text allows, up to 8192")
+        int | None, typer.Option(help="Longest context to fit.", show_default="the length of the text, up to 8192")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the calibration.", show_default="the cache, by fingerprint")
+        Path | None,
+        typer.Option(help="File for the calibration.", show_default="in the cache, by the fingerprint of the model"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file in --out.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the fit and of the model's own text.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed for the fit and for generated text.")
+    ] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Fit a linear attention to every head of a model: the mechanism `fitted`, which run and read then use."""
+    """Fit a linear attention to every head of a model. `run` and `read` then measure it as the mechanism `fitted`."""
     if steps is not None and minutes is not None:
         raise ValueInputError(
-            f"give --steps or --minutes and not both, got {steps} and {minutes:g}; --steps is the reproducible one"
+            f"give --steps or --minutes, not both, got {steps} and {minutes:g}; only --steps is reproducible"
         )
     if out is not None:
         check_new(out, overwrite)
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [given_text(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _calibrated(model, texts, settings, minutes, positions, out, options)
+    calibration, path = _fit(model, texts, settings, minutes, positions, out, options)
     if as_json:
         output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
         _show(calibration, path)
 
 
-def _calibrated(
+def _fit(
     model: str | None,
     texts: list[str] | None,
     settings: dict[str, Any],
@@ -87,7 +94,7 @@ def _calibrated(
     loaded = load_model(model, **options)
     with quiet_transformers(downloads=False), reporter(True) as report:
         try:
-            found = calibrate(
+            calibration = calibrate(
                 *loaded,
                 texts,
                 recipe=recipe,
@@ -97,8 +104,10 @@ def _calibrated(
                 progress=report,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command goes on with the layers that are done") from None
-    return found, out or calibration_path(found.fingerprint)
+            raise KeyboardInterrupt(
+                "interrupted; run the same command again to resume after the finished layers"
+            ) from None
+    return calibration, out or calibration_path(calibration.fingerprint)
 
 
 def _show(calibration: Calibration, path: Path) -> None:
@@ -110,7 +119,7 @@ def _show(calibration: Calibration, path: Path) -> None:
 
     console = output.console()
     held_out = calibration.held_out
-    source = "text that the model wrote itself" if calibration.metadata["text"] != "given" else "the text given"
+    source = "text that the model generated" if calibration.metadata["text"] != "given" else "the given text"
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
     console.print()
@@ -121,10 +130,8 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print(_ladder_table(calibration.ladders))
     console.print(_capacity(calibration.ladders))
     values = np.array([[np.nan if x is None else 1 - x for x in row] for row in held_out.by_head])
-    drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=colourful(console))
-    console.print(
-        Text("Share of its gap that the fitted map leaves to each head (down) of each layer (across)", "bold")
-    )
+    drawn, meaning = heat_map(values, tuple(range(len(values))), width=console.width, colour=has_colour(console))
+    console.print(Text("Share of the gap that the fitted map leaves, by head (rows) and layer (columns)", "bold"))
     console.print(drawn)
     if meaning:
         console.print(meaning)
@@ -134,18 +141,18 @@ def _show(calibration: Calibration, path: Path) -> None:
 def _table(calibration: Calibration) -> Table:
     held_out = calibration.held_out
     table = Table(show_header=True)
-    table.add_column("what")
-    table.add_column("share", justify="right")
-    table.add_column("95 % over texts", justify="right")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    table.add_column("95 % interval over texts", justify="right")
     for name, closed in held_out.gap_closed.items():
         table.add_row(f"gap to the mean of values closed by {name}", *_cells(closed))
     for name, closed in held_out.against.items():
         if name != "uniform":
-            table.add_row(f"gap left by {name} closed by fitted", *_cells(closed))
+            table.add_row(f"gap to {name} closed by fitted", *_cells(closed))
     for name, energy in {"fitted": held_out.explained, **held_out.explained_by}.items():
         table.add_row(f"energy explained by {name}, median head", f"{energy:.3f}", "")
     if held_out.rank_correlation is not None:
-        table.add_row("rank correlation of gap closed and energy, heads", f"{held_out.rank_correlation:.3f}", "")
+        table.add_row("rank correlation of gap closed and energy, over heads", f"{held_out.rank_correlation:.3f}", "")
     for name, closed in held_out.by_position.items():
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
@@ -162,11 +169,11 @@ def _cells(closed: Closed) -> tuple[str, str]:
     return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
 
 
-def _ladder_table(found: Ladders) -> Table:
-    table = Table(title=f"Two ladders to softmax, over {found.tokens} held-out tokens", title_justify="left")
-    for heading in ("mechanism", "features", "divergence", "weight error", "floor with so many features"):
+def _ladder_table(ladders: Ladders) -> Table:
+    table = Table(title=f"Distance from softmax over {ladders.tokens} held-out tokens", title_justify="left")
+    for heading in ("mechanism", "features", "divergence", "weight error", "rank floor"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
-    for rung in found.rungs:
+    for rung in ladders.rungs:
         features, floor = (
             "" if value is None else form.format(value)
             for value, form in ((rung.features, "{}"), (rung.floor, "{:.3f}"))
@@ -175,14 +182,14 @@ def _ladder_table(found: Ladders) -> Table:
     return table
 
 
-def _capacity(found: Ladders) -> str:
-    """The rank of softmax's off-diagonal blocks, without the sink first: a line for each share of the energy."""
-    lines = ["Rank of softmax's off-diagonal blocks, median head, and how it grows with the length:"]
-    for growth in found.growth:
-        ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(found.sizes, growth.ranks, strict=True))
+def _capacity(ladders: Ladders) -> str:
+    """The rank of the off-diagonal blocks of softmax: one line per share of the energy, without the sink first."""
+    lines = ["Rank of the off-diagonal blocks of softmax in the median head, and its growth with length:"]
+    for growth in ladders.growth:
+        ranks = ", ".join(f"{rank:.0f} of {size}" for size, rank in zip(ladders.sizes, growth.ranks, strict=True))
         line = f"  {'with' if growth.sink else 'without'} the sink, {growth.energy:.1%} of the energy: {ranks}"
         if growth.exponent is not None:
             low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent)  # no -0.00
-            line += f"; length to the power {middle:.2f} ({low:.2f} to {high:.2f} in 80 % of the heads)"
+            line += f"; grows as length^{middle:.2f} (exponent {low:.2f} to {high:.2f} in 80 % of the heads)"
         lines.append(line)
     return "\n".join(lines)

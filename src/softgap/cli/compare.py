@@ -19,69 +19,87 @@ __all__ = ["PlanOptions", "compare_command"]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Fields of ComparisonPlan by the same names; None where the plan's own default stands."""
+    """The fields of ComparisonPlan as options; None stands for the default of the plan."""
 
-    by: Annotated[
-        str | None, typer.Option(help="The field that names the groups; label by default.", show_default=False)
-    ] = None
+    by: Annotated[str | None, typer.Option(help="Field that names the groups. Default: label.", show_default=False)] = (
+        None
+    )
     between: Annotated[
-        list[str] | None, typer.Option(help="A group to compare, given twice; all by default.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Group to compare; give it twice. Default: all groups.", show_default=False),
     ] = None
-    first: Annotated[str | None, typer.Option(help="The group whose effect is positive.", show_default=False)] = None
+    first: Annotated[
+        str | None, typer.Option(help="Group whose larger values count as a positive effect.", show_default=False)
+    ] = None
     mechanisms: Annotated[
         list[str] | None,
         typer.Option(
-            "--mechanism", help="Of the study's mechanisms; may be repeated, all by default.", show_default=False
+            "--mechanism", help="Mechanism to compare; may be repeated. Default: all of the study.", show_default=False
         ),
     ] = None
     features: Annotated[
         list[str] | None,
         typer.Option(
-            "--feature", help="mean, slope, entropy, complexity, sparsity; all by default.", show_default=False
+            "--feature",
+            help="Feature: mean, slope, entropy, complexity or sparsity; may be repeated. Default: all.",
+            show_default=False,
         ),
     ] = None
     transforms: Annotated[
         list[str] | None,
-        typer.Option("--transform", help="Of entropies; may be repeated, diff by default.", show_default=False),
+        typer.Option(
+            "--transform", help="Transform before the entropy; may be repeated. Default: diff.", show_default=False
+        ),
     ] = None
     orders: Annotated[
         list[int] | None,
-        typer.Option("--order", help="Of entropies; may be repeated, 3 by default.", show_default=False),
+        typer.Option("--order", help="Order of the entropy; may be repeated. Default: 3.", show_default=False),
     ] = None
     segments: Annotated[
-        list[str] | None, typer.Option("--segment", help="full, early, mid, late; may be repeated.", show_default=False)
+        list[str] | None,
+        typer.Option("--segment", help="Segment: full, early, mid or late; may be repeated.", show_default=False),
     ] = None
-    part: Annotated[str | None, typer.Option(help="completion (the default) or prompt.", show_default=False)] = None
+    part: Annotated[
+        str | None, typer.Option(help="Tokens to compare: completion (default) or prompt.", show_default=False)
+    ] = None
     collapse: Annotated[
-        bool | None, typer.Option("--collapse", help="Average heads that share a KV head.", show_default=False)
+        bool | None, typer.Option("--collapse", help="Average the heads that share a KV head.", show_default=False)
     ] = None
     match: Annotated[
         list[str] | None,
-        typer.Option(help="Confounder (a number) to match on; may be repeated. Default: length.", show_default=False),
+        typer.Option(help="Numeric confounder to match on; may be repeated. Default: length.", show_default=False),
     ] = None
     strata: Annotated[
         list[str] | None,
-        typer.Option("--stratum", help="Confounder (a field) to match within; may be repeated.", show_default=False),
+        typer.Option(
+            "--stratum", help="Categorical confounder: compare within its values; may be repeated.", show_default=False
+        ),
     ] = None
     margin: Annotated[
         float | None,
-        typer.Option(help="The smallest effect that would matter, in deviations; 0.5.", show_default=False),
+        typer.Option(help="Smallest effect that matters, in standard deviations. Default: 0.5.", show_default=False),
     ] = None
     confirm: Annotated[
-        float | None, typer.Option(help="Lock this share of the samples for confirmation.", show_default=False)
+        float | None, typer.Option(help="Share of the samples to lock as a confirmation set.", show_default=False)
     ] = None
-    min_steps: Annotated[int | None, typer.Option(min=1, help="Leave out shorter samples.", show_default=False)] = None
+    min_steps: Annotated[
+        int | None, typer.Option(min=1, help="Exclude samples with fewer steps.", show_default=False)
+    ] = None
     permutations: Annotated[
-        int | None, typer.Option(min=19, help="Relabellings; 4999 by default.", show_default=False)
+        int | None, typer.Option(min=19, help="Number of permutations. Default: 4999.", show_default=False)
     ] = None
     refits: Annotated[
         int | None,
-        typer.Option(min=19, help="Permutations with heads selected anew; 199 by default.", show_default=False),
+        typer.Option(
+            min=19, help="Number of permutations that repeat the selection of heads. Default: 199.", show_default=False
+        ),
     ] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Of relabellings and intervals.", show_default=False)] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Random seed for permutations and bootstrap.", show_default=False)
+    ] = None
 
     def plan(self, path: str | None) -> ComparisonPlan:
-        """The plan in a file, which decides everything; or the default one with what was given here."""
+        """The preregistration in a file, or the default plan with the options given here."""
         from softgap.analysis import ComparisonPlan, read_plan
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
@@ -90,7 +108,8 @@ class PlanOptions:
             return ComparisonPlan(**values)
         if given:
             raise ValueInputError(
-                f"a plan decides everything, got {', '.join(given)} on the command line too; write it into '{path}'"
+                f"a preregistration sets every option, but the command line also gives {', '.join(given)}; write "
+                f"it into '{path}'"
             )
         return read_plan(path)
 
@@ -101,28 +120,34 @@ def compare_command(
     *,
     plan: Annotated[
         str | None,
-        typer.Option(help="A TOML file that decides everything; its hash is kept first.", show_default=False),
+        typer.Option(
+            "--preregistration",
+            help="Preregistration file (TOML); its hash is logged before labels are read.",
+            show_default=False,
+        ),
     ] = None,
     options: PlanOptions,
     open_confirmation: Annotated[
-        bool, typer.Option("--open-confirmation", help="Look at the locked samples: once.")
+        bool, typer.Option("--open-confirmation", help="Unlock the confirmation set (one time only).")
     ] = False,
     second: Annotated[
-        str | None, typer.Option(help="Labels by another scorer, as for study label.", show_default=False)
+        str | None, typer.Option(help="Labels of a second scorer (a file as for `study label`).", show_default=False)
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(help="Folder for result.json and figure.svg; default: the study's own.", show_default=False),
+        typer.Option(
+            help="Folder for result.json and figure.svg. Default: comparisons/ in the study.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two groups of samples over every head and feature at once, with controls, and give a verdict."""
+    """Compare two groups of samples over all heads and features, control for confounders, and give a verdict."""
     if out is not None:
         from softgap.trajectories.folder import Folder
 
-        # Before the labels are looked at, which the study's log counts.
+        # Before labels are read, because the study logs every look at them.
         Folder.at(out).try_writing("a comparison is")
-    findings = _compared(study, options.plan(plan), plan, second, open_confirmation)
+    findings = _compare(study, options.plan(plan), plan, second, open_confirmation)
     from softgap.cli.render.findings import save_comparison, show_comparison
 
     lines = save_comparison(findings, study, out)
@@ -135,7 +160,7 @@ def compare_command(
         console.print(line, soft_wrap=True)
 
 
-def _compared(
+def _compare(
     study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study

@@ -1,4 +1,4 @@
-"""`softgap doctor`: whether the numbers from a model may be believed."""
+"""`softgap doctor`: checks that the measurements of a model can be trusted."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def doctor_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="The model to examine, as for --model of run; without one, the installation is.", show_default=False
+            help="Model to check, as for --model of run. Default: check the installation only.", show_default=False
         ),
     ] = None,
     gate: Annotated[
-        list[str] | None, typer.Option("--gate", help="Run this gate only; may be repeated.", show_default=False)
+        list[str] | None, typer.Option("--gate", help="Run only this gate; may be repeated.", show_default=False)
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
     as_json: Json = False,
 ) -> int:
-    """Check the installation or, given a model, prove on it that the numbers can be believed.
+    """Check the installation or, given a model, check that its measurements can be trusted.
 
-    Each gate measures one thing that must hold of the model; exit code 1 says that something failed. With --gate and
-    no model it is the embedded one.
+    Each gate tests one property that must hold for the model. The exit code is 1 if a gate fails. With --gate and no
+    model, the embedded model is checked.
     """
     if model is None and not gate:
-        return _checked_installation(as_json)
-    diagnosis = _examined(model, gate, dtype=dtype, device=device, attn=attn)
+        return _check_installation(as_json)
+    diagnosis = _run_gates(model, gate, dtype=dtype, device=device, attn=attn)
     if as_json:
         output.write_json(diagnosis.to_json())
     else:
@@ -52,7 +52,7 @@ def doctor_command(
     return 0 if diagnosis.passed else 1
 
 
-def _checked_installation(as_json: bool) -> int:
+def _check_installation(as_json: bool) -> int:
     from dataclasses import asdict
 
     from softgap import __version__
@@ -70,13 +70,15 @@ def _checked_installation(as_json: bool) -> int:
     for part in parts:
         table.add_row(part.name, Text(part.verdict, _VERDICTS[part.verdict]), part.found, part.remedy)
     console.print(table)
-    words = "The installation is fine." if fine else "Something that softgap needs is wrong: see above."
+    words = (
+        "The installation is complete." if fine else "softgap cannot work with this installation: see the table above."
+    )
     console.print(Text(words, "green" if fine else "bold red"))
-    console.print("Prove the numbers of a model with: softgap doctor smollm2-135m")
+    console.print("To check the measurements of a model, run: softgap doctor smollm2-135m")
     return 0 if fine else 1
 
 
-def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
+def _run_gates(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
     from softgap.cli.render.output import waiting
     from softgap.errors import unknown_name
     from softgap.gates import doctor
@@ -88,7 +90,7 @@ def _examined(model: str | None, gates: list[str] | None, *, dtype: str, device:
             raise unknown_name("gate", name, GATES)
     loaded = load_model(model, dtype=dtype, device=device, attn=attn)
     names = list(gates or GATES)
-    with waiting("examining", len(names)) as show:
+    with waiting("checking", len(names)) as show:
         return doctor(*loaded, gates=names, progress=lambda name: show(f"gate {name}", names.index(name)))
 
 
@@ -99,7 +101,7 @@ def _table(diagnosis: Diagnosis) -> Table:
     table.add_column("verdict", no_wrap=True)
     for heading in ("measured", "threshold"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what was measured", overflow="fold")
+    table.add_column("measurement", overflow="fold")
     for gate in diagnosis.gates:
         numbers = ("" if number is None else f"{number:.3g}" for number in (gate.measured, gate.threshold))
         table.add_row(gate.name, Text(gate.verdict, _STYLES[gate.verdict]), *numbers, gate.detail)
@@ -108,6 +110,6 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 def _verdict(diagnosis: Diagnosis) -> Text:
     counts = {verdict: sum(gate.verdict == verdict for gate in diagnosis.gates) for verdict in _STYLES}
-    said = {"pass": "passed", "fail": "failed", "model": "left to the model itself", "skip": "skipped"}
+    said = {"pass": "passed", "fail": "failed", "model": "undecided (the model itself varies)", "skip": "skipped"}
     parts = [f"{count} {said[verdict]}" for verdict, count in counts.items() if count]
     return Text(f"{', '.join(parts)} of {len(diagnosis.gates)} gates", "green" if diagnosis.passed else "bold red")

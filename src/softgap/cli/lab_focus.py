@@ -15,9 +15,9 @@ from softgap.cli.render.lab import (
     LabText,
     LabTokens,
     check_out,
+    choose_model,
     model_and_text,
     present_lab,
-    reading_model,
     run_lab,
 )
 
@@ -37,26 +37,26 @@ def focus_command(
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare with softmax; may be repeated. Default: every mechanism with weights.",
+            help="Mechanism to compare with softmax; may be repeated. Default: every mechanism with weights.",
             show_default=False,
         ),
     ] = None,
     keys: Annotated[int, typer.Option(max=65536, help="Without --model: number of keys.")] = 512,
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries and keys.")] = 64,
-    draws: Annotated[int, typer.Option(max=100_000, help="Without --model: simulated rows per check.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, help="Of simulations and intervals.")] = 0,
+    draws: Annotated[int, typer.Option(max=100_000, help="Without --model: number of simulated rows per check.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for simulations and bootstrap.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
-    """How far attention can focus: closed forms of the sparsity S, and S, entropy and rank of the heads of a model."""
+    """Measure how far attention can focus: sparsity S in closed form; S, entropy and rank in the heads of a model."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
-        found = _synthetic(keys, dim, draws, mechanism, seed)
+        findings = _synthetic(keys, dim, draws, mechanism, seed)
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
-        present_lab(found, partial(_draw_synthetic, found), title=title, out=out, as_json=as_json)
+        present_lab(findings, partial(_draw_synthetic, findings), title=title, out=out, as_json=as_json)
         if not as_json:
-            output.console().print(_rank_table(found))
+            output.console().print(_rank_table(findings))
         return
     lab = _in_model(name, text, tokens, mechanism, seed)
     title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
@@ -79,12 +79,12 @@ def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | 
     return run_lab(focus_in_model, *given, stage="reading", seed=seed, about=about, mechanisms=mechanisms)
 
 
-def _rank_table(found: FocusFindings) -> Table:
-    size = found.ranks[0]
+def _rank_table(findings: FocusFindings) -> Table:
+    size = findings.ranks[0]
     table = Table(title=f"One random head of {size.n} keys, dimension {size.d}", title_justify="left")
     for heading in ("mechanism", "mask", "S", "rank", "rank of a block", "99 % of its energy"):
         table.add_column(heading, justify="left" if heading in ("mechanism", "mask") else "right", no_wrap=True)
-    for row in found.ranks:
+    for row in findings.ranks:
         counts = (str(count) for count in (row.whole, row.block, row.energy))
         table.add_row(row.mechanism, row.mask, f"{row.sparsity:.3f}", *counts)
     return table
@@ -106,19 +106,19 @@ def _mechanism_table(lab: ModelFocus) -> Table:
     }
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for found in lab.mechanisms:
-        row = found.summary()
+    for mechanism in lab.mechanisms:
+        row = mechanism.summary()
         cells = (
             "" if row[field] is None or row[field] != row[field] else f"{row[field]:.3g}" for field in columns.values()
         )
-        table.add_row(found.name, *cells)
+        table.add_row(mechanism.name, *cells)
     return table
 
 
-def _draw_synthetic(found: FocusFindings) -> Figure:
+def _draw_synthetic(findings: FocusFindings) -> Figure:
     from softgap.report.focus_figure import draw_focus
 
-    return draw_focus(found)
+    return draw_focus(findings)
 
 
 def _draw_model(lab: ModelFocus) -> Figure:

@@ -15,9 +15,9 @@ from softgap.cli.render.lab import (
     LabText,
     LabTokens,
     check_out,
+    choose_model,
     model_and_text,
     present_lab,
-    reading_model,
     run_lab,
 )
 
@@ -35,12 +35,15 @@ def injectivity_command(
     text: LabText = None,
     tokens: LabTokens = 512,
     near: Annotated[
-        float, typer.Option(help="With --model: share of a mechanism's mean distance that counts as nearly the same.")
+        float,
+        typer.Option(
+            help="With --model: distance below which two queries count as confused, as a share of the mean distance."
+        ),
     ] = 0.2,
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to look at; may be repeated. Default: every mechanism that can be.", show_default=False
+            help="Mechanism to test; may be repeated. Default: all that the lab supports.", show_default=False
         ),
     ] = None,
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries and keys.")] = 8,
@@ -49,26 +52,26 @@ def injectivity_command(
         int | None,
         typer.Option(
             max=10_000,
-            help="Queries per head to compare (64), or tried by the collision finder (2).",
+            help="Number of queries per head (default 64), or of the collision search (default 2).",
             show_default=False,
         ),
     ] = None,
     starts: Annotated[
-        int, typer.Option(max=10_000, help="Without --model: starts of the finder per query and radius.")
+        int, typer.Option(max=10_000, help="Without --model: starts of the collision search per query and radius.")
     ] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the keys, the finder and the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for keys, collision search and bootstrap.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
-    """Which mechanisms give different queries different distributions: margins, collisions, confusion in real heads."""
+    """Test which mechanisms give different queries different weights: margins, collisions, confusion in real heads."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
-        found = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
-        draw = partial(_draw_synthetic, found)
-        present_lab(found, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
+        result = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
+        draw = partial(_draw_synthetic, result)
+        present_lab(result, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
         if not as_json:
-            output.console().print(_search_table(found))
+            output.console().print(_search_table(result))
         return
     lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
     title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
@@ -94,13 +97,13 @@ def _in_model(
 
 
 def _search_table(lab: Injectivity) -> Table:
-    title = "What the collision finder found (* outside proposition 2)"
+    title = "Results of the collision search (* outside proposition 2)"
     table = Table(title=title, title_justify="left")
     table.add_column("mechanism", no_wrap=True)
     table.add_column("collision")
-    for heading in ("closest", "starts", "distributions"):
+    for heading in ("smallest distance", "starts", "evaluations"):
         table.add_column(heading, justify="right")
-    table.add_column("* why", overflow="fold")
+    table.add_column("* reason", overflow="fold")
     for search in lab.searches:
         table.add_row(
             search.mechanism + (" *" if search.outside else ""),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from softgap.cli.options import Json, Model
 from softgap.cli.render import output
-from softgap.cli.render.lab import LabOut, LabText, check_out, model_and_texts, present_lab, reading_model, run_lab
+from softgap.cli.render.lab import LabOut, LabText, check_out, choose_model, model_and_texts, present_lab, run_lab
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,31 +23,29 @@ __all__ = ["position_command"]
 def position_command(
     model: Model = None,
     text: LabText = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Tokens of every text that is read or drawn.")
-    ] = 512,
+    tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of tokens per text.")] = 512,
     texts: Annotated[
         int,
-        typer.Option(min=1, max=10_000, help="Read, or draw, no more than so many texts; --text is cut into them."),
+        typer.Option(min=1, max=10_000, help="Largest number of texts; --text is split into them."),
     ] = 8,
-    start: Annotated[int, typer.Option(min=1, help="First position that counts.")] = 8,
+    start: Annotated[int, typer.Option(min=1, help="First position of the trend.")] = 8,
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare softmax with; may be repeated, verdicts are about the first. "
+            help="Mechanism to compare with softmax; may be repeated. The verdicts are about the first one. "
             "Default: elu1 and every other linear map.",
             show_default=False,
         ),
     ] = None,
     heads: Annotated[int, typer.Option(max=10_000, help="Without --model: number of heads.")] = 20,
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries, keys and values.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of the heads, the random queries and the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for heads, random queries and bootstrap.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
-    """Why divergence changes with position: the normaliser, the running mean of values, or softmax's concentration."""
+    """Explain why divergence changes with position: normaliser, running mean of values, or concentration of softmax."""
     check_out(out)
-    name = reading_model(model, text)
+    name = choose_model(model, text)
     if name is None:
         lab = _synthetic(mechanism, heads, texts, tokens, dim, start, seed)
     else:
@@ -84,9 +82,7 @@ def _in_model(
 def _shares_table(lab: Position) -> Table:
     from softgap.theory.position.drift import TERMS
 
-    table = Table(
-        title="Shares of the trend, over the heads that have one (false discovery rate 5 %)", title_justify="left"
-    )
+    table = Table(title="Shares of the trend, over heads with a trend (false discovery rate 5 %)", title_justify="left")
     for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
     for trend in lab.trends:

@@ -1,4 +1,4 @@
-"""`softgap lab separation`: the two classes of sequences that softmax tells apart, and where it stops to."""
+"""`softgap lab separation`: two classes of sequences that softmax separates, and where it fails."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["separation_command"]
 
 _LARGEST = 2**24
-_Cross = Annotated[bool, typer.Option("--cross", help="Queries from one sequence, keys and values from another.")]
+_Cross = Annotated[bool, typer.Option("--cross", help="Take queries from one sequence, keys and values from another.")]
 _Breaks = Annotated[
-    bool, typer.Option("--allow-breaks", help="Take sizes outside the construction, n not (d - 2) t or b + c not 1.")
+    bool,
+    typer.Option(
+        "--allow-breaks", help="Allow sizes outside the construction: n other than (d - 2) t, or b + c other than 1."
+    ),
 ]
 _Mechanisms = Annotated[
     list[str] | None,
     typer.Option(
-        help="In the network, the map and training, beside softmax and identity; may be repeated. Default: all in "
-        "the network, softmax and identity in the map, softmax and elu1 in training.",
+        help="Mechanism to add to softmax and identity; may be repeated. Default: all in the network, softmax and "
+        "identity in the map, softmax and elu1 in training.",
         show_default=False,
     ),
 ]
@@ -41,37 +44,48 @@ _Tasks = Annotated[
 
 
 def separation_command(
-    n: Annotated[int | None, typer.Option(max=_LARGEST, help="Rows, (d - 2) t.", show_default=False)] = None,
+    n: Annotated[int | None, typer.Option(max=_LARGEST, help="Number of rows, (d - 2) t.", show_default=False)] = None,
     d: Annotated[
-        int | None, typer.Option(max=_LARGEST, help="Columns; 514 if neither n nor d is given.", show_default=False)
+        int | None,
+        typer.Option(
+            max=_LARGEST, help="Number of columns. Default: 514 if n is not given either.", show_default=False
+        ),
     ] = None,
     t: Annotated[
-        int | None, typer.Option(max=_LARGEST, help="Stacked copies; what n and d give, or 1.", show_default=False)
+        int | None,
+        typer.Option(max=_LARGEST, help="Number of stacked copies. Default: n / (d - 2), or 1.", show_default=False),
     ] = None,
     m: Annotated[
-        int | None, typer.Option(max=_LARGEST, help="Columns of signs; 4 log(n / 0.01).", show_default=False)
+        int | None,
+        typer.Option(max=_LARGEST, help="Number of sign columns. Default: 4 log(n / 0.01).", show_default=False),
     ] = None,
     a0: Annotated[float, typer.Option(help="Level of the marked row in class D0.")] = 0.05,
     a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0,
     b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5,
-    c: Annotated[float | None, typer.Option(help="Level of the last column; 1 - b.", show_default=False)] = None,
+    c: Annotated[
+        float | None, typer.Option(help="Level of the last column. Default: 1 - b.", show_default=False)
+    ] = None,
     cross: _Cross = False,
     allow_breaks: _Breaks = False,
     mechanism: _Mechanisms = None,
-    axes: Annotated[str, typer.Option("--map", help="Two axes, such as d,b or a1=0.5/0.7/1,n=512/8192/32768.")] = "d,b",
-    draws: Annotated[int, typer.Option(max=1_000_000, help="Draws of marked rows and signs.")] = 30,
-    map_draws: Annotated[int, typer.Option(max=1_000_000, help="Draws in each cell of the map, and at each n.")] = 20,
-    train: Annotated[bool, typer.Option("--train", help="Also train small models: minutes.")] = False,
+    axes: Annotated[
+        str, typer.Option("--map", help="Two axes of the phase map, such as d,b or a1=0.5/0.7/1,n=512/8192/32768.")
+    ] = "d,b",
+    draws: Annotated[int, typer.Option(max=1_000_000, help="Number of draws of marked rows and signs.")] = 30,
+    map_draws: Annotated[int, typer.Option(max=1_000_000, help="Number of draws per cell of the map and per n.")] = 20,
+    train: Annotated[bool, typer.Option("--train", help="Also train small models (takes minutes).")] = False,
     task: _Tasks = None,
-    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps of every model.")] = 600,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Models of every kind, from seeds 0, 1, ...")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps per model.")] = 600,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of models of each kind, trained with seeds 0, 1, ...")
+    ] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the draws.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
 ) -> None:
-    """Run the separation of softmax from linear attention: every mechanism, a phase map, growth in n, what explains it.
+    """Test the separation of softmax from linear attention: all mechanisms, a phase map, growth in n, an ablation.
 
-    With --train and --out, finished models are kept in the folder's cells/ and not trained again.
+    With --train and --out, trained models are saved in cells/ of the folder and are not trained again.
     """
     from softgap.theory.separation.lab import separation_lab
     from softgap.theory.separation.phase_map import parse_axes
@@ -90,16 +104,16 @@ def separation_command(
     }
     if train:
         _check_training(task, mechanism)
-    found: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
+    result: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
     if train:
-        found = replace(found, trained=_trained(task, mechanism, steps, seeds, out))
+        result = replace(result, trained=_train(task, mechanism, steps, seeds, out))
 
     def draw() -> Any:
         from softgap.report.lab_figures import draw_separation
 
-        return draw_separation(found)
+        return draw_separation(result)
 
-    present_lab(found, draw, title="Separation", out=out, as_json=as_json)
+    present_lab(result, draw, title="Separation", out=out, as_json=as_json)
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:
@@ -112,7 +126,7 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
         task(name)
 
 
-def _trained(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
+def _train(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
     from softgap.cli.render.output import waiting_share
     from softgap.theory.separation.training import Training, train_all
 

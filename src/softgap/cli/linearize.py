@@ -1,4 +1,4 @@
-"""``softgap linearize``: which heads of a model can go without softmax, as a plan."""
+"""``softgap linearize``: finds the heads of a model that can do without softmax, and saves them as a plan."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ _WORDS = {
 
 
 def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], path: Path) -> None:
-    """How many heads go, what that costs on unseen text, what it saves, and which they are."""
+    """Print the number of swapped heads, their cost on unseen text, the memory saved, and a map of the heads."""
     heads, groups = sum(x.heads for x in layers), sum(x.kv_heads for x in layers)
     console.print(
-        f"{len(plan.heads)} of {heads} heads go without softmax ({plan.substitute.name}); {len(plan.groups)} of "
-        f"{groups} KV groups are freed, {len(plan.layers)} layers whole."
+        f"The plan replaces softmax by {plan.substitute.name} in {len(plan.heads)} of {heads} heads. It frees "
+        f"{len(plan.groups)} of {groups} KV groups and {len(plan.layers)} whole layers."
     )
     console.print(_costs(plan))
     if plan.recall:
         console.print(plan.recall_words())
     saved = plan.memory["saved_per_token"] / max(1.0, plan.memory["per_token_original"])
     console.print(
-        f"The KV cache takes {plan.memory['per_token']:,.0f} bytes per token instead of "
-        f"{plan.memory['per_token_original']:,.0f} ({saved:.0%} less), and "
-        f"{plan.memory['states'] / 1e6:.1f} MB of states; the plan itself is {plan.memory['parameters'] / 1e6:.1f} MB."
+        f"The KV cache needs {plan.memory['per_token']:,.0f} bytes per token instead of "
+        f"{plan.memory['per_token_original']:,.0f} ({saved:.0%} less). "
+        f"The recurrent states need {plan.memory['states'] / 1e6:.1f} MB, and the plan itself "
+        f"{plan.memory['parameters'] / 1e6:.1f} MB."
     )
-    console.print(
-        Text("Heads (down) by layer (across): . softmax, o swapped, # swapped and its KV group freed", "bold")
-    )
+    console.print(Text("Heads (rows) by layer (columns): . softmax, o swapped, # swapped and KV group freed", "bold"))
     for line in _grid(plan, layers):
         console.print(line)
     console.print(f"Saved to {path}", soft_wrap=True)
@@ -77,53 +76,58 @@ def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
 
 def linearize_command(
     model: Annotated[
-        str | None, typer.Argument(help="The model, as for --model of run.", show_default="smollm2-135m")
+        str | None, typer.Argument(help="Model, as for --model of run.", show_default="smollm2-135m")
     ] = None,
     text: Annotated[
-        list[str] | None, typer.Option("--text", help="A text file to search on; may be repeated.", show_default=False)
+        list[str] | None, typer.Option("--text", help="Text file to search on; may be repeated.", show_default=False)
     ] = None,
-    budget: Annotated[float, typer.Option(help="Rise in loss that is allowed, in nats per token.")] = 0.1,
+    budget: Annotated[float, typer.Option(help="Largest rise in loss, in nats per token.")] = 0.1,
     recall_budget: Annotated[
         float | None,
         typer.Option(
-            help="Drop in recall that is allowed, 0 to 1: of answers in the context, by their first token.",
+            help="Largest drop in associative recall, 0 to 1, scored by the first token of each answer.",
             show_default="any",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="File for the plan, as JSON.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option(help="File for the plan (JSON).")] = Path("plan.json"),
     mechanism: Annotated[
         str | None,
         typer.Option(
-            help="What heads become, such as elu1 or fitted@FILE.",
-            show_default="fitted where the model is calibrated, else elu1",
+            help="Substitute for the heads, such as elu1 or fitted@FILE.",
+            show_default="fitted if the model is calibrated, else elu1",
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Keep softmax on so many of the nearest keys: a hybrid.", show_default=False)
+        int | None, typer.Option(help="Keep softmax on the N most recent keys.", show_default=False)
     ] = None,
     by: Annotated[
-        Literal["heads", "groups"], typer.Option(help="What goes one by one; memory is saved by whole KV groups only.")
+        Literal["heads", "groups"], typer.Option(help="Unit of the search. Only whole KV groups save memory.")
     ] = "groups",
-    score: Annotated[str, typer.Option(help="What ranks the heads.")] = "gradient+fisher",
-    repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Refit the output of swapped heads.")] = True,
+    score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher",
+    repair: Annotated[
+        bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
+    ] = True,
     tune: Annotated[
-        int, typer.Option(min=0, help="Steps of training of the swapped heads after the repair; 0 for none.")
+        int,
+        typer.Option("--distil", min=0, help="Training steps that distil the original model into the swapped heads."),
     ] = 0,
-    length: Annotated[int, typer.Option(help="Tokens of a passage.")] = 512,
-    tokens: Annotated[int, typer.Option(help="Tokens to use of the text, about.")] = 16384,
+    length: Annotated[int, typer.Option(help="Number of tokens per sequence.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Approximate number of tokens of the text to use.")] = 16384,
     picture: Annotated[
-        Path | None, typer.Option(help="Also draw kept and freed heads, as .png or .svg.", show_default=False)
+        Path | None, typer.Option(help="Also draw the swapped and freed heads, as .png or .svg.", show_default=False)
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the plan in --out.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of drawn labels and lookups.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed for sampled labels and recall tasks.")
+    ] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Find the heads of a model that can go without softmax within a budget, and write them down as a plan.
+    """Find the heads of a model that can do without softmax within a budget, and save them as a plan.
 
-    softgap.linearize.load_plan reads the plan, softgap.linearize.apply runs the model under it.
+    softgap.linearize.load_plan loads the plan; softgap.linearize.apply runs the model with it.
     """
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
@@ -134,7 +138,7 @@ def linearize_command(
         "length": length, "tokens": tokens, "seed": seed,
     }  # fmt: skip
     options = {"dtype": dtype, "device": device, "attn": attn}
-    plan, layers = _found(model, texts, mechanism, window, settings, out, options)
+    plan, layers = _search(model, texts, mechanism, window, settings, out, options)
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:
@@ -144,22 +148,24 @@ def linearize_command(
 
 
 def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
-    """Refuse what could not be written in the end, before the search."""
+    """Refuse files that could not be written, before the search starts."""
     if out.suffix != ".json":
-        raise ValueInputError(f"a plan must end in .json, got '{out.name}'; choose another name")
+        raise ValueInputError(f"the file of a plan must end in .json, got '{out.name}'; choose another name")
     check_new(out, overwrite)
     parameters = out.with_suffix(".safetensors")
     if parameters.exists() and not out.exists():
-        raise StoreError(f"'{parameters}' is there already, where the plan's numbers go; choose another --out")
+        raise StoreError(
+            f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
+        )
     if picture is not None:
-        from softgap.report.files import check_ending, check_place, require_matplotlib
+        from softgap.report.files import check_ending, check_output_file, require_matplotlib
 
         check_ending(picture)
-        check_place(picture, "--picture")
+        check_output_file(picture, "--picture")
         require_matplotlib()
 
 
-def _found(
+def _search(
     model: str | None,
     texts: list[str],
     mechanism: str | None,
@@ -187,7 +193,7 @@ def _found(
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command goes on with what is done") from None
+            raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)
     shutil.rmtree(parts, ignore_errors=True)
     layers = attention_layers(loaded)
@@ -196,7 +202,7 @@ def _found(
 
 
 def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None:
-    """What `softgap report` shows of the folder that the plan lies in."""
+    """Write the document that `softgap report` shows for the folder of the plan."""
     from dataclasses import replace
 
     from softgap.report.documents import plan_document, save_document

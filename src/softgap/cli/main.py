@@ -1,4 +1,4 @@
-"""The one place where the outcome of a command becomes an exit code and, when it failed, one sentence."""
+"""Runs a command: turns its outcome into an exit code and, on failure, into one sentence."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ _DISK = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE)
 _REMEDIES = {
     **dict.fromkeys(_SPACE, "free some space or choose another disk"),
     **dict.fromkeys(_PATHS, "check the path"),
-    **dict.fromkeys(_RIGHTS, "choose a place you may use"),
-    **dict.fromkeys(_FILES, "raise the limit of open files with ulimit -n"),
+    **dict.fromkeys(_RIGHTS, "choose a path that you may write to"),
+    **dict.fromkeys(_FILES, "raise the limit on open files with ulimit -n"),
     **dict.fromkeys(_DISK, "check the disk"),
 }
 
 
-# What torch says when an allocation fails, which is no MemoryError there.
+# Messages of torch when an allocation fails: it does not raise MemoryError.
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory")
 
 
-def outside_sentence(error: Exception) -> str | None:
-    """One sentence with a remedy; None for an error that is softgap's own."""
+def system_error_sentence(error: Exception) -> str | None:
+    """One sentence with a remedy for an error of the system; None for any other error."""
     if isinstance(error, MemoryError) or any(mark in str(error) for mark in _NO_MEMORY):
-        return f"there is not enough memory for this ({_said(error)}); ask for less, or use a larger machine"
+        return f"not enough memory ({_first_line(error)}); reduce the size of the request, or use a larger machine"
     if isinstance(error, RuntimeError) and "home directory" in str(error):
-        return f"the home folder is not known ({_said(error)}); set HOME, or write paths in full"
+        return f"the home folder is unknown ({_first_line(error)}); set HOME, or give absolute paths"
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         where = f"'{os.fsdecode(error.filename)}'" if error.filename else "standard output"
         return f"the system refused {where}: {os.strerror(error.errno)}; {_REMEDIES[error.errno]}"
     return None
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def mended() -> None:
-    """Give a closed stream a place to go, and write what an encoding does not know as an escape."""
+def reopen_streams() -> None:
+    """Open closed output streams, and escape characters that their encoding cannot represent."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # It also takes the free descriptor, into which the next file would else be opened and written over.
+            # This also occupies the free descriptor, which the next opened file would otherwise take.
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  open as long as we run
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -77,7 +77,7 @@ def mended() -> None:
 
 
 def abandon_output() -> None:
-    """Let what is left to write vanish: the interpreter flushes once more at its end, which must not fail loudly."""
+    """Discard remaining output: the interpreter flushes once more at exit, and that must not raise."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,7 +95,7 @@ _GREETING = """\
 softgap measures the gap between softmax and linear attention, per head and per token. Three things to try:
 
   softgap run "Tell me a story about a fox." --out runs/fox    measure a model while it answers
-  softgap report runs/fox                                      look at every head and token in a browser
+  softgap report runs/fox                                      explore every head and token in a browser
   softgap doctor                                               check this installation
 
 All commands: softgap --help
@@ -105,11 +105,11 @@ All commands: softgap --help
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    mended()
+    reopen_streams()
     told: list[int] = []
 
     def terminated(number: int, _: object) -> None:
-        # Cleared up after as Ctrl-C is: a scheduler asks before it kills.
+        # Clean up as after Ctrl-C: a scheduler asks before it kills.
         told.append(number)
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _on_terminate(handler: Any) -> Any:
-    """Set what a signal to terminate does, and return what it did; only the main thread may."""
+    """Set the handler of SIGTERM and return the previous one; only the main thread may."""
     if threading.current_thread() is not threading.main_thread() or handler is None:
         return None
     return signal.signal(signal.SIGTERM, handler)
@@ -136,7 +136,7 @@ def _outcome(given: list[str]) -> int:
         abandon_output()
         return 141
     except SystemExit as leave:
-        # The way a rich console leaves when its pipe is closed.
+        # A rich console exits this way when its pipe is closed.
         if isinstance(leave.__context__, BrokenPipeError):
             abandon_output()
             return 141
@@ -148,10 +148,10 @@ def _outcome(given: list[str]) -> int:
     except SoftgapError as error:
         return _fail(2, str(error))
     except Exception as error:
-        outside = outside_sentence(error)
+        outside = system_error_sentence(error)
         if outside is not None:
-            return _refused_outside(outside)
-        remedy = "this is a defect of softgap, rerun with SOFTGAP_DEBUG=1 for the traceback"
+            return _fail_by_system(outside)
+        remedy = "this is a bug in softgap; rerun with SOFTGAP_DEBUG=1 for the traceback"
         return _fail(70, f"{type(error).__name__}: {error}; {remedy}")
     return code
 
@@ -162,7 +162,7 @@ def _greet() -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # Not app(): that turns interrupts and closed pipes into exit codes of its own before they can be told apart here.
+    # Not app(): it turns interrupts and closed pipes into exit codes before they can be told apart here.
     from softgap.cli.app import app
 
     command = typer.main.get_command(app)
@@ -176,7 +176,7 @@ def _run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _refused_outside(sentence: str) -> int:
+def _fail_by_system(sentence: str) -> int:
     code = _fail(2, sentence)
     try:
         sys.stdout.flush()
@@ -188,17 +188,17 @@ def _refused_outside(sentence: str) -> int:
 def _fail(code: int, message: str) -> int:
     if os.environ.get("SOFTGAP_DEBUG"):
         traceback.print_exc()
-    sys.stderr.write(f"softgap: {' '.join(map(_shown, message.split()))}\n")
+    sys.stderr.write(f"softgap: {' '.join(map(_shorten, message.split()))}\n")
     return code
 
 
-def _shown(word: str) -> str:
-    """A word as it fits into a sentence: a path of thousands of characters is cut in its middle."""
+def _shorten(word: str) -> str:
+    """A word short enough for a sentence: a path of thousands of characters is cut in the middle."""
     return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}…{word[-_LONGEST_WORD // 4 :]}"
 
 
 def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:
-    """What the parser said, as one sentence with what is allowed, what was given and where to read on."""
+    """The parser's message as one sentence: what is allowed, what was given, and where the help is."""
     said = error.format_message().rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     commands = getattr(context.command, "commands", {}) if context else {}

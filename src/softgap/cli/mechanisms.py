@@ -23,25 +23,28 @@ _DIM = 64
 def mechanisms_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     measured: Annotated[
-        bool, typer.Option("--measure", help="Add each one's divergence from softmax and from uniform.")
+        bool,
+        typer.Option("--measure", help="Also measure the divergence of each mechanism from softmax and from uniform."),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the head drawn by --measure.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the synthetic head of --measure.")
+    ] = 0,
 ) -> None:
-    """List the attention mechanisms softgap knows: formula, features, forms, what they need, and the paper."""
+    """List the attention mechanisms: formula, number of features, forms, required parameters and paper."""
     from softgap.attention import mechanisms
 
     registry = mechanisms()
-    head, rows = _measured(seed) if measured else (None, ())
+    head, rows = _measure(seed) if measured else (None, ())
     if as_json:
         output.write_json(_document(registry, head, rows))
         return
     console = output.console()
     console.print(_registry_table(registry))
     if head is not None:
-        console.print(_measured_table(head, rows))
+        console.print(_measurement_table(head, rows))
 
 
-def _measured(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
+def _measure(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
     from softgap.attention.synthetic import measure, synthetic_head
 
     head = synthetic_head(dim=_DIM, seed=seed)
@@ -51,14 +54,14 @@ def _measured(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
 def _document(
     registry: Mapping[str, Mechanism], head: SyntheticHead | None, rows: Sequence[Measurement]
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_described(found) for found in registry.values()]}
+    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_describe(mechanism) for mechanism in registry.values()]}
     if head is not None:
         document["synthetic_head"] = {"length": head.length, "dim": head.dim, "seed": head.seed}
         document["measurements"] = [asdict(row) for row in rows]
     return document
 
 
-def _described(mechanism: Mechanism) -> dict[str, Any]:
+def _describe(mechanism: Mechanism) -> dict[str, Any]:
     return {
         "name": mechanism.name,
         "kind": mechanism.kind,
@@ -83,23 +86,23 @@ def _registry_table(registry: Mapping[str, Mechanism]) -> Table:
         table.add_column(heading)
     table.add_column("needs", overflow="fold")
     table.add_column("paper", overflow="fold", ratio=2)
-    for found in registry.values():
-        features = found.feature_dim(_DIM)
+    for mechanism in registry.values():
+        features = mechanism.feature_dim(_DIM)
         table.add_row(
-            found.name,
-            found.kind,
-            found.formula,
+            mechanism.name,
+            mechanism.kind,
+            mechanism.formula,
             "" if features is None else f"{features:,}",
-            "yes" if found.signed else "",
-            "" if found.scale == "none" else found.scale,
-            "all" if len(found.forms) > 1 else found.forms[0],
-            ", ".join(found.needs),
-            found.paper,
+            "yes" if mechanism.signed else "",
+            "" if mechanism.scale == "none" else mechanism.scale,
+            "all" if len(mechanism.forms) > 1 else mechanism.forms[0],
+            ", ".join(mechanism.needs),
+            mechanism.paper,
         )
     return table
 
 
-def _measured_table(head: SyntheticHead, rows: Sequence[Measurement]) -> Table:
+def _measurement_table(head: SyntheticHead, rows: Sequence[Measurement]) -> Table:
     title = f"Mean divergence on a synthetic head\n(causal, T = {head.length}, d = {head.dim}, seed {head.seed})"
     table = Table(title=title, title_justify="left")
     table.add_column("name", no_wrap=True)

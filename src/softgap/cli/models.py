@@ -1,4 +1,4 @@
-"""`softgap models`: the models that can be used here without a download."""
+"""`softgap models`: the models that need no download."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["models_command"]
 
 
 def models_command(as_json: Json = False) -> None:
-    """List the models that are here: name, type, size, and where each comes from.
+    """List the models on this machine: name, type, size and origin.
 
-    Any other causal model of the hub is downloaded when it is first named.
+    Any other causal model on the Hugging Face hub is downloaded when you first use it.
     """
     from softgap.models import available_models
 
-    found = available_models()
+    models = available_models()
     if as_json:
-        output.write_json({"default": found[0].name, "models": [_described(info) for info in found]})
+        output.write_json({"default": models[0].name, "models": [_describe(info) for info in models]})
         return
     table = Table(title="Models", title_justify="left")
     for heading in ("name", "type"):
         table.add_column(heading, overflow="fold")
     for heading in ("parameters", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
-    table.add_column("place", overflow="fold")
-    for info in found:
-        parameters = "" if info.parameters is None else _counted(info.parameters)
-        size = "" if info.size_bytes is None else f"{_counted(info.size_bytes)}B"
+    table.add_column("origin", no_wrap=True)
+    table.add_column("path", overflow="fold")
+    for info in models:
+        parameters = "" if info.parameters is None else _format_count(info.parameters)
+        size = "" if info.size_bytes is None else f"{_format_count(info.size_bytes)}B"
         place = "" if info.path is None else str(info.path)
         table.add_row(info.name, info.model_type, parameters, size, info.origin, place)
     output.console().print(table)
 
 
-def _described(info: ModelInfo) -> dict[str, Any]:
+def _describe(info: ModelInfo) -> dict[str, Any]:
     return {
         "name": info.name,
         "model_type": info.model_type,
@@ -52,7 +52,7 @@ def _described(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _counted(number: int) -> str:
+def _format_count(number: int) -> str:
     """A count with three digits and a decimal prefix: 134,515,008 is 135 M."""
     value, prefixes = float(number), ["", "k", "M", "G", "T"]
     while value >= 999.5 and len(prefixes) > 1:

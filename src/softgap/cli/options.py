@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from softgap.errors import StoreError, ValueInputError
 from softgap.tasks.text_files import decoded, file_text, some_text
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTROL",
     "Attn",
+    "CommandWithAliases",
     "Device",
     "DropSinks",
     "Dtype",
@@ -48,7 +50,7 @@ CONTROL = "uniform"
 """The mechanism that every measurement has besides those a user names."""
 
 
-_MODEL_HELP = "smollm2-135m (the embedded default), a hub id org/name, a model folder or a .gguf file."
+_MODEL_HELP = "Model: smollm2-135m (embedded, the default), a hub id (org/name), a model folder or a .gguf file."
 
 
 Model = Annotated[str | None, typer.Option(help=_MODEL_HELP, show_default=False)]
@@ -58,8 +60,8 @@ Mechanisms = Annotated[
     list[str] | None,
     typer.Option(
         "--mechanism",
-        help="What to compare softmax with; may be repeated, the first one is shown. Default: elu1, and "
-        "fitted where the model is calibrated. The control uniform is always measured too.",
+        help="Mechanism to compare with softmax; may be repeated. The summary shows the first one. Default: elu1, "
+        "and fitted if the model is calibrated. The baseline uniform is always measured.",
         show_default=False,
     ),
 ]
@@ -67,44 +69,73 @@ Mechanisms = Annotated[
 
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="The model's dtype; auto is what its weights are stored in."),
+    typer.Option(help="Data type of the model; auto uses the type its weights are stored in."),
 ]
 
 
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
+Device = Annotated[str, typer.Option(help="Device that runs the model: cpu, cuda, cuda:1 or mps.")]
 
 
 Attn = Annotated[
     Literal["sdpa", "eager"] | None,
-    typer.Option(help="The model's attention implementation; its own default if left out.", show_default=False),
+    typer.Option(help="Attention implementation of the model. Default: the model's own.", show_default=False),
 ]
 
 
 Focus = Annotated[
-    bool, typer.Option("--focus", help="Also measure S(a), attention entropy and largest weight of every head.")
+    bool,
+    typer.Option(
+        "--focus", help="Also measure the sparsity S(a), the attention entropy and the largest weight of every head."
+    ),
 ]
 
 
-DropSinks = Annotated[int, typer.Option(min=0, help="Leave the first N tokens out of the visible set, on both sides.")]
+DropSinks = Annotated[int, typer.Option(min=0, help="Exclude the first N tokens from softmax and from the mechanisms.")]
 
 
 Out = Annotated[
     str | None,
-    typer.Option(help="New folder (or URI) for the study. Default: runs/<words>-<time>.", show_default=False),
+    typer.Option(help="Folder (or URI) to create for the study. Default: runs/<words>-<time>.", show_default=False),
 ]
 
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the study in --out if it asked the same.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the study in --out if it has the same inputs and settings.")
+]
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a summary.")]
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command in which a parameter that is a dataclass of options stands for all of its fields.
+# Earlier spellings of options, accepted for one release; --help shows the present ones only.
+_ALIASES = {
+    "--plan": "--preregistration",
+    "--repair": "--correct",
+    "--no-repair": "--no-correct",
+    "--tune": "--distil",
+}
 
-    Typer reads parameters off a signature: this one names the fields in the place of their group, which is put together
-    again when the command is called.
+
+class CommandWithAliases(TyperCommand):
+    """A command that also accepts the earlier spellings of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, each earlier spelling replaced by the present one."""
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        end = args.index("--") if "--" in args else len(args)
+        current = []
+        for argument in args[:end]:
+            name, sign, value = argument.partition("=")
+            present = _ALIASES.get(name, name)
+            current.append(f"{present}{sign}{value}" if present in known else argument)
+        return super().parse_args(ctx, [*current, *args[end:]])
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters become one option per field.
+
+    Typer reads options from the signature. This wrapper lists the fields of each dataclass there, and builds the
+    dataclass again when the command is called.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -134,35 +165,46 @@ def _parameter(field: Field[Any], annotation: Any) -> inspect.Parameter:
 
 StudyOut = Annotated[
     str | None,
-    typer.Option("--out", help="Folder (or URI) of the study; the same command goes on there.", show_default=False),
+    typer.Option(
+        "--out", help="Folder (or URI) of the study. Running the same command again resumes it.", show_default=False
+    ),
 ]
 
 
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N prompts.", show_default=False)]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.", show_default=False)]
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """What both commands take beside their prompts; the fields are options."""
+    """The options that `study run` and `study task` share, one field each."""
 
     model: Model = None
     mechanism: Mechanisms = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples that are computed together.")] = 8
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of samples per batch.")] = 8
     temperature: Annotated[
-        float | None, typer.Option(help="Sample at this temperature, not greedily.", show_default=False)
+        float | None, typer.Option(help="Sample at this temperature instead of decoding greedily.", show_default=False)
     ] = None
-    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without chat template.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Pass prompts to the model without a chat template.")] = False
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads of torch; they are recorded.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of torch threads; stored with the study.", show_default=False),
     ] = None
     no_prompt_steps: Annotated[
-        bool, typer.Option("--no-prompt-steps", help="Do not store the steps of the prompts.")
+        bool, typer.Option("--no-prompt-steps", help="Do not store the steps of the prompt tokens.")
     ] = False
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="This machine, or a Ray cluster.")] = "local"
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Run on this machine (local) or on a Ray cluster (ray).")
+    ] = "local"
     ray_address: Annotated[
-        str | None, typer.Option(help="Default: the running cluster, or a new one here.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Address of the Ray cluster. Default: the running cluster, or a new one on this machine.",
+            show_default=False,
+        ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check everything and estimate the cost.")] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the inputs and estimate the cost; measure nothing.")
+    ] = False
     dtype: Dtype = "auto"
     device: Device = "cpu"
     attn: Attn = None
@@ -171,7 +213,7 @@ class Measuring:
     as_json: Json = False
 
     def settings(self, *, max_new_tokens: int, seed: int | None, scoring: str | None) -> StudySettings:
-        """The settings of a study that the model answers at such length, seed and scoring."""
+        """The settings of the study that these options describe."""
         from softgap.study import StudySettings
 
         return StudySettings(
@@ -194,12 +236,12 @@ class Measuring:
 
 
 def check_new(path: Path, overwrite: bool) -> None:
-    """Refuse a folder, a file that is there unless it may be replaced, and a place that cannot be written to."""
-    from softgap.report.files import check_place
+    """Refuse a folder, an existing file unless it may be replaced, and a place that cannot be written to."""
+    from softgap.report.files import check_output_file
 
-    check_place(path)
+    check_output_file(path)
     if os.path.lexists(path) and not overwrite:
-        raise StoreError(f"'{path}' is there already; choose another file, or replace it with --overwrite")
+        raise StoreError(f"'{path}' already exists; choose another file, or replace it with --overwrite")
 
 
 def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -221,24 +263,24 @@ _STANDARD_INPUT = "standard input"
 
 
 def given_prompt(prompt: str) -> str:
-    """The prompt itself, or for ``-`` what standard input holds, without the line's end that a shell adds."""
+    """The prompt, or for ``-`` the text on standard input without its final newline."""
     text = _standard_input().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
     return some_text(text, "the prompt")
 
 
 def given_text(file: str) -> tuple[str, str]:
-    """A file's name for messages and its text as it stands; ``-`` is standard input."""
+    """The name of a file as messages show it, and its text; ``-`` is standard input."""
     if file == "-":
         return _STANDARD_INPUT, _standard_input()
     return f"'{file}'", file_text(file, ", or - for standard input")
 
 
 def plain_text(name: str, text: str) -> str:
-    """The text, if it is one."""
+    """The text, if it is not empty."""
     return some_text(text, name)
 
 
 def _standard_input() -> str:
     if sys.stdin is None:
-        raise ValueInputError("standard input is closed, so that nothing can be read from it; give a file, or a pipe")
+        raise ValueInputError("standard input is closed; give a file or a pipe")
     return decoded(sys.stdin.buffer.read(), _STANDARD_INPUT)

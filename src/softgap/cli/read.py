@@ -1,4 +1,4 @@
-"""`softgap read`: measure every head of a model while it reads texts, whoever wrote them."""
+"""`softgap read`: measures every head of a model while it reads texts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["read_command"]
 
 
 def read_command(
-    file: Annotated[str, typer.Argument(help="A text file, a .jsonl file with samples, or - for standard input.")],
+    file: Annotated[str, typer.Argument(help="Text file, .jsonl file with samples, or - for standard input.")],
     jsonl: Annotated[
         bool,
         typer.Option(
-            "--jsonl", help="Every line is a JSON object with prompt and completion, and optionally label and id."
+            "--jsonl", help="Read each line as a JSON object with prompt and completion, and optionally label and id."
         ),
     ] = False,
     chat: Annotated[
@@ -57,12 +57,12 @@ def read_command(
     drop_sinks: DropSinks = 0,
     as_json: Json = False,
 ) -> None:
-    """Read a text, or many prompts with completions, measure every head at every token, save and summarise it."""
+    """Measure every head at every token of a text, or of many prompts with completions; save and summarise it."""
     name, text = given_text(file)
     wanted = ("prompt", "completion")
     samples = json_prompts(name, text, needs=wanted) if jsonl or file.endswith(".jsonl") else None
     if samples is None and chat:
-        raise ValueInputError("--chat goes with prompts and completions, got a plain text; give a .jsonl file")
+        raise ValueInputError("--chat needs prompts and completions, got a plain text; give a .jsonl file")
     from softgap.study import StudySettings
     from softgap.tasks import Prompt
 

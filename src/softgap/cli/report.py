@@ -1,4 +1,4 @@
-"""`softgap report`: a study as one HTML file to look around in."""
+"""`softgap report`: writes a study as one interactive HTML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Samples = Annotated[
     list[str] | None,
     typer.Option(
         "--sample",
-        help="Sample to carry token by token; may be repeated. Default: as many as fit, of every label.",
+        help="Sample to include token by token; may be repeated. Default: as many of each label as fit.",
         show_default=False,
     ),
 ]
@@ -30,7 +30,7 @@ _Heads = Annotated[
     list[str] | None,
     typer.Option(
         "--heads",
-        help="CSV file with layer, head and further quantities to show in the map; may be repeated.",
+        help="CSV file with the columns layer, head and further quantities to show in the map; may be repeated.",
         show_default=False,
     ),
 ]
@@ -38,25 +38,25 @@ _Calibration = Annotated[
     str | None,
     typer.Option(
         "--calibration",
-        help="Calibration of the model, for the gap it closes in each head. Default: the study's own.",
+        help="Calibration of the model, to show the gap closed in each head. Default: the one the study used.",
         show_default=False,
     ),
 ]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out even if it is not a report of softgap.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out even if softgap did not write it.")]
 
 
 def report_command(
-    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study, or folder of the result of a lab.")],
+    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study, or folder with the result of a lab.")],
     out: _Out = None,
     sample: _Samples = None,
     heads: _Heads = None,
     calibration: _Calibration = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show the report in the browser.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     overwrite: _Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a study as one self-contained HTML file: text, heads and time, linked, offline."""
-    from softgap.cli.render.output import find_browser, show, waiting_share
+    """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline."""
+    from softgap.cli.render.output import find_browser, open_file, waiting_share
     from softgap.report import write_explorer
 
     browser = find_browser() if open_it else None
@@ -72,7 +72,7 @@ def report_command(
         )
     _present(written, study, as_json=as_json)
     if browser is not None:
-        show(browser, written.path)
+        open_file(browser, written.path)
 
 
 def _present(written: Report, study: str, *, as_json: bool) -> None:
@@ -81,8 +81,8 @@ def _present(written: Report, study: str, *, as_json: bool) -> None:
         output.write_json({**place, "samples": written.samples, "carried": written.carried})
         return
     console = output.console()
-    carried = "" if written.carried == written.samples else f", {written.carried} of them token by token"
+    carried = "" if written.carried == written.samples else f" ({written.carried} of them token by token)"
     many = {0: "findings", 1: "1 sample"}.get(written.samples, f"{written.samples:,} samples")
-    console.print(f"a report on {many}{carried}; {written.size / 1e6:.1f} MB, opens in any browser:")
-    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    console.print(f"Report on {many}{carried}, {written.size / 1e6:.1f} MB. Open it in any browser:")
+    # Last, alone on its line and never wrapped, so that a program can read it.
     console.print(str(written.path), soft_wrap=True)

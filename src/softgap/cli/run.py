@@ -1,4 +1,4 @@
-"""`softgap run`: a model answers a prompt, and every head is measured on the way."""
+"""`softgap run`: measures every head of a model while it answers a prompt."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ __all__ = ["run_command"]
 
 
 def run_command(
-    prompt: Annotated[str, typer.Argument(help="What to ask the model; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt for the model; - reads it from standard input.")],
     model: Model = None,
     mechanism: Mechanisms = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     out: Out = None,
     overwrite: Overwrite = False,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed, not greedily.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sample at this temperature (with seed 0 unless --seed is given).")
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed instead of decoding greedily.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature (seed 0 unless --seed is given).")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Pass the prompt to the model without a chat template.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
@@ -48,7 +50,7 @@ def run_command(
     drop_sinks: DropSinks = 0,
     as_json: Json = False,
 ) -> None:
-    """Let a model answer a prompt, measure every head at every token, save the run and summarise it."""
+    """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
     text = given_prompt(prompt)
     if temperature is not None:
         from softgap.probe.capture import checked_temperature

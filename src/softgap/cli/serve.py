@@ -1,4 +1,4 @@
-"""`softgap serve`: a local page on which a model writes while its heads are watched."""
+"""`softgap serve`: a local page that shows the heads of a model while it writes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,26 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def serve_command(
     model: Model = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes any port that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen at. Others than 127.0.0.1 let other machines use this one.")
+        str, typer.Option(help="Address to listen on. Any address but 127.0.0.1 gives other machines access.")
     ] = "127.0.0.1",
-    studies: Annotated[
-        str, typer.Option(help="Folder that runs are saved to and saved studies are opened from.")
-    ] = "runs",
-    open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    studies: Annotated[str, typer.Option(help="Folder for new runs and for the saved studies on offer.")] = "runs",
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Type a prompt in the browser and watch the heads while the model writes; Ctrl-C ends it."""
-    from softgap.cli.render.output import find_browser, visit
+    """Type a prompt in the browser and watch the heads while the model writes. Ctrl-C stops the server."""
+    from softgap.cli.render.output import find_browser, open_address
     from softgap.models import load_model
     from softgap.report.live import serve
 
     browser = find_browser() if open_it else None
     if host not in _LOCAL:
         output.warn(
-            f"--host {host} lets every machine that reaches this one run the model and read the studies in "
+            f"with --host {host}, every machine that can reach this one can run the model and read the studies in "
             f"'{studies}'; there is no password"
         )
 
@@ -47,12 +45,12 @@ def serve_command(
             output.write_json({"address": address, "studies": studies})
         else:
             console = output.console()
-            console.print("the live explorer is ready; Ctrl-C ends it:")
-            # Last and alone on its line, so that a program can take it from there; never wrapped.
+            console.print("The live explorer is ready. Press Ctrl-C to stop it:")
+            # Last, alone on its line and never wrapped, so that a program can read it.
             console.print(address, soft_wrap=True)
         sys.stdout.flush()
-        if browser is not None and not visit(browser, address):
-            output.warn(f"the browser did not open {address}; open it yourself")
+        if browser is not None and not open_address(browser, address):
+            output.warn(f"the browser did not open {address}; open it by hand")
 
     serve(
         lambda: load_model(model, dtype=dtype, device=device, attn=attn),

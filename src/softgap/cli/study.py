@@ -22,10 +22,13 @@ __all__ = ["study"]
 
 def label_command(
     study: Annotated[str, typer.Argument(help="Folder (or URI) of a study.")],
-    labels: Annotated[str, typer.Argument(help="A .jsonl or .csv file with id and label; an empty label removes one.")],
+    labels: Annotated[
+        str,
+        typer.Argument(help="File (.jsonl or .csv) with the columns id and label; an empty label removes the old one."),
+    ],
     as_json: Json = False,
 ) -> None:
-    """Give samples of a study other labels; nothing is measured again."""
+    """Change the labels of a study without measuring it again."""
     from softgap.study import label_study
     from softgap.tasks import read_labels
 
@@ -34,7 +37,7 @@ def label_command(
         output.write_json({"study": study, **asdict(found)})
         return
     output.console().print(
-        f"{found.given} labels read, {found.changed} of them new; {found.without} samples have none", soft_wrap=True
+        f"read {found.given} labels, {found.changed} of them new; {found.without} samples have no label", soft_wrap=True
     )
 
 
@@ -42,9 +45,11 @@ _MOST_LISTED = 5
 
 
 def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measuring: Measuring) -> None:
-    """Measure the prompts and say what came of it; with --dry-run only what it would cost."""
+    """Measure the prompts and print the result; with --dry-run only estimate the cost."""
     if measuring.ray_address is not None and measuring.engine != "ray":
-        raise ValueInputError(f"--ray-address goes with --engine ray, got '{measuring.ray_address}' without it; add it")
+        raise ValueInputError(
+            f"--ray-address needs --engine ray, got '{measuring.ray_address}' without it; add --engine ray"
+        )
     from softgap.study.measurement import check_mechanisms
 
     check_mechanisms(settings.mechanisms)
@@ -87,14 +92,14 @@ def _show_estimate(estimate: Estimate, out: str, *, as_json: bool) -> None:
         return
     console = output.console()
     console.print(
-        f"{estimate.samples:,} samples in {estimate.batches:,} batches: {estimate.prompt_tokens:,} tokens to read and "
-        f"at most {estimate.new_tokens:,} to write"
+        f"{estimate.samples:,} samples in {estimate.batches:,} batches: {estimate.prompt_tokens:,} prompt tokens and "
+        f"at most {estimate.new_tokens:,} new tokens"
     )
     if estimate.unmeasurable:
         console.print(f"{estimate.unmeasurable:,} prompts are too long for the model and would be recorded as failed")
     console.print(
-        f"about {_duration(estimate.seconds)} and at most {estimate.bytes / 1e6:,.0f} MB on this machine; nothing was "
-        "written"
+        f"estimated on this machine: {_duration(estimate.seconds)} and at most {estimate.bytes / 1e6:,.0f} MB; nothing "
+        "was written"
     )
 
 
@@ -106,16 +111,16 @@ def _show_result(result: StudyResult, *, as_json: bool) -> None:
         output.write_json(document)
         return
     console = output.console()
-    before = f", {result.resumed:,} of them before" if result.resumed else ""
+    before = f", {result.resumed:,} of them earlier" if result.resumed else ""
     new = result.measured - result.resumed
-    speed = f"; {60 * new / result.seconds:,.1f} samples a minute" if new > 0 and result.seconds > 0 else ""
+    speed = f"; {60 * new / result.seconds:,.1f} samples per minute" if new > 0 and result.seconds > 0 else ""
     console.print(f"{result.measured:,} of {result.samples:,} samples measured{before}{speed}")
     if labels:
         console.print("labels: " + ", ".join(f"{name} {count:,}" for name, count in labels.items()))
     for failure in result.failures[:_MOST_LISTED]:
         console.print(f"failed in {failure.stage}: {failure.sample_id}: {failure.reason}", soft_wrap=True)
     if len(result.failures) > _MOST_LISTED:
-        console.print(f"and {len(result.failures) - _MOST_LISTED:,} more; see failures/ in the study")
+        console.print(f"and {len(result.failures) - _MOST_LISTED:,} more failures; see failures/ in the study")
     console.print(result.out, soft_wrap=True)
 
 
@@ -134,26 +139,34 @@ def _duration(seconds: float) -> str:
 
 @grouped
 def run_command(
-    prompts: Annotated[str, typer.Argument(help="A .jsonl or .csv file, or a dataset as org/name:config@split.")],
+    prompts: Annotated[
+        str, typer.Argument(help="File with prompts (.jsonl or .csv), or a dataset as org/name:config@split.")
+    ],
     *,
     out: StudyOut = None,
     field: Annotated[
         list[str] | None,
-        typer.Option("--field", help="Our field = theirs, as prompt=question; may be repeated.", show_default=False),
+        typer.Option(
+            "--field", help="Rename a field of the file, as in prompt=question; may be repeated.", show_default=False
+        ),
     ] = None,
     score: Annotated[
         str | None,
-        typer.Option(help="Judge answers: exact, contains, numeric, choice or module:function.", show_default=False),
+        typer.Option(
+            help="Score the answers: exact, contains, numeric, choice or module:function.", show_default=False
+        ),
     ] = None,
     answer: Annotated[
-        bool, typer.Option("--answer", help="Let the model answer prompts that come with a completion, too.")
+        bool, typer.Option("--answer", help="Generate answers even for prompts that come with a completion.")
     ] = False,
     limit: Limit = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed, not greedily.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed instead of decoding greedily.")
+    ] = None,
     measuring: Measuring,
 ) -> None:
-    """Measure every head on many prompts: answered by the model, or read where a completion is given."""
+    """Measure every head on many prompts. The model answers a prompt, or reads its completion where one is given."""
     from softgap.tasks import read_prompts, resolve_scorer
     from softgap.trajectories.folder import slug
 
@@ -172,7 +185,7 @@ def _renamed(given: Sequence[str]) -> dict[str, str]:
     for entry in given:
         own, sign, other = entry.partition("=")
         if not (own and sign and other):
-            raise ValueInputError(f"--field must say our field = theirs, got '{entry}'; write prompt=question")
+            raise ValueInputError(f"--field must have the form ours=theirs, got '{entry}'; for example prompt=question")
         found[own] = other
     return found
 
@@ -187,22 +200,26 @@ def _answered(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 @grouped
 def task_command(
-    task: Annotated[str, typer.Argument(help="lookup, arithmetic, copying or statements.")],
+    task: Annotated[str, typer.Argument(help="Task: lookup (associative recall), arithmetic, copying or statements.")],
     *,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of prompts.")] = 400,
     out: StudyOut = None,
     difficulty: Annotated[
         list[int] | None,
-        typer.Option(help="Taken in turn; may be repeated: pairs, digits or words.", show_default=False),
+        typer.Option(
+            help="Difficulty (number of pairs, digits or words); repeat it to alternate between several.",
+            show_default=False,
+        ),
     ] = None,
     limit: Limit = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; default: what the task needs.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Maximum number of new tokens. Default: set by the task.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the prompts, and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for prompts and sampling.")] = 0,
     measuring: Measuring,
 ) -> None:
-    """Make prompts with known answers from a seed, let the model answer, and label the answers right or wrong."""
+    """Generate prompts with known answers, let the model answer, and label each answer right or wrong."""
     from softgap.tasks import TASKS, generate_prompts
 
     found = generate_prompts(task, n, seed=seed, difficulties=difficulty)[:limit]
@@ -214,7 +231,11 @@ def task_command(
     carry_out(found, f"runs/{task}" if out is None else out, settings, measuring)
 
 
-study = typer.Typer(name="study", help="Measure many prompts, resume, judge answers, and label them later.")
+study = typer.Typer(
+    name="study",
+    help="Measure many prompts, score and label the answers, resume where a study stopped.",
+    epilog="Example: softgap study task lookup --n 400 --out runs/lookup",
+)
 
 
 study.command("run", epilog="Example: softgap study run prompts.jsonl --out runs/mine --score contains")(run_command)

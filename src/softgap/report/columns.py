@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.report.samples import rounded
+from softgap.report.samples import round_values
 from softgap.trajectories import Manifest, Trajectories
 
-__all__ = ["Column", "calibration_columns", "own_calibration", "read_columns"]
+__all__ = ["Column", "calibration_columns", "read_columns", "study_calibration"]
 
 _LARGEST = 16 * 2**20
 
@@ -50,10 +50,15 @@ class Column:
         numbers = [self.values.get(place, math.nan) for place in heads]
         if all(math.isnan(number) for number in numbers):
             raise ValueInputError(
-                f"'{self.label}' from {self.source} has a number for none of this study's {len(heads)} heads; give a "
-                "file of the same model"
+                f"'{self.label}' from {self.source} has no value for any of the {len(heads)} heads of this study; "
+                "give a file for the same model"
             )
-        return {"label": self.label, "unit": self.unit, "source": self.source, "values": rounded(np.array(numbers))}
+        return {
+            "label": self.label,
+            "unit": self.unit,
+            "source": self.source,
+            "values": round_values(np.array(numbers)),
+        }
 
 
 def read_columns(path: str | os.PathLike[str]) -> list[Column]:
@@ -62,7 +67,7 @@ def read_columns(path: str | os.PathLike[str]) -> list[Column]:
     try:
         if file.stat().st_size > _LARGEST:
             raise StoreError(
-                f"a file of heads may have {_LARGEST // 2**20} MB, and '{path}' has more; give another file"
+                f"a CSV file of heads may have at most {_LARGEST // 2**20} MB, but '{path}' has more; give another file"
             )
         with file.open(encoding="utf-8-sig", newline="") as opened:
             rows = list(csv.DictReader(opened))
@@ -100,26 +105,26 @@ def calibration_columns(path: str | os.PathLike[str], run: Trajectories) -> list
     weights = run.manifest.weights
     if weights and calibration.fingerprint != weights:
         raise ValueInputError(
-            f"the calibration '{path}' was fitted to the model {calibration.fingerprint}, and this study is of "
-            f"{weights}; give the calibration of the same model"
+            f"the calibration '{path}' was fitted to the model {calibration.fingerprint}, but this study used "
+            f"{weights}; give the calibration of that model"
         )
     held_out, source = calibration.held_out, f"calibration {calibration.digest[:12]}"
     closed = Column(
         "gap closed by the calibration",
-        _placed(held_out.by_head, run),
+        _values_by_head(held_out.by_head, run),
         unit="1 − divergence from fitted / divergence from uniform, held-out text",
         source=source,
     )
     explained = Column(
         "energy explained by the calibration",
-        _placed(held_out.explained_by_head, run),
+        _values_by_head(held_out.explained_by_head, run),
         unit="1 − |fitted − softmax|² / |softmax|², held-out text",
         source=source,
     )
     return [closed, explained] if explained.values else [closed]
 
 
-def _placed(by_head: Sequence[Sequence[float | None]], run: Trajectories) -> dict[tuple[int, int], float]:
+def _values_by_head(by_head: Sequence[Sequence[float | None]], run: Trajectories) -> dict[tuple[int, int], float]:
     return {
         (layer, head): value
         for layer, row in zip(run.layers, by_head, strict=False)
@@ -128,7 +133,7 @@ def _placed(by_head: Sequence[Sequence[float | None]], run: Trajectories) -> dic
     }
 
 
-def own_calibration(manifest: Manifest) -> Path | None:
+def study_calibration(manifest: Manifest) -> Path | None:
     """The calibration whose mechanism a study was measured with, if it is still at hand and can be read."""
     digest = manifest.mechanisms.get("fitted", {}).get("calibration")
     if digest is None or not manifest.weights:

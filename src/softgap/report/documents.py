@@ -28,10 +28,10 @@ __all__ = [
     "Table",
     "comparison_document",
     "document_values",
-    "documents_in",
     "lab_document",
-    "lab_in",
     "plan_document",
+    "read_documents",
+    "read_lab",
     "save_document",
     "sections",
 ]
@@ -64,7 +64,7 @@ class Table:
         object.__setattr__(self, "columns", as_items(self.columns))
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueInputError(f"a row must have a cell for each of {len(self.columns)} columns, got {len(row)}")
+                raise ValueInputError(f"a row must have {len(self.columns)} cells, one per column, got {len(row)}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Picture:
 
     def __post_init__(self) -> None:
         if Path(self.name).suffix.lower() not in _MEDIA or Path(self.name).name != self.name:
-            raise ValueInputError(f"a picture must be a plain file name ending in .svg or .png, got '{self.name}'")
+            raise ValueInputError(f"a figure must be a plain file name ending in .svg or .png, got '{self.name}'")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def document_values(document: Document) -> dict[str, Any]:
             {
                 "caption": table.caption,
                 "columns": table.columns,
-                "rows": [[_plain(cell) for cell in row] for row in table.rows],
+                "rows": [[_finite_cell(cell) for cell in row] for row in table.rows],
             }
             for table in document.tables
         ],
@@ -137,7 +137,7 @@ def document_values(document: Document) -> dict[str, Any]:
     }
 
 
-def documents_in(folder: Path) -> list[Document]:
+def read_documents(folder: Path) -> list[Document]:
     """The documents of a folder, by name; none where there are none."""
     if not folder.is_dir():
         return []
@@ -152,7 +152,7 @@ def _read(path: Path) -> Document:
             raise ValueError(f"its format is {values['format']!r}")
         if values["version"] > VERSION:
             raise StoreError(
-                f"'{path}' has findings format {values['version']}, newer than {VERSION}, which this softgap reads; "
+                f"'{path}' has findings format {values['version']}, but this softgap reads up to {VERSION}; "
                 "update softgap"
             )
         return Document(
@@ -163,24 +163,26 @@ def _read(path: Path) -> Document:
                 for t in values.get("tables", ())
             ),
             pictures=tuple(
-                picture_at(path.parent, str(p["file"]), str(p.get("caption", ""))) for p in values.get("pictures", ())
+                read_picture(path.parent, str(p["file"]), str(p.get("caption", ""))) for p in values.get("pictures", ())
             ),
             notes=tuple((str(heading), str(words)) for heading, words in values.get("notes", ())),
         )
     except StoreError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"'{path}' cannot be read as findings of softgap ({error}); write it again") from error
+        raise StoreError(f"'{path}' does not hold findings of softgap ({error}); write it again") from error
 
 
-def picture_at(folder: Path, name: str, caption: str = "") -> Picture:
+def read_picture(folder: Path, name: str, caption: str = "") -> Picture:
     """A picture in a folder; its name never leads out of it."""
     found = Picture(name, b"", caption)
     path = folder / found.name
     if path.is_symlink() or not path.is_file():
-        raise StoreError(f"the picture '{name}' is not in '{folder}'; put it there, or write the findings again")
+        raise StoreError(f"the figure '{name}' is not in '{folder}'; put it there, or write the findings again")
     if path.stat().st_size > _LARGEST_PICTURE:
-        raise StoreError(f"a picture may have {_LARGEST_PICTURE // 2**20} MB, and '{path}' has more; draw it smaller")
+        raise StoreError(
+            f"a figure may have at most {_LARGEST_PICTURE // 2**20} MB, but '{path}' has more; draw it smaller"
+        )
     return Picture(name, path.read_bytes(), caption)
 
 
@@ -229,7 +231,7 @@ def _is_number(cell: Cell) -> bool:
     return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
 
 
-def _plain(cell: Cell) -> Cell:
+def _finite_cell(cell: Cell) -> Cell:
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
@@ -246,7 +248,9 @@ def comparison_document(findings: ComparisonFindings, picture: bytes | None = No
         title=f"{first} ({sizes[0]:,}) against {second} ({sizes[1]:,})",
         verdict=values["verdict"]["sentence"],
         tables=(_steps(findings), _units(values)),
-        pictures=() if picture is None else (Picture("figure.svg", picture, "Effects of all units, and the null."),),
+        pictures=()
+        if picture is None
+        else (Picture("figure.svg", picture, "Effects of all units, and their null distribution."),),
         notes=tuple(_notes(findings, values).items()),
     )
 
@@ -254,7 +258,15 @@ def comparison_document(findings: ComparisonFindings, picture: bytes | None = No
 def _steps(findings: ComparisonFindings) -> Table:
     everything = {"all samples": findings.comparison, **findings.controls}
     return Table(
-        ("comparison", "convincing", "p, any", "p, max-T", "units", "finds effects from", "no effect above"),
+        (
+            "comparison",
+            "convincing",
+            "p, any",
+            "p, max-T",
+            "units",
+            "smallest detectable effect",
+            "upper bound of the effect",
+        ),
         tuple(
             (
                 step.name,
@@ -267,7 +279,7 @@ def _steps(findings: ComparisonFindings) -> Table:
             )
             for step in findings.verdict.steps
         ),
-        "Each row is one control; p-values by relabelling, max-T over the whole family that was looked at",
+        "Each row is one control; p-values by permutation, max-T over the whole family of units",
     )
 
 
@@ -283,16 +295,16 @@ def _units(values: Mapping[str, Any]) -> Table:
             )
             for row in values["top"]
         ),
-        "The largest units, of all samples",
+        "Units with the largest effects, over all samples",
     )
 
 
 def _notes(findings: ComparisonFindings, values: Mapping[str, Any]) -> dict[str, str]:
     family, beyond = values["family"], values["beyond_baselines"]
     notes = {
-        "Planned or exploratory": f"{values['status']}; {len(values['tried'])} lines in the log of what was tried.",
-        "The family": f"{family['units']:,} units: {len(family['modes'])} features of {family['heads']:,} heads.",
-        "How small": findings.equivalence_sentence,
+        "Preregistered or exploratory": f"{values['status']}; the log has {len(values['tried'])} entries.",
+        "Family of units": f"{family['units']:,} units: {len(family['modes'])} features of {family['heads']:,} heads.",
+        "Equivalence": findings.equivalence_sentence,
     }
     if beyond is not None:
         baseline, combined, difference = (beyond[name] for name in ("baseline", "combined", "difference"))
@@ -302,7 +314,7 @@ def _notes(findings: ComparisonFindings, values: Mapping[str, Any]) -> dict[str,
             f"{beyond['p']:.2g}."
         )
     for name, reason in values["impossible"].items():
-        notes[f"Not possible: {name}"] = reason
+        notes[f"Not computed: {name}"] = reason
     return notes
 
 
@@ -318,12 +330,12 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
     for name, interval in plan.expected.items():
         rows.append((_WORDS.get(name, name), plan.original[name], interval.value, interval.low, interval.high))
     columns = ("on unseen text", "original", "change", "from", "to")
-    caption = "What it costs, with 95 % intervals over texts and lists of lookups"
+    caption = "Cost of the plan, with 95 % intervals over texts and recall lists"
     return Document(
-        title=f"A plan for {plan.model}",
+        title=f"Plan for {plan.model}",
         verdict=(
-            f"{len(plan.heads)} of {sum(heads)} heads go without softmax ({plan.substitute.name}); {len(plan.groups)} "
-            f"of {sum(kv_heads)} KV groups are freed, {len(plan.layers)} layers whole."
+            f"The plan replaces softmax by {plan.substitute.name} in {len(plan.heads)} of {sum(heads)} heads. It frees "
+            f"{len(plan.groups)} of {sum(kv_heads)} KV groups and {len(plan.layers)} whole layers."
         ),
         tables=(Table(columns, tuple(rows), caption),) if rows else (),
         pictures=_plan_picture(plan, heads, kv_heads, layers),
@@ -331,9 +343,9 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
             *((("Recall", plan.recall_words()),) if plan.recall else ()),
             (
                 "Memory",
-                f"The KV cache takes {memory['per_token']:,.0f} bytes per token instead of "
-                f"{memory['per_token_original']:,.0f}, and {memory['states'] / 1e6:.1f} MB of states; the plan itself "
-                f"is {memory['parameters'] / 1e6:.1f} MB.",
+                f"The KV cache needs {memory['per_token']:,.0f} bytes per token instead of "
+                f"{memory['per_token_original']:,.0f}. The recurrent states need {memory['states'] / 1e6:.1f} MB, and "
+                f"the plan itself {memory['parameters'] / 1e6:.1f} MB.",
             ),
             *((name, str(value)) for name, value in plan.provenance.items()),
         ),
@@ -347,7 +359,7 @@ def _plan_picture(
         content = figure_bytes(draw_plan(plan, heads, kv_heads, layers), ".svg")
     except UnsupportedError:
         return ()
-    return (Picture("plan.svg", content, "Heads that keep softmax, and heads that go."),)
+    return (Picture("plan.svg", content, "Heads that keep softmax, and swapped heads."),)
 
 
 RESULT = "result.json"
@@ -360,10 +372,10 @@ FIGURE = "figure.svg"
 _FIGURES = {
     "FocusFindings": ("focus_figure", "draw_focus"),
     "ModelFocus": ("focus_figure", "draw_focus_in_model"),
-    "Injectivity": ("injectivity_figure", "draw_injectivity"),
-    "ModelInjectivity": ("injectivity_figure", "draw_injectivity_in_model"),
-    "Position": ("position_figure", "draw_position"),
-    "Separation": ("separation_figure", "draw_separation"),
+    "Injectivity": ("lab_figures", "draw_injectivity"),
+    "ModelInjectivity": ("lab_figures", "draw_injectivity_in_model"),
+    "Position": ("lab_figures", "draw_position"),
+    "Separation": ("lab_figures", "draw_separation"),
 }
 
 
@@ -384,17 +396,17 @@ def lab_document(result: Any) -> Document:
     return _document(values, pictures)
 
 
-def lab_in(folder: Path) -> Document:
+def read_lab(folder: Path) -> Document:
     """The document of the result that `softgap lab ... --out` has written."""
     path = folder / RESULT
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        pictures = (picture_at(folder, FIGURE, _caption(values)),) if (folder / FIGURE).is_file() else ()
+        pictures = (read_picture(folder, FIGURE, _caption(values)),) if (folder / FIGURE).is_file() else ()
         return _document(values, pictures)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"'{path}' is no result of a lab of softgap ({error}); run the lab again") from error
+        raise StoreError(f"'{path}' is not the result of a softgap lab ({error}); run the lab again") from error
 
 
 def _caption(values: Mapping[str, Any]) -> str:
@@ -415,7 +427,7 @@ def _document(values: Mapping[str, Any], pictures: tuple[Picture, ...]) -> Docum
         title=f"Lab: {values['lab']}{where}",
         verdict=_verdict([claim["verdict"] for claim in claims]),
         tables=(
-            Table(("claim", "verdict", "numbers"), tuple(rows), "What the sources claim, and what this run found"),
+            Table(("claim", "verdict", "numbers"), tuple(rows), "Claims of the sources, and the result of this run"),
         ),
         pictures=pictures,
         notes=notes,
@@ -430,7 +442,7 @@ def _verdict(verdicts: list[str]) -> str:
     counted = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     words = {"holds": "hold", "holds only when": "hold under a condition", "does not hold": "do not hold"}
     said = ", ".join(f"{count} {words.get(verdict, f'are {verdict}')}" for verdict, count in counted.items())
-    return f"Of {len(verdicts)} claims {said}." if verdicts else "This lab made no claim."
+    return f"Of {len(verdicts)} claims, {said}." if verdicts else "This lab tested no claim."
 
 
 def _short(value: Any) -> str:

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
-from softgap.report.columns import Column, calibration_columns, own_calibration, read_columns
-from softgap.report.documents import RESULT, Document, Table, comparison_document, documents_in, lab_document, lab_in
-from softgap.report.files import check_place, written_whole
+from softgap.report.columns import Column, calibration_columns, read_columns, study_calibration
+from softgap.report.documents import (
+    RESULT,
+    Document,
+    Table,
+    comparison_document,
+    lab_document,
+    read_documents,
+    read_lab,
+)
+from softgap.report.files import check_output_file, written_whole
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
@@ -69,7 +77,7 @@ def explorer_of(path: str | os.PathLike[str]) -> str:
     if documents is not None:
         return render_documents(documents)
     study = open_study(path)
-    return explorer(study, columns=_columns(study, (), None), findings=documents_in(Path(path)))
+    return explorer(study, columns=_columns(study, (), None), findings=read_documents(Path(path)))
 
 
 def write_explorer(
@@ -104,12 +112,12 @@ def write_explorer(
     StoreError
         If the study cannot be read, or the file not written. What was there stays then.
     """
-    target = Path(out) if out is not None else _beside(os.fspath(study))
+    target = Path(out) if out is not None else _default_path(os.fspath(study))
     documents = _documents(study)
     if documents is not None:
         if samples or heads or calibration is not None:
             raise ValueInputError(
-                f"samples, heads and calibration go with a study, and '{os.fspath(study)}' holds findings without one; "
+                f"samples, heads and calibration need a study, but '{os.fspath(study)}' holds only findings; "
                 "leave them out"
             )
         _check_target(target, overwrite)
@@ -117,7 +125,7 @@ def write_explorer(
     opened = open_study(study)
     _check_target(target, overwrite)
     columns = _columns(opened, as_items(heads), calibration)
-    findings = documents_in(Path(study)) if "://" not in os.fspath(study) else []
+    findings = read_documents(Path(study)) if "://" not in os.fspath(study) else []
     data = payload(opened, samples=samples, columns=columns, findings=findings, progress=progress)
     size = _write(target, render(data))
     entries = data.document["samples"]
@@ -129,16 +137,16 @@ def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
     folder = Path(path).expanduser()
     if "://" in os.fspath(path) or (folder / "manifest.json").is_file():
         return None
-    documents = documents_in(folder)
+    documents = read_documents(folder)
     if documents:
         return documents
-    return [lab_in(folder)] if (folder / RESULT).is_file() else None
+    return [read_lab(folder)] if (folder / RESULT).is_file() else None
 
 
 def _columns(
     study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
 ) -> list[Column]:
-    path = own_calibration(study.manifest) if calibration is None else calibration
+    path = study_calibration(study.manifest) if calibration is None else calibration
     found = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
     if path is None or first is None:
@@ -155,22 +163,22 @@ def _write(target: Path, page: str) -> int:
     return len(content)
 
 
-def _beside(study: str) -> Path:
+def _default_path(study: str) -> Path:
     return Path("report.html") if "://" in study else Path(study).expanduser() / "report.html"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    check_place(target)
+    check_output_file(target)
     if not target.exists() or overwrite:
         return
     try:
         with target.open("rb") as file:
             start = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise StoreError(f"cannot look at '{target}': {error.strerror or error}; choose another place") from error
+        raise StoreError(f"cannot read '{target}': {error.strerror or error}; choose another file") from error
     if f'name="generator" content="{GENERATOR}'.encode() not in start:
         raise StoreError(
-            f"'{target}' is there and is not a report of softgap; choose another file, or add --overwrite to replace it"
+            f"'{target}' exists and is not a softgap report; choose another file, or add --overwrite to replace it"
         )
 
 
@@ -212,7 +220,7 @@ def page_of(thing: object) -> str:
 def findings_document(findings: Findings) -> Document:
     """The dynamics of a study in words: which heads are not noise."""
     out = findings.standing_out()
-    tested = f"{len(findings.eligible)} of {len(findings.heads)} heads have windows enough"
+    tested = f"{len(findings.eligible)} of {len(findings.heads)} heads have enough windows"
     verdict = (
         f"{len(out)} heads differ from white noise at a false discovery rate of {findings.alpha:g}; {tested}."
         if out

@@ -111,9 +111,9 @@ def draw_plane(findings: Findings) -> Figure:
     heads = findings.eligible
     if not heads:
         raise ValueInputError(
-            f"no head has windows enough for the complexity-entropy plane; {findings.heads[0].reason}"
+            f"no head has enough windows for the complexity-entropy plane; {findings.heads[0].reason}"
             if findings.heads
-            else "a picture needs heads, got findings without any"
+            else "a figure needs at least one head, got findings without heads"
         )
     figure = new_figure(11, 5.2)
     whole, near = figure.subplots(1, 2)
@@ -200,7 +200,7 @@ def _zoom(axes: Axes, findings: Findings) -> None:
     axes.set_xlim(float(entropy.min()) - 0.15 * width, min(1.0, float(entropy.max()) + 0.15 * width))
     axes.set_ylim(max(0.0, float(complexity.min()) - 0.15 * height), float(complexity.max()) + 0.15 * height)
     axes.axvline(findings.noise_entropy, color=_INK, linewidth=0.8, linestyle=":")
-    axes.set_title("the heads; dotted: white noise of their length", fontsize="small")
+    axes.set_title("heads; dotted: white noise of the same length", fontsize="small")
 
 
 def _title(findings: Findings) -> str:
@@ -218,7 +218,7 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
     """Largest |t| of every head, the null of max-T, and the effects that each comparison could find."""
     figure = new_figure(13, 4.6)
     heads, null, reach = figure.subplots(1, 3)
-    _draw_compared_heads(figure, heads, findings)
+    _draw_head_effects(figure, heads, findings)
     _draw_null(null, findings)
     _draw_steps(reach, findings)
     first, second = findings.comparison.contrast.groups
@@ -226,7 +226,7 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
     return figure
 
 
-def _draw_compared_heads(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
+def _draw_head_effects(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
     layers = np.unique(findings.table.layer)
     t = np.full(findings.kept.shape, np.nan)
     t[findings.kept] = np.abs(findings.comparison.contrast.t)
@@ -249,7 +249,7 @@ def _draw_null(axes: Axes, findings: ComparisonFindings) -> None:
     axes.axvline(findings.comparison.critical, color="#444444", linestyle=":", label="critical")
     axes.set_xlabel(f"largest |t| of {int(findings.kept.sum()):,} units")
     axes.set_ylabel("relabellings")
-    axes.set_title("against relabelled samples", fontsize="small")
+    axes.set_title("compared with permuted labels", fontsize="small")
     axes.legend(fontsize="small", frameon=False)
 
 
@@ -260,15 +260,15 @@ def _draw_steps(axes: Axes, findings: ComparisonFindings) -> None:
     axes.axvline(findings.verdict.margin, color="#c2410c", label="margin")
     axes.set_yticks(places, [f"{step.name}\np = {step.p:.2g}" for step in steps], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlabel("smallest effect that could be found, in deviations")
-    axes.set_title("what each comparison could find", fontsize="small")
+    axes.set_xlabel("smallest detectable effect, in standard deviations")
+    axes.set_title("sensitivity of each comparison", fontsize="small")
     axes.legend(fontsize="small", frameon=False)
 
 
 KEPT, SWAPPED, FREED = 0, 1, 2
 
 
-_WORDS = {KEPT: "softmax", SWAPPED: "swapped", FREED: "swapped, its KV group freed"}
+_WORDS = {KEPT: "softmax", SWAPPED: "swapped", FREED: "swapped, KV group freed"}
 
 
 # Told apart without colour as well: light, middle, dark.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PICTURES",
     "check_ending",
-    "check_place",
+    "check_output_file",
     "figure_bytes",
     "new_figure",
     "require_matplotlib",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def check_place(path: str | os.PathLike[str], what: str = "--out") -> None:
+def check_output_file(path: str | os.PathLike[str], what: str = "--out") -> None:
     """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
     given = os.fspath(path)
     target = Path(given).expanduser()
@@ -36,7 +36,7 @@ def check_place(path: str | os.PathLike[str], what: str = "--out") -> None:
     try:
         folder = target.is_dir()
     except OSError as error:
-        raise StoreError(f"cannot write '{given}': {error.strerror or error}; choose another place") from error
+        raise StoreError(f"cannot write '{given}': {error.strerror or error}; choose another path") from error
     if folder:
         raise StoreError(f"{what} must name a file, but '{given}' is a folder; add a file name")
     Folder.at(target.parent).try_writing("files are")
@@ -52,7 +52,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         partial.replace(target)
     except OSError as error:
-        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another path") from error
     finally:
         if target.parent.is_dir():
             partial.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError("a picture needs matplotlib; install it with: pip install 'softgap[plot]'") from error
+        raise UnsupportedError("a figure needs matplotlib; install it with: pip install 'softgap[plot]'") from error
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -90,7 +90,7 @@ def check_ending(path: Path) -> str:
     """The ending of a picture's name, if it is one."""
     ending = path.suffix.lower()
     if ending not in PICTURES:
-        raise ValueInputError(f"a picture must end in .png or .svg, got '{path.name}'; choose one of them")
+        raise ValueInputError(f"the file of a figure must end in .png or .svg, got '{path.name}'; choose one of them")
     return ending
 
 

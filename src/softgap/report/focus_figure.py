@@ -45,12 +45,12 @@ def draw_focus(found: FocusFindings) -> Figure:
     for decay, curve in found.decays.items():
         axes[1, 1].plot(found.lengths, curve, label=f"λ = {decay:g}")
     axes[1, 1].set(title="decay", xlabel="n, number of keys", xscale="log", yscale="log")
-    _draw_road(axes[1, 2], found.road)
+    _draw_feature_families(axes[1, 2], found.road)
     for place in axes.flat[:-1]:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
         place.set_ylabel("S (small is focused)")
-    figure.suptitle("How far each kind of attention can focus")
+    figure.suptitle("Focus of each kind of attention")
     return figure
 
 
@@ -65,7 +65,7 @@ def draw_focus_in_model(found: ModelFocus) -> Figure:
     _draw_effects(axes[1, 0], found)
     _draw_placement(axes[1, 1], found)
     _draw_floor(axes[1, 2], found)
-    _draw_road(axes[1, 3], found.road)
+    _draw_feature_families(axes[1, 3], found.road)
     for place in (axes[0, 0], axes[0, 3], axes[1, 0]):
         place.legend(fontsize=7, frameon=False)
     name = found.settings.get("model", "a model")
@@ -96,7 +96,7 @@ def _draw_exp(axes: Axes, found: FocusFindings) -> None:
     )
 
 
-def _draw_road(axes: Axes, road: Sequence[Milestone]) -> None:
+def _draw_feature_families(axes: Axes, road: Sequence[Milestone]) -> None:
     for colour, family in zip(_COLOURS, FAMILIES, strict=False):
         stops = [stop for stop in road if stop.family == family]
         features = [stop.features for stop in stops]
@@ -190,4 +190,6 @@ def _draw_floor(axes: Axes, found: ModelFocus) -> None:
     axes.scatter([float(np.mean(one.block_error)) for one in mapped], rows, color=_COLOURS[1], s=14)
     axes.scatter([float(np.mean(one.floor)) for one in mapped], rows, color=_COLOURS[0], s=14, marker="|")
     axes.set_yticks(list(rows), [f"{one.name} ({one.features})" for one in mapped], fontsize=7)
-    axes.set(title="weight error and its floor (|)", xlabel="relative error over off-diagonal blocks", xscale="symlog")
+    axes.set(
+        title="weight error and its rank floor (|)", xlabel="relative error over off-diagonal blocks", xscale="symlog"
+    )

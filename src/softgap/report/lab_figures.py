@@ -43,7 +43,7 @@ def draw_injectivity(lab: Injectivity) -> Figure:
         error.loglog(sweep.margin, sweep.predicted, "-", color=colour, linewidth=0.8)
     error.set_xlabel("margin")
     error.set_ylabel("error of the recovered query")
-    error.set_title("the inverter; lines: error over margin", fontsize="small")
+    error.set_title("inversion; lines: error over margin", fontsize="small")
     error.legend(fontsize="x-small", frameon=False)
     _draw_searches(search, lab)
     figure.suptitle(f"injectivity: d = {lab.settings['dim']}, {lab.settings['keys']} keys")
@@ -87,7 +87,7 @@ def _draw_prefixes(axes: Axes, lab: Injectivity) -> None:
     axes.set_xticks(shown, [str(n) for n in shown])
     axes.minorticks_off()
     axes.set_xlabel("keys")
-    axes.set_title("softmax: it collides up to d keys (dotted), inverts beyond", fontsize="small")
+    axes.set_title("softmax: collisions up to d keys (dotted), invertible beyond", fontsize="small")
     axes.legend(fontsize="x-small", frameon=False, loc="center right")
 
 
@@ -99,8 +99,8 @@ def _draw_searches(axes: Axes, lab: Injectivity) -> None:
     names = [search.mechanism + ("" if not search.outside else " *") for search in ordered]
     axes.set_yticks(place, names, fontsize="x-small")
     axes.set_xscale("log")
-    axes.set_xlabel("nearest two distributions, over the largest weight")
-    axes.set_title("the finder; orange: a collision, *: outside proposition 2", fontsize="small")
+    axes.set_xlabel("distance of the two closest distributions, relative to the largest weight")
+    axes.set_title("collision search; orange: collision found, *: outside proposition 2", fontsize="small")
 
 
 def _draw_margins(axes: Axes, lab: ModelInjectivity) -> None:
@@ -217,7 +217,7 @@ def _draw_shares(axes: Axes, lab: Position) -> None:
         axes.barh(place + i * width, value, width, xerr=spread, color=colour, label=name, error_kw={"linewidth": 0.6})
     axes.set_yticks(place + 0.4, [trend.mechanism for trend in lab.trends], fontsize="x-small")
     axes.axvline(0, color="#444444", linewidth=0.6)
-    axes.set_xlabel("share of the trend, over heads that have one")
+    axes.set_xlabel("share of the trend, over heads with a trend")
     _legend_below(axes, 4)
 
 

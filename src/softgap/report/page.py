@@ -81,9 +81,7 @@ def render(payload: Payload, look: Look = REPORT) -> str:
     style, ours, charts = _style(look), _script(look), _charts()
     for name, script in (("ours", ours), ("D3", charts)):
         if _ENDS_A_SCRIPT.search(script):
-            raise UnsupportedError(
-                f"a script of the page holds what would end it ({name}); this is a defect of softgap"
-            )
+            raise UnsupportedError(f"a script of the page contains its own end tag ({name}); this is a bug in softgap")
     parts = {
         "policy": policy_of(look),
         "generator": f"{GENERATOR} {__version__}",
@@ -95,12 +93,12 @@ def render(payload: Payload, look: Look = REPORT) -> str:
         "script": ours,
         "findings": sections(payload.findings),
     }
-    return _filled(look.template, parts)
+    return _fill(look.template, parts)
 
 
 def render_documents(documents: Sequence[Document]) -> str:
     """A page of findings alone; it needs no script, and may run none."""
-    style = _own(_STYLE)
+    style = _asset(_STYLE)
     parts = {
         "policy": f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'",
         "generator": f"{GENERATOR} {__version__}",
@@ -109,12 +107,12 @@ def render_documents(documents: Sequence[Document]) -> str:
         "style": style,
         "findings": sections(documents),
     }
-    return _filled("document.html", parts)
+    return _fill("document.html", parts)
 
 
-def _filled(template: str, parts: Mapping[str, str]) -> str:
+def _fill(template: str, parts: Mapping[str, str]) -> str:
     # Split first, so that nothing that is put in is looked through for places again.
-    pieces = re.split(r"\{\{(\w+)\}\}", _own(_HEAD) + _own(template))
+    pieces = re.split(r"\{\{(\w+)\}\}", _asset(_HEAD) + _asset(template))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -128,11 +126,11 @@ def policy_of(look: Look) -> str:
 
 
 def _style(look: Look) -> str:
-    return "\n".join(_own(name) for name in look.styles)
+    return "\n".join(_asset(name) for name in look.styles)
 
 
 def _script(look: Look) -> str:
-    return "\n".join(_own(name) for name in look.scripts)
+    return "\n".join(_asset(name) for name in look.scripts)
 
 
 def _hash(content: str) -> str:
@@ -148,7 +146,7 @@ def _array(index: int, text: str) -> str:
     return f'<script type="text/plain" id="array-{index}">{text}</script>'
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
     return (files("softgap.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -166,7 +164,7 @@ def _charts() -> str:
     }
     if not versions:
         raise UnsupportedError(
-            f"a report needs D3 from mpld3, but mpld3 {found.version} carries none; install mpld3 0.5.12"
+            f"a report needs D3 from mpld3, but mpld3 {found.version} does not contain it; install mpld3 0.5.12"
         )
     text = Path(str(versions[max(versions)].locate())).read_text(encoding="utf-8")
     # The hash is of what a browser parses, which knows no carriage returns.

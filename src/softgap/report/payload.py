@@ -16,7 +16,17 @@ from softgap.inputs import as_items
 from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.groups import LEVEL, Group, Groups
-from softgap.report.samples import Chosen, Packed, array_keys, carried, choose, head_means, line, pack, rounded
+from softgap.report.samples import (
+    Packed,
+    Selection,
+    array_keys,
+    head_means,
+    pack,
+    round_values,
+    sample_payload,
+    sample_row,
+    select_samples,
+)
 from softgap.signal import complexity_bounds
 from softgap.trajectories import Manifest, Study, Trajectories
 
@@ -57,12 +67,12 @@ def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | Non
 
 
 def _columns(findings: Findings) -> dict[str, Any]:
-    numbers = {name: rounded(np.array([getattr(head, name) for head in findings.heads])) for name in _NUMBERS}
+    numbers = {name: round_values(np.array([getattr(head, name) for head in findings.heads])) for name in _NUMBERS}
     return {**numbers, **{name: [getattr(head, name) for head in findings.heads] for name in _WORDS}}
 
 
 def _curve(entropy: np.ndarray, complexity: np.ndarray) -> list[list[float | None]]:
-    return [list(point) for point in zip(rounded(entropy), rounded(complexity), strict=True)]
+    return [list(point) for point in zip(round_values(entropy), round_values(complexity), strict=True)]
 
 
 _CONTROL = "uniform"
@@ -72,15 +82,15 @@ def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...
     """Pairs of a heading and a sentence or two; without ``keys`` nothing is said of what a file carries."""
     manifest = study.manifest
     rows = [
-        ["The model", _model(manifest, first)],
-        ["The text", _text(manifest, study)],
-        ["What softmax is compared with", _mechanisms(manifest, first)],
-        ["What was left out", _left_out(manifest)],
-        ["How it was computed", _machine(manifest)],
-        ["What this file carries", _carried(len(study), embedded, keys, whole) if keys else ""],
-        ["The command", manifest.command],
+        ["Model", _model(manifest, first)],
+        ["Text", _text(manifest, study)],
+        ["Mechanisms", _mechanisms(manifest, first)],
+        ["Excluded tokens", _excluded_tokens(manifest)],
+        ["Computation", _machine(manifest)],
+        ["Contents of this file", _contents(len(study), embedded, keys, whole) if keys else ""],
+        ["Command", manifest.command],
         ["Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())],
-        ["When", _times(manifest, study.state)],
+        ["Time", _times(manifest, study.state)],
     ]
     return [row for row in rows if row[1]]
 
@@ -89,28 +99,28 @@ def _model(manifest: Manifest, run: Trajectories) -> str:
     layers, heads = len(run.layers), run.n_heads
     groups = len({(layer, group) for layer, row in enumerate(run.kv_group.tolist()) for group in row if group >= 0})
     shared = (
-        f" Query heads share keys and values in {groups} groups; only whole groups save memory when they go linear."
+        f" Query heads share keys and values in {groups} KV groups; only whole groups save memory."
         if groups < heads
         else ""
     )
-    name = manifest.model or "A model without a name"
+    name = manifest.model or "Unnamed model"
     weights = f" (weights {manifest.weights})" if manifest.weights else ""
-    return f"{name}{weights}: {layers} layers with attention, {heads} query heads in all.{shared}"
+    return f"{name}{weights}: {layers} layers with attention, {heads} query heads in total.{shared}"
 
 
 def _text(manifest: Manifest, study: Study) -> str:
     options = manifest.options
     count = "One sample" if len(study) == 1 else f"{len(study):,} samples"
     if options.get("mode") == "replay":
-        how = "read as given: whoever wrote the text, the model only read it"
+        how = "read by the model, not written by it"
     elif options.get("do_sample"):
         how = f"written by the model, sampled with seed {manifest.seed}"
         how += f" at temperature {options['temperature']:g}" if "temperature" in options else ""
     elif options.get("mode") == "live":
-        how = "written by the model, always taking the likeliest token"
+        how = "written by the model with greedy decoding"
     else:
         return f"{count}."
-    chat = " The prompt was put into the model's chat template; its extra tokens are set in italics."
+    chat = " The prompt was wrapped in the model's chat template; the tokens of the template are in italics."
     return f"{count}, {how}.{chat if options.get('chat') else ''}"
 
 
@@ -121,35 +131,35 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
         given = ", ".join(f"{key} {value}" for key, value in options.items())
         named.append(f"{name} ({given})" if given else name)
     control = (
-        f" {_CONTROL} is the control: the plain mean of all visible values, which knows nothing about the query."
+        f" {_CONTROL} is the baseline: the plain mean of all visible values, which ignores the query."
         if _CONTROL in run.mechanisms
-        else f" The control {_CONTROL} was not measured, so nothing here can tell a rich mechanism from a poor one."
+        else f" The baseline {_CONTROL} was not measured, so mechanisms cannot be compared with it."
     )
     return f"{', '.join(named)}, each on the same queries, keys and values as softmax.{control}"
 
 
-def _left_out(manifest: Manifest) -> str:
+def _excluded_tokens(manifest: Manifest) -> str:
     n = manifest.dropped_sinks
-    return f"The first {n} tokens were hidden from both sides (sink tokens)." if n else ""
+    return f"The first {n} tokens (sink tokens) were hidden from softmax and from the mechanisms." if n else ""
 
 
 def _machine(manifest: Manifest) -> str:
     threads = f" on {manifest.threads} threads" if manifest.threads else ""
     parts = [part for part in (manifest.dtype, manifest.backend) if part]
     model = f"The model ran in {' with '.join(parts)} attention{threads}; " if parts else ""
-    return f"{model}softgap watched without changing the model's output, and did its own arithmetic in float32."
+    return f"{model}softgap did not change the output of the model, and computed in float32."
 
 
-def _carried(samples: int, embedded: int, keys: tuple[str, ...], whole: bool) -> str:
+def _contents(samples: int, embedded: int, keys: tuple[str, ...], whole: bool) -> str:
     which = (
         "Token by token: "
         if embedded == samples
-        else f"Token by token for {embedded:,} of {samples:,} samples (softgap report --sample NAME chooses others): "
+        else f"Token by token for {embedded:,} of {samples:,} samples (select others with report --sample NAME): "
     )
-    rest = "" if whole else "; what is not in this list as means per head only, to keep the file small"
+    rest = "" if whole else "; all other quantities as means per head only, to keep the file small"
     return (
         f"{which}{', '.join(key.replace('/', ' from ') for key in keys)}{rest}. Values are rounded to 16 bits between "
-        "the least and the greatest of each head; the exact ones are in the study."
+        "the minimum and the maximum of each head; the study holds the exact values."
     )
 
 
@@ -157,7 +167,9 @@ def _times(manifest: Manifest, state: str) -> str:
     if not manifest.started:
         return ""
     ended = f"finished {manifest.finished}" if manifest.finished else "not finished"
-    return f"Started {manifest.started}, {ended if state == 'finished' else 'still running when this page was made'}."
+    return (
+        f"Started {manifest.started}, {ended if state == 'finished' else 'still running when this page was written'}."
+    )
 
 
 OPENING = {"quantity": "gap", "mechanism": FITTED}
@@ -210,7 +222,7 @@ def payload(
     """
     tell = progress or (lambda *_: None)
     first = _first(study)
-    chosen = choose(study, first, as_items(samples))
+    chosen = select_samples(study, first, as_items(samples))
     arrays: list[Packed] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 
@@ -221,11 +233,11 @@ def payload(
     groups, lines, gaps = Groups(), [], []
     for i, run in enumerate(study):
         tell("reading the study", i / len(study))
-        _check_alike(run, first)
+        _check_same_heads(run, first)
         means = head_means(run)
         groups.add(run, means)
-        entry = line(run, means)
-        entry["data"] = carried(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
+        entry = sample_row(run, means)
+        entry["data"] = sample_payload(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
         lines.append(entry)
         gaps.append(gap_sums(run))
     sentence, found = opening_sentence(gaps, first)
@@ -256,8 +268,8 @@ def _first(study: Study) -> Trajectories:
     """The first sample, if the study has anything to show."""
     if len(study) == 0:
         raise StoreError(
-            f"a report needs trajectories, but the study at '{study.path}' holds no sample; "
-            "finish it, or run `softgap run` or `softgap read` into a new folder"
+            f"a report needs trajectories, but the study at '{study.path}' has no sample; "
+            "finish it, or measure into a new folder with `softgap run` or `softgap read`"
         )
     first, steps = None, 0
     for run in study:
@@ -266,21 +278,21 @@ def _first(study: Study) -> Trajectories:
         if steps:
             return first
     raise StoreError(
-        f"a report needs steps, but the study at '{study.path}' holds none in any sample; let the model write at least "
+        f"a report needs steps, but no sample of the study at '{study.path}' has any; let the model write at least "
         "one token"
     )
 
 
-def _check_alike(run: Trajectories, first: Trajectories) -> None:
+def _check_same_heads(run: Trajectories, first: Trajectories) -> None:
     same = run.layers == first.layers and run.heads_per_layer == first.heads_per_layer
     if not same or array_keys(run) != array_keys(first):
         raise ValueInputError(
             f"all samples of a report must have the same heads and quantities, got {run.n_heads} heads in sample "
-            f"'{run.sample_id}' and {first.n_heads} in '{first.sample_id}'; report them apart"
+            f"'{run.sample_id}' and {first.n_heads} in '{first.sample_id}'; write one report for each"
         )
 
 
-def _frame(study: Study, first: Trajectories, chosen: Chosen) -> dict[str, Any]:
+def _frame(study: Study, first: Trajectories, chosen: Selection) -> dict[str, Any]:
     """What holds for all samples."""
     return {
         "softgap": __version__,
@@ -303,14 +315,14 @@ def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
         "samples": group.samples,
         "level": LEVEL,
         "heads": {
-            **{key: rounded(sums.mean()) for key, sums in group.heads.items()},
-            **{key: rounded(values) for key, values in group.gap_left().items()},
+            **{key: round_values(sums.mean()) for key, sums in group.heads.items()},
+            **{key: round_values(values) for key, values in group.gap_left().items()},
         },
         "halfWidth": {
-            key: rounded(sums.half_width()) for key, sums in group.heads.items() if key.startswith("divergence/")
+            key: round_values(sums.half_width()) for key, sums in group.heads.items() if key.startswith("divergence/")
         },
         "overall": {
-            key: rounded(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
+            key: round_values(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
         },
     }
     found["steps"] = {

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Chosen",
     "Packed",
+    "Selection",
     "array_keys",
     "array_of",
-    "carried",
-    "choose",
     "head_means",
     "keys_of",
-    "line",
     "pack",
     "part_pieces",
     "pieces_of",
-    "rounded",
+    "round_values",
+    "sample_payload",
+    "sample_row",
+    "select_samples",
     "unpack",
 ]
 
@@ -43,7 +43,7 @@ VALUES = 4_000_000
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """What goes into a page.
 
     Attributes
@@ -73,7 +73,7 @@ def keys_of(mechanisms: Sequence[str], focus: Container[str] = ()) -> tuple[str,
     )
 
 
-def choose(study: Study, first: Trajectories, wanted: Sequence[str], *, values: int = VALUES) -> Chosen:
+def select_samples(study: Study, first: Trajectories, wanted: Sequence[str], *, values: int = VALUES) -> Selection:
     """Fill a page: samples with their divergences (one of every label in turn, or those asked for), then other arrays.
 
     Samples asked for are carried however large they are, and the first one is if nothing was asked for.
@@ -87,14 +87,14 @@ def choose(study: Study, first: Trajectories, wanted: Sequence[str], *, values: 
     room = values // first.n_heads
     kept: list[str] = []
     used = 0
-    for sample_id in wanted or _in_turn(table):
+    for sample_id in wanted or _by_label_in_turn(table):
         if kept and not wanted and used + steps[sample_id] * needed > room:
             continue
         kept.append(sample_id)
         used += steps[sample_id] * needed
     total = sum(steps[sample_id] for sample_id in kept)
     fitting = max(needed, min(len(keys), room // max(1, total)))
-    return Chosen(frozenset(kept), keys[:fitting])
+    return Selection(frozenset(kept), keys[:fitting])
 
 
 def _lengths(table: pd.DataFrame) -> dict[str, int]:
@@ -106,7 +106,7 @@ def _lengths(table: pd.DataFrame) -> dict[str, int]:
     }
 
 
-def _in_turn(table: pd.DataFrame) -> list[str]:
+def _by_label_in_turn(table: pd.DataFrame) -> list[str]:
     """Names of the samples, one of every label in turn."""
     turn = table.groupby("label", sort=False, dropna=False).cumcount()
     return [str(sample_id) for sample_id in table["sample_id"].iloc[turn.argsort(kind="stable")]]
@@ -164,7 +164,7 @@ _EXCERPT = 120
 Store = Callable[[Packed], int]
 
 
-def line(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -> dict[str, Any]:
+def sample_row(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -> dict[str, Any]:
     """The sample in a list."""
     return {
         "id": run.sample_id,
@@ -178,7 +178,7 @@ def line(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -
     }
 
 
-def carried(
+def sample_payload(
     run: Trajectories, keys: Sequence[str], means: Mapping[str, Float64[np.ndarray, " head"]], store: Store
 ) -> dict[str, Any]:
     """The sample with everything that can be shown token by token; steps of the prompt come first."""
@@ -189,12 +189,12 @@ def carried(
         "pieces": pieces_of(run),
         "tokens": [token for part in parts for token in part.tokens],
         "positions": [int(position) for part in parts for position in part.positions],
-        "logprob": rounded(np.concatenate([part.logprob for part in parts])),
-        "entropy": rounded(np.concatenate([part.entropy for part in parts])),
+        "logprob": round_values(np.concatenate([part.logprob for part in parts])),
+        "entropy": round_values(np.concatenate([part.entropy for part in parts])),
         "arrays": {
             key: store(pack(np.concatenate([array_of(part, key)[real] for part in parts], axis=-1))) for key in keys
         },
-        "means": {key: rounded(means[key]) for key in array_keys(run) if key not in keys},
+        "means": {key: round_values(means[key]) for key in array_keys(run) if key not in keys},
     }
 
 
@@ -209,7 +209,7 @@ def head_means(run: Trajectories) -> dict[str, Float64[np.ndarray, " head"]]:
     return found
 
 
-def rounded(values: Float[np.ndarray, " value"]) -> list[float | None]:
+def round_values(values: Float[np.ndarray, " value"]) -> list[float | None]:
     """Six significant digits, null for what is not finite: what a reader of a page can use, in few bytes."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, np.float64)]
 
@@ -247,13 +247,13 @@ def part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]
     following = 0
     for piece, indices in pieces(text, tokens):
         if indices:
-            found += _hidden(tokens, following, indices[0], offset)
+            found += _hidden_pieces(tokens, following, indices[0], offset)
             found.append([piece, offset + indices[0], len(indices), True])
             following = indices[-1] + 1
         else:
             found.append([piece, -1, 0, True])
-    return found + _hidden(tokens, following, len(tokens), offset)
+    return found + _hidden_pieces(tokens, following, len(tokens), offset)
 
 
-def _hidden(tokens: Sequence[str], start: int, stop: int, offset: int) -> list[list[Any]]:
+def _hidden_pieces(tokens: Sequence[str], start: int, stop: int, offset: int) -> list[list[Any]]:
     return [[tokens[i], offset + i, 1, False] for i in range(start, stop) if tokens[i]]

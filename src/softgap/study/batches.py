@@ -136,7 +136,7 @@ class StudySettings:
     def recorded(self) -> dict[str, Any]:
         """What a measurement is told."""
         if self.mechanisms is None:
-            raise ValueInputError("the mechanisms of a study must be settled before it is measured, got None")
+            raise ValueInputError("a study must name its mechanisms before it is measured, got None")
         return {"mechanisms": self.mechanisms, "focus": self.focus, "drop_sinks": self.drop_sinks}
 
     def load(self) -> Loaded:

@@ -68,7 +68,7 @@ def label_study(path: str, labels: Mapping[str, str | None], *, source: str = ""
     if unknown:
         raise ValueInputError(
             f"labels must be for samples of '{path}', got '{unknown[0]}' ({len(unknown)} such ids); its samples are "
-            f"{', '.join(study.ids[:3])}, ..., leave the others out"
+            f"{', '.join(study.ids[:3])}, ...; remove the other ids"
         )
     folder = Folder.at(path)
     changed = relabel(folder, dict(labels))

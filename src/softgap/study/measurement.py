@@ -217,7 +217,9 @@ def plan_study(
             lengths.append(0)
             failures.append(Failure(prompt.sample_id, "measuring", str(error)))
     if len(failures) == len(prompts):
-        raise SoftgapError(f"a study needs prompts that the model can read, got none; the first: {failures[0].reason}")
+        raise SoftgapError(
+            f"a study needs a prompt that the model can read, got none; the first one: {failures[0].reason}"
+        )
     if mode == "study":
         batches = _batches_that_fit(prompts, lengths, replay, failures, settings)
     else:
@@ -344,7 +346,7 @@ def _follow(
         place = f"can be read in '{out}'"
         partial = stop.runs if isinstance(stop, Interrupted) and planned.mode == "live" else []
         if planned.mode == "study":  # half a batch is no batch: it is measured again on resume
-            message = f"; {count} of {total} samples are done, and the same command goes on from there"
+            message = f"; {count} of {total} samples are done; run the same command again to resume"
         elif partial:
             writer.append(partial)
             steps = sum(run.n_steps for run in partial)
@@ -370,8 +372,8 @@ def _fix_batches(folder: Folder, planned: Planned) -> None:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}' puts sample '{ids[0]}' into another batch than this softgap would; "
-                "finish the study with the version that began it, or choose another folder"
+                f"{PROMPTS} in '{folder.given}' assigns sample '{ids[0]}' to a different batch than this version; "
+                "finish the study with the version that started it, or choose another folder"
             )
 
 

@@ -69,8 +69,8 @@ def ray_batches(
                 raise cause if isinstance(cause, SoftgapError) else error from None
             except ray.exceptions.WorkerCrashedError as error:
                 raise StoreError(
-                    f"batch {number} was given to {_RETRIES + 1} workers and all of them died; the other batches stay, "
-                    "and the same command goes on from there"
+                    f"batch {number} was given to {_RETRIES + 1} workers and all of them died; the other batches are "
+                    "saved; run the same command again to resume"
                 ) from error
     finally:
         if mine:
@@ -113,7 +113,7 @@ def _start(ray: Any, options: dict[str, Any]) -> None:
             if attempt + 1 == _STARTS:
                 raise UnsupportedError(
                     f"a Ray cluster did not start on this machine in {_STARTS} attempts ({_reason(error)}); try again "
-                    "when less runs here, name a running one with --ray-address, or use --engine local"
+                    "when the machine is less busy, name a running one with --ray-address, or use --engine local"
                 ) from error
 
 

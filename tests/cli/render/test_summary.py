@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli.render.heatmap import harmless, heat_map, shade
+from softgap.cli.render.heatmap import heat_map, shade, strip_controls
 from softgap.cli.render.run import show_run, show_study
-from softgap.cli.render.summary import merged, summarise
+from softgap.cli.render.summary import merge_summaries, summarise
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.folder import slug
 from softgap.trajectories.run import pieces
@@ -93,14 +93,14 @@ def test_a_model_with_one_head_has_one_extreme() -> None:
 def test_the_control_has_no_distance_from_itself() -> None:
     assert summarise(example_run(mechanisms=("uniform", "elu1"))).distance is None
     assert summarise(example_run(mechanisms=("elu1",))).distance is None
-    assert "its divergence says how concentrated softmax is" in " ".join(
+    assert "its divergence shows how concentrated softmax is" in " ".join(
         shown(example_run(mechanisms=("uniform",))).split()
     )
 
 
 def test_samples_count_once_whatever_their_length() -> None:
     short, long = (summarise(example_run(steps=steps, seed=steps, missing=0.0)) for steps in (2, 50))
-    both = merged([short, long])
+    both = merge_summaries([short, long])
     assert (both.n_steps, both.n_prompt) == (52, 8)
     for name in both.mechanisms:
         expected = (short.means[name]["divergence"] + long.means[name]["divergence"]) / 2
@@ -176,7 +176,7 @@ def test_heads_are_ranked_by_the_share_of_the_gap_where_it_is_known() -> None:
 
 def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
     run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
-    words = "closes 0.81 of the gap that the mean of values leaves and 0.69 of the gap that profile"
+    words = "closes 81 % of the gap that the mean of values leaves, and 69 % of the gap that profile"
     held_out = {"gap_closed": 0.81, "against_profile": 0.69, "explained": 0.7}
     quoting = replace(run, manifest=replace(run.manifest, extra={"held_out": held_out}))
     assert words in " ".join(shown(quoting).split())
@@ -263,7 +263,7 @@ def test_a_long_text_is_cut() -> None:
 
 
 def test_a_text_cannot_steer_the_terminal() -> None:
-    assert harmless("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
+    assert strip_controls("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
     run = example_run(steps=1, tokens=("\x1b[2J",), completion_text="\x1b[2J")
     assert "\x1b" not in shown(run)
 

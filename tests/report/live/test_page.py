@@ -64,7 +64,7 @@ def test_a_run_is_shown_while_it_is_written_and_equals_what_is_saved(page: Page,
 def test_the_settings_reach_the_model(page: Page, live: Live) -> None:
     page.locator("#temperature").fill("0.7")
     page.locator("#seed").fill("3")
-    page.get_by_text("Compared with", exact=True).click()
+    page.get_by_text("Mechanisms", exact=True).click()
     page.get_by_label("elu1", exact=True).uncheck()
     page.get_by_label("taylor2", exact=True).check()
     generate(page, FOX, 4)
@@ -125,7 +125,7 @@ def test_a_lost_connection_goes_on_where_it_was(browser: Browser, live: Live) ->
         before = steps(frame, 2)
         made.set_offline(True)
         page.evaluate("STREAM.source.dispatchEvent(new Event('error')); watch(STREAM.runs)")
-        expect(page.locator("#connection")).to_have_text("no connection; trying again")
+        expect(page.locator("#connection")).to_have_text("no connection; reconnecting")
         made.set_offline(False)
         expect(page.locator("#connection")).to_have_text("connected")
         # The pane refuses a step that is not the next one, so more of them means that none was lost or came twice.
@@ -144,7 +144,7 @@ def test_two_tabs_see_the_same_run_and_the_queue(browser: Browser, live: Live) -
         steps(pane(other), 2)
         generate(other, "And now about a crow.", 4)
         expect(one.locator("#queue-state")).to_have_text("1 running, 1 waiting")
-        expect(one.locator("#runs li").first).to_contain_text("waiting, number 1 in the queue")
+        expect(one.locator("#runs li").first).to_contain_text("waiting, position 1 in the queue")
         assert pane(other).evaluate("SAMPLE.steps") == 0
         one.locator(".pane-head").get_by_role("button", name="Stop").click()
         assert ended(pane(other)) == "finished"
@@ -191,7 +191,7 @@ def test_a_server_that_is_started_again(browser: Browser, tmp_path: Path) -> Non
         # Ctrl-C has saved what was there.
         saved = load(tmp_path / "runs" / run_id)
         assert saved.n_steps >= 3
-        expect(page.locator("#connection")).to_have_text("no connection; trying again")
+        expect(page.locator("#connection")).to_have_text("no connection; reconnecting")
         with served(tmp_path, port=first.port) as second:
             expect(page.locator("#connection")).to_have_text("connected")
             frame = pane(page)
@@ -218,10 +218,10 @@ def test_hostile_text_stays_text(page: Page) -> None:
 
 def test_refusals_are_sentences_on_the_page(page: Page) -> None:
     for prompt, length, words in (
-        ("", "4", "A prompt must hold some text"),
+        ("", "4", "A prompt must contain text"),
         (FOX, "4000", "max_new_tokens must be a whole number from 1 to 1,000, got 4000."),
-        ("fox " * 2100, "4", "A prompt may have 2,000 tokens here"),
-        ("fox " * 20000, "4", "A request may have 65,536 bytes"),
+        ("fox " * 2100, "4", "A prompt may have at most 2,000 tokens here"),
+        ("fox " * 20000, "4", "A request may have at most 65,536 bytes"),
     ):
         page.locator("#prompt").fill(prompt)
         page.locator("#length").evaluate(f"(field) => {{ field.value = '{length}'; field.removeAttribute('max'); }}")

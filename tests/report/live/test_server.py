@@ -52,7 +52,7 @@ def test_a_calibrated_model_opens_and_ends_with_the_share_of_the_gap(
     with served(tmp_path, "--model", str(save_folder(tmp_path / "tiny", model))) as live:
         run = ask(live, mechanisms=["elu1", "fitted"])
         end = next(data for kind, _, data in live.events(run) if kind == "end")
-        assert end["headline"].startswith("A linear attention fitted to each head goes")
+        assert end["headline"].startswith("On this text a fitted linear attention closes")
         assert end["heldOut"].startswith("On held-out text the calibration closes")
         page = live.request("GET", f"/runs/{run}")[2]
         assert b'"opening":{"quantity":"gap","mechanism":"fitted"}' in page
@@ -97,7 +97,7 @@ def test_a_run_that_waits_can_be_taken_out(live: Live) -> None:
 def test_another_host_is_refused(live: Live, host: str) -> None:
     status, _, body = live.request("GET", "/", headers={"Host": host})
     assert status == 421
-    assert b"answers to its own address only" in body
+    assert b"answers only at its own address" in body
     assert b"token" not in body
 
 
@@ -177,7 +177,7 @@ def test_nothing_outside_the_folder_is_served(live: Live, path: str) -> None:
 def test_links_inside_a_study_are_not_followed(live: Live, file: str) -> None:
     status, _, body = live.request("GET", f"/studies/linked{file}")
     assert status == 400
-    assert b"holds a link to another place" in body
+    assert b"contains a symbolic link, which softgap does not follow" in body
 
 
 def test_answers_are_closed_against_misuse(live: Live) -> None:
@@ -208,14 +208,14 @@ def test_answers_are_closed_against_misuse(live: Live) -> None:
         (b"[]", "a request must be a JSON object, got list"),
         ({"prompts": []}, "prompts must be a list of 1 to 2 texts, got 0"),
         ({"prompts": ["a", "b", "c"]}, "prompts must be a list of 1 to 2 texts, got 3"),
-        ({"prompts": [" "]}, "a prompt must hold some text"),
-        ({"prompts": [1]}, "a prompt must hold some text"),
-        (b'{"prompts": ["\\ud800"]}', "a prompt must be valid Unicode, got half a character at 0"),
+        ({"prompts": [" "]}, "a prompt must contain text"),
+        ({"prompts": [1]}, "a prompt must contain text"),
+        (b'{"prompts": ["\\ud800"]}', "a prompt must be valid Unicode, got an unpaired surrogate at 0"),
         ({"prompts": ["a"], "max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 to 1,000, got 0"),
         ({"prompts": ["a"], "max_new_tokens": 1001}, "from 1 to 1,000, got 1001"),
         ({"prompts": ["a"], "max_new_tokens": True}, "from 1 to 1,000, got True"),
         ({"prompts": ["a"], "max_new_tokens": 64}, "the model's context is 64 tokens, got 1 tokens and 64 new ones"),
-        ({"prompts": ["a" * 3000]}, "a prompt may have 2,000 tokens here, got 3,000"),
+        ({"prompts": ["a" * 3000]}, "a prompt may have at most 2,000 tokens here, got 3,000"),
         ({"prompts": ["a"], "temperature": 0}, "temperature must be from 0.001 to 10, got 0"),
         (b'{"prompts": ["a"], "temperature": NaN}', "temperature must be from 0.001 to 10, got nan"),
         ({"prompts": ["a"], "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
@@ -258,7 +258,7 @@ def test_only_so_many_pages_may_watch(live: Live) -> None:
             streams.append(stream)
         status, _, body = live.request("GET", "/events")
         assert status == 503
-        assert b"at most 24 pages may watch" in body
+        assert b"at most 24 pages may be connected" in body
         assert live.request("GET", "/")[0] == 200
     finally:
         for stream in streams:
@@ -300,5 +300,5 @@ def test_another_server_cannot_take_the_port(live: Live, capsys: pytest.CaptureF
 
     sentence = failure(["serve", "--port", str(live.port), "--studies", str(tmp_path / "runs")], capsys)
     assert sentence.startswith(f"cannot listen at 127.0.0.1:{live.port}: ")
-    assert sentence.endswith("leave --port out to take one that is free")
+    assert sentence.endswith("leave --port out to use a free port")
     assert os.strerror(98) in sentence or "in use" in sentence

@@ -202,7 +202,7 @@ def test_the_command_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Means over heads" in shown
     (tmp_path / "short.txt").write_text("Too short.")
     sentence = failure([*given, "--text", str(tmp_path / "short.txt")], capsys)
-    assert sentence == "a text must hold at least 64 tokens for this lab, got 10; give a longer one"
+    assert sentence == "a text must have at least 64 tokens for this lab, got 10; give a longer one"
     given[-1] = "200"
     assert "the model's context is 128 tokens, got 200 tokens" in failure(given, capsys)
 

@@ -317,7 +317,7 @@ def test_the_command_reads_a_model(
     assert document == json.loads((tmp_path / "lab" / "result.json").read_text())
     assert "layer" in (tmp_path / "lab" / "figure.svg").read_text()
     assert failure([*base, "--tokens", "10"], capsys) == (
-        "a text must hold at least 20 tokens for heads of dimension 8, got 10; give a longer text"
+        "a text must have at least 20 tokens for heads of dimension 8, got 10; give a longer text"
     )
     assert failure([*base, "--queries", "3"], capsys).startswith(
         "queries must be at least 8 for a rate over pairs, got 3"

@@ -239,7 +239,7 @@ def test_the_command_prints_verdicts_and_saves_both(
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert (settings["tokens"], settings["texts"]) == (40, 5)
     assert failure([*base, "--tokens", "20"], capsys) == (
-        "a text must hold at least 24 tokens to show a trend from position 8 on, got 20; give a longer text"
+        "a text must have at least 24 tokens to show a trend from position 8 on, got 20; give a longer text"
     )
     assert failure([*base, "--mechanism", "fitted"], capsys).startswith("mechanism 'fitted' needs the parameters")
     assert failure([*base, "--mechanism", "elu2"], capsys).startswith("unknown mechanism 'elu2'")

@@ -244,8 +244,8 @@ def test_mechanisms_share_their_draws() -> None:
         ({"d": 8, "t": 0}, "the construction needs d >= 5 and t >= 1, got d = 8 and t = 0"),
         ({"b": 0.5, "c": 0.6}, "b + c must be 1, got 0.5 + 0.6 = 1.1; leave c out"),
         ({"b": 0.95}, "b and c must be at least 0.1, got b = 0.95 and c = 0.05"),
-        ({"a1": -1}, "a1 must lie between 0 and 10, got -1"),
-        ({"a0": math.nan}, "a0 must lie between 0 and 10, got nan"),
+        ({"a1": -1}, "a1 must be between 0 and 10, got -1"),
+        ({"a0": math.nan}, "a0 must be between 0 and 10, got nan"),
         ({"m": 0}, "m must be a whole number from 1, got 0"),
     ],
 )

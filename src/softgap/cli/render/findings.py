@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.render.heatmap import colourful, heat_map
+from softgap.cli.render.heatmap import has_colour, heat_map
 from softgap.cli.render.output import finite
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
-from softgap.report.files import check_place
+from softgap.report.files import check_output_file
 from softgap.trajectories.folder import Folder
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ __all__ = [
     "check_files",
     "default_files",
     "save_comparison",
+    "save_files",
     "save_findings",
-    "saved",
     "show_comparison",
     "show_findings",
 ]
@@ -51,39 +51,41 @@ _NEAREST = "nearest system"
 
 
 def default_files(study: str, findings: Findings) -> list[str]:
-    """Where findings go if nobody says: into the study's own folder; nowhere for a study behind a URI.
+    """Where findings are saved by default: in the folder of the study, and nowhere for a study behind a URI.
 
-    The picture only where there is something to draw.
+    The figure is included only if a head is eligible.
     """
     names = ("findings.json", "plane.svg") if findings.eligible else ("findings.json",)
     return [] if "://" in study else [str(Path(study) / "analysis" / name) for name in names]
 
 
 def check_files(files: Sequence[str]) -> None:
-    """Refuse what nothing can be written as, before the work begins."""
+    """Refuse files that cannot be written, before the work begins."""
     for name in files:
         if Path(name).suffix.lower() not in (*PICTURES, *_TABLES):
             raise ValueInputError(
                 f"--out must end in {', '.join((*PICTURES, *_TABLES))}, got '{name}'; choose one of them"
             )
-        check_place(name)
+        check_output_file(name)
         if Path(name).suffix.lower() in PICTURES:
             require_matplotlib()
 
 
-def saved(findings: Findings, files: Sequence[str]) -> Iterator[str]:
-    """Write the files, and say of each that it is there."""
+def save_files(findings: Findings, files: Sequence[str]) -> Iterator[str]:
+    """Write the files; yield a line about each."""
     for name in files:
         try:
             save_findings(findings, name)
-        except UnsupportedError as error:  # no matplotlib, and nobody asked for a picture: check_files would know
+        except (
+            UnsupportedError
+        ) as error:  # matplotlib is missing, and the figure was not asked for: check_files would have refused it
             yield f"no picture: {error}"
         else:
             yield f"saved {name}"
 
 
 def save_findings(findings: Findings, name: str) -> None:
-    """Write the picture or the findings, by the ending of the name; whole or not at all."""
+    """Write the figure or the findings, by the suffix of the name; the file is complete or absent."""
     ending = Path(name).suffix.lower()
     if ending in PICTURES:
         save_plane(findings, name)
@@ -98,7 +100,7 @@ def save_findings(findings: Findings, name: str) -> None:
 
 
 def show_findings(console: Console, findings: Findings) -> None:
-    """Print what a person wants to know of a study's dynamics."""
+    """Print the dynamics of a study."""
     settings, eligible = findings.settings, findings.eligible
     console.print(
         Text(
@@ -109,8 +111,8 @@ def show_findings(console: Console, findings: Findings) -> None:
     )
     skipped = f"; {findings.skipped:,} more are too short" if findings.skipped else ""
     counted = "1 sample" if findings.samples == 1 else f"{findings.samples:,} samples"
-    of = "" if findings.samples == 1 else " in all"
-    console.print(f"{counted} of {findings.steps:,} steps{of}{skipped}")
+    total = "" if findings.samples == 1 else " in total"
+    console.print(f"{counted} with {findings.steps:,} steps{total}{skipped}")
     if not eligible:
         console.print(Text(f"No head is eligible: {findings.heads[0].reason}.", "yellow"))
         return
@@ -124,19 +126,19 @@ def _show_overview(console: Console, findings: Findings) -> None:
     below, above = sum(head.z < 0 for head in out), sum(head.z > 0 for head in out)
     entropy = np.array([head.entropy for head in eligible])
     console.print(
-        f"permutation entropy {np.median(entropy):.4f} in the median of {_heads(len(eligible))} "
-        f"({entropy.min():.4f} to {entropy.max():.4f}); white noise of these lengths {findings.noise_entropy:.4f} "
-        f"± {findings.noise_deviation:.4f} ({findings.null_samples:,} simulations)"
+        f"Median permutation entropy of {_heads(len(eligible))}: {np.median(entropy):.4f} "
+        f"({entropy.min():.4f} to {entropy.max():.4f}). White noise of the same lengths: {findings.noise_entropy:.4f} "
+        f"± {findings.noise_deviation:.4f} ({findings.null_samples:,} simulations)."
     )
     others = len(findings.heads) - len(eligible)
     console.print(
-        f"{_heads(below)} below noise and {above} above it, at a false discovery rate of {findings.alpha:g}"
-        + (f"; {_heads(others)} not eligible" if others else "")
+        f"At a false discovery rate of {findings.alpha:g}, {_heads(below)} below noise and {above} above it"
+        + (f"; {_heads(others)} not eligible." if others else ".")
     )
     if findings.least_q > findings.alpha:
         console.print(
-            f"so many simulations cannot tell a single head from chance (its q is {findings.least_q:.2g} at best); "
-            "several together they can",
+            f"With {findings.null_samples:,} simulations a single head cannot differ from noise (its q is at least "
+            f"{findings.least_q:.2g}); several heads together can.",
             style="yellow",
         )
     near = Counter(head.nearest for head in eligible).most_common(_LISTED)
@@ -154,9 +156,9 @@ def _show_map(console: Console, findings: Findings) -> None:
     low, high = np.nanmin(entropy), np.nanmax(entropy)
     for head in findings.heads:
         values[layers.index(head.layer), head.head] = (head.entropy - low) / max(high - low, 1e-12)
-    picture, meaning = heat_map(values, layers, width=console.width, colour=colourful(console))
+    picture, meaning = heat_map(values, layers, width=console.width, colour=has_colour(console))
     console.print()
-    console.print(f"permutation entropy, layers across and heads down; 0 is {low:.4f} and 1 is {high:.4f}")
+    console.print(f"permutation entropy by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}")
     console.print(picture)
     if meaning:
         console.print(Text(meaning, "dim"))
@@ -164,13 +166,13 @@ def _show_map(console: Console, findings: Findings) -> None:
 
 def _show_heads(console: Console, findings: Findings) -> None:
     out = findings.standing_out()
-    chosen = [*out[:_LISTED], *(head for head in out[-_LISTED:] if head not in out[:_LISTED])]
-    title = "Heads that stand out most" if out else "No head stands out from noise; the most extreme ones"
+    listed = [*out[:_LISTED], *(head for head in out[-_LISTED:] if head not in out[:_LISTED])]
+    title = "Heads that differ most from noise" if out else "No head differs from noise; the most extreme heads"
     if not out:
         ranked = sorted(findings.eligible, key=lambda head: head.z)
-        chosen = [*ranked[:2], *ranked[-2:]] if len(ranked) > 3 else ranked
+        listed = [*ranked[:2], *ranked[-2:]] if len(ranked) > 3 else ranked
     quantity = str(findings.settings["quantity"])
-    rows = [_cells(head, quantity, wide=console.width >= _WIDE) for head in chosen]
+    rows = [_cells(head, quantity, wide=console.width >= _WIDE) for head in listed]
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == _NEAREST else "right", no_wrap=True)
@@ -181,7 +183,7 @@ def _show_heads(console: Console, findings: Findings) -> None:
 
 
 def _cells(head: HeadFinding, quantity: str, *, wide: bool) -> dict[str, str]:
-    """The cells of a head by their headings; those that a narrow terminal has no room for are in the files."""
+    """The cells of a head by heading; a narrow terminal shows fewer of them than the files hold."""
     nearest = f"{head.nearest} ({head.distance:.3f})" if wide else head.nearest
     cells = {
         "head": f"{head.layer}.{head.head}",
@@ -202,30 +204,33 @@ _STYLES = {"separated": "bold green", "not separated": "bold", "not enough data"
 
 
 def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
-    """Write result.json, figure.svg and findings.json for the report, and say where; a study numbers them."""
+    """Write result.json, figure.svg and findings.json, and return lines that say where.
+
+    A study numbers its comparisons.
+    """
     from softgap.report.documents import comparison_document, document_values
 
     if out is None:
         home = Folder.at(study)
-        taken = [int(name) for name in home.names("comparisons") if name.isdecimal()]
-        folder = home.below(f"comparisons/{max(taken, default=0) + 1:04d}")
+        numbers = [int(name) for name in home.names("comparisons") if name.isdecimal()]
+        folder = home.below(f"comparisons/{max(numbers, default=0) + 1:04d}")
     else:
         folder = Folder.at(out)
     folder.create()
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
-    said, picture = [f"saved {folder.given}"], None
+    lines, picture = [f"saved {folder.given}"], None
     try:
-        picture = _drawn(findings)
+        picture = _comparison_svg(findings)
         folder.replace("figure.svg", picture)
     except UnsupportedError as error:
-        said.append(f"no picture: {error}")
+        lines.append(f"no picture: {error}")
     document = document_values(comparison_document(findings, picture))
     folder.replace("findings.json", (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode())
-    return said
+    return lines
 
 
-def _drawn(findings: ComparisonFindings) -> bytes:
+def _comparison_svg(findings: ComparisonFindings) -> bytes:
     from softgap.report.figures import draw_comparison
     from softgap.report.files import figure_bytes
 
@@ -233,10 +238,10 @@ def _drawn(findings: ComparisonFindings) -> bytes:
 
 
 def show_comparison(console: Console, findings: ComparisonFindings) -> None:
-    """Print the verdict and what a person wants to know behind it."""
+    """Print the verdict and the numbers behind it."""
     document = findings.to_json()
     console.print(Text(findings.verdict.sentence, _STYLES[findings.verdict.outcome]), soft_wrap=True)
-    console.print(f"{findings.status}; {len(findings.tried)} lines in the study's log", soft_wrap=True)
+    console.print(f"{findings.status}; the study's log has {len(findings.tried)} entries", soft_wrap=True)
     _show_family(console, document)
     console.print(_steps(findings))
     for name, reason in findings.impossible.items():
@@ -245,11 +250,12 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
     unequal = document["family"]["unequal_spread"]
     if unequal:
         console.print(
-            f"The groups differ in spread in {unequal:,} units; there p-values are larger than plain permutation.",
+            f"The groups differ in spread in {unequal:,} units. A plain permutation test would give smaller p-values "
+            "there.",
             soft_wrap=True,
         )
     console.print(_units(document))
-    _show_beyond(console, document)
+    _show_baselines(console, document)
     _show_labels(console, document)
 
 
@@ -257,23 +263,23 @@ def _show_family(console: Console, document: dict[str, Any]) -> None:
     family, (first, second), sizes = document["family"], document["groups"], document["sizes"]
     left = ", ".join(f"{count:,} {why}" for why, count in document["left_out"].items() if count)
     console.print(
-        f"{first} ({sizes[0]:,}) minus {second} ({sizes[1]:,}), exchanged by {document['exchange']}"
-        + (f"; left out: {left}" if left else ""),
+        f"{first} ({sizes[0]:,}) minus {second} ({sizes[1]:,}); permutations: {document['exchange']}"
+        + (f"; excluded: {left}" if left else ""),
         soft_wrap=True,
     )
     console.print(
         f"{family['units']:,} units: {len(family['modes'])} features of {family['heads']:,} "
         f"{'KV heads' if family['collapsed'] else 'heads'}"
-        + (f"; {family['all_equal']:,} more never vary" if family["all_equal"] else ""),
+        + (f"; {family['all_equal']:,} more are constant" if family["all_equal"] else ""),
         soft_wrap=True,
     )
     for name, reason in list(family["skipped"].items())[:_LISTED]:
-        console.print(f"not looked at: {name}: {reason}", style="dim", soft_wrap=True)
+        console.print(f"not tested: {name}: {reason}", style="dim", soft_wrap=True)
 
 
 def _steps(findings: ComparisonFindings) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("comparison", "convincing", "p, any", "p, max-T", "units", "finds from", "no more than"):
+    for heading in ("comparison", "convincing", "p, any", "p, max-T", "units", "detectable", "upper bound"):
         table.add_column(heading, justify="left" if heading == "comparison" else "right", no_wrap=True)
     everything = {"all samples": findings.comparison, **findings.controls}
     for step in findings.verdict.steps:
@@ -291,34 +297,34 @@ def _steps(findings: ComparisonFindings) -> Table:
 
 
 def _units(document: dict[str, Any]) -> Table:
-    table = Table(title="Largest units", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="Units with the largest effects", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("head", "feature", "Hedges' g", "AUROC", "p, max-T", "q"):
         table.add_column(heading, justify="left" if heading == "feature" else "right", no_wrap=True)
     for row in document["top"][:_LISTED]:
         table.add_row(
             f"{row['layer']}.{row['head']}",
             row["mode"],
-            _between(row["g"], "+.2f"),
-            _between(row["auroc"], ".3f"),
+            _format_interval(row["g"], "+.2f"),
+            _format_interval(row["auroc"], ".3f"),
             f"{row['p_max']:.2g}",
             f"{row['q']:.2g}",
         )
     return table
 
 
-def _show_beyond(console: Console, document: dict[str, Any]) -> None:
+def _show_baselines(console: Console, document: dict[str, Any]) -> None:
     beyond, recurring = document["beyond_baselines"], document["recurrence"]
     if beyond is not None:
+        difference = _format_interval(beyond["difference"], "+.3f")
         console.print(
-            f"AUROC of free baselines {_between(beyond['baseline'], '.3f')}, with heads "
-            f"{_between(beyond['combined'], '.3f')}: {_between(beyond['difference'], '+.3f')} beyond them, p = "
-            f"{beyond['p']:.2g}",
+            f"AUROC of free baselines {_format_interval(beyond['baseline'], '.3f')}, with heads "
+            f"{_format_interval(beyond['combined'], '.3f')}; difference {difference}, p = {beyond['p']:.2g}",
             soft_wrap=True,
         )
     if recurring is not None:
         most = recurring["heads"][0]
         console.print(
-            f"head {most['layer']}.{most['head']} is among the first {recurring['top']} in {most['count']} of "
+            f"head {most['layer']}.{most['head']} ranks among the first {recurring['top']} in {most['count']} of "
             f"{recurring['modes']} features, p = {most['p']:.2g}",
             soft_wrap=True,
         )
@@ -327,15 +333,17 @@ def _show_beyond(console: Console, document: dict[str, Any]) -> None:
 def _show_labels(console: Console, document: dict[str, Any]) -> None:
     noise, kappa = document["reliability"]["noise"], document["reliability"]["kappa"]
     if noise is not None:
-        words = ", ".join(f"{_commonest(noise['outcomes'], i)} at {rate:.0%}" for i, rate in enumerate(noise["rates"]))
-        console.print(f"the verdict with labels flipped at random: {words}", soft_wrap=True)
+        words = ", ".join(
+            f"{_most_common(noise['outcomes'], i)} at {rate:.0%}" for i, rate in enumerate(noise["rates"])
+        )
+        console.print(f"verdict after random label flips: {words}", soft_wrap=True)
     if kappa is not None:
-        console.print(f"second scorer: agreement {kappa['agreement']:.1%}, kappa {_between(kappa, '.2f')}")
+        console.print(f"second scorer: agreement {kappa['agreement']:.1%}, kappa {_format_interval(kappa, '.2f')}")
 
 
-def _commonest(outcomes: dict[str, list[float]], rate: int) -> str:
+def _most_common(outcomes: dict[str, list[float]], rate: int) -> str:
     return max(outcomes, key=lambda name: outcomes[name][rate])
 
 
-def _between(found: dict[str, Any], form: str) -> str:
-    return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
+def _format_interval(interval: dict[str, Any], form: str) -> str:
+    return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-__all__ = ["colourful", "harmless", "heat_map", "mean", "on_shade", "ramp", "shade"]
+__all__ = ["has_colour", "heat_map", "mean", "ramp", "shade", "shade_style", "strip_controls"]
 
 
 # Viridis at nine even points: dark is linear, bright is far from it.
@@ -35,7 +35,7 @@ _BEYOND = (255, 70, 30)
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
-def colourful(console: Console) -> bool:
+def has_colour(console: Console) -> bool:
     """Whether this console shows colours."""
     return console.color_system is not None and not console.no_color
 
@@ -49,7 +49,7 @@ def shade(fraction: float) -> Color:
     return Color.from_rgb(red, green, blue)
 
 
-def beyond() -> Color:
+def overflow_colour() -> Color:
     """The colour of what lies beyond the upper end of the scale."""
     return Color.from_rgb(*_BEYOND)
 
@@ -62,12 +62,12 @@ def ramp(low: str, high: str, cells: int = 16) -> Text:
     return legend.append(f" {high}")
 
 
-def harmless(text: str) -> str:
+def strip_controls(text: str) -> str:
     """The text without the control characters that could steer a terminal."""
     return text.translate(_CONTROLS)
 
 
-def on_shade(fraction: float) -> Style:
+def shade_style(fraction: float) -> Style:
     """A style for text on a colour of the scale, which can be read at both ends."""
     colour = shade(fraction)
     red, green, blue = colour.triplet or (0, 0, 0)
@@ -113,7 +113,7 @@ def heat_map(
     room = max(1, width - _MARGIN)
     per_column = math.ceil(values.shape[0] / room)
     per_row = math.ceil(values.shape[1] / (2 * _LINES if halves else _LINES))
-    cells = _pooled(values, per_column, per_row)
+    cells = _pool(values, per_column, per_row)
     cell = 2 if 2 * len(cells) <= room else 1
     lines = Text()
     for row in range(0, cells.shape[1], 2 if halves else 1):
@@ -127,7 +127,7 @@ def heat_map(
     return lines, _meaning(per_column, per_row)
 
 
-def _pooled(values: Float[np.ndarray, "layer head"], per_column: int, per_row: int) -> Float[np.ndarray, "column row"]:
+def _pool(values: Float[np.ndarray, "layer head"], per_column: int, per_row: int) -> Float[np.ndarray, "column row"]:
     columns, rows = (math.ceil(size / per) for size, per in zip(values.shape, (per_column, per_row), strict=True))
     padded = np.full((columns * per_column, rows * per_row), np.nan)
     padded[: values.shape[0], : values.shape[1]] = values
@@ -144,7 +144,7 @@ def _blocks(above: float, below: float, cell: int, halves: bool) -> Text:
 
 
 def _colour(value: float) -> Color:
-    return beyond() if value > _END else shade(value)
+    return overflow_colour() if value > _END else shade(value)
 
 
 def _digit(value: float, cell: int) -> Text:
@@ -168,7 +168,11 @@ def _legend(values: Float[np.ndarray, "layer head"], colour: bool) -> Text:
     reach = f"{count}, up to {over.max():.2f}" if len(over) else "no head"
     legend = Text(" " * _MARGIN)
     if colour:
-        return legend.append_text(ramp("0", "1   ")).append("  ", Style(bgcolor=beyond())).append(f" above 1: {reach}")
+        return (
+            legend.append_text(ramp("0", "1   "))
+            .append("  ", Style(bgcolor=overflow_colour()))
+            .append(f" above 1: {reach}")
+        )
     return legend.append(f"tenths: 5 is 0.5 to 0.6, + is 1 and more: {reach}", "dim")
 
 

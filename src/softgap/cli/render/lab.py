@@ -27,10 +27,10 @@ __all__ = [
     "LabText",
     "LabTokens",
     "check_out",
+    "choose_model",
     "model_and_text",
     "model_and_texts",
     "present_lab",
-    "reading_model",
     "run_lab",
 ]
 
@@ -38,18 +38,18 @@ _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red"
 
 LabOut = Annotated[
     str | None,
-    typer.Option("--out", help="Folder for result.json and figure.svg; without it none is saved.", show_default=False),
+    typer.Option("--out", help="Folder for result.json and figure.svg. Default: save nothing.", show_default=False),
 ]
 LabText = Annotated[
     str | None,
     typer.Option(
         "--text",
-        help="A text file for the model, or - for standard input; a built-in page by default. Without --model the "
+        help="Text file for the model, or - for standard input. Default: a built-in page. Without --model, the "
         "embedded model reads it.",
         show_default=False,
     ),
 ]
-LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: read no more than so many tokens.")]
+LabTokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: largest number of tokens to read.")]
 
 
 class LabResult(Protocol):
@@ -77,11 +77,11 @@ def run_lab(
     from softgap.cli.render.output import waiting_share
 
     with waiting_share(stage) as show:
-        found: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
-    return cast(Result, dataclasses.replace(found, settings={**(about or {}), **found.settings, "seed": seed}))
+        result: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
+    return cast(Result, dataclasses.replace(result, settings={**(about or {}), **result.settings, "seed": seed}))
 
 
-def reading_model(model: str | None, text: str | None) -> str | None:
+def choose_model(model: str | None, text: str | None) -> str | None:
     """The model that reads: the one asked for, the embedded one for a text without a model, or none."""
     return "smollm2-135m" if model is None and text is not None else model
 
@@ -101,8 +101,8 @@ def model_and_texts(
     front = ids[:1] if ids[0] == first and tokens > 1 else []
     rest, size = ids[len(front) :], tokens - len(front)
     parts = [rest[i : i + size] for i in range(0, len(rest) - size + 1, size)] or [rest]
-    taken = min(texts, len(parts))
-    return model, [front + parts[i * len(parts) // taken] for i in range(taken)]
+    count = min(texts, len(parts))
+    return model, [front + parts[i * len(parts) // count] for i in range(count)]
 
 
 def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None) -> tuple[Any, list[int], int | None]:
@@ -115,11 +115,11 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     from softgap.theory.lab import PASSAGE
 
     page = PASSAGE if text is None else plain_text(*given_text(text))
-    for wanted in mechanisms or ():
-        resolve(wanted.partition("@")[0])
+    for mechanism in mechanisms or ():
+        resolve(mechanism.partition("@")[0])
     model, tokenizer = load_model(name)
-    for wanted in mechanisms or ():
-        ready(wanted, model)  # its parameters, if it needs any, are those of a calibration
+    for mechanism in mechanisms or ():
+        ready(mechanism, model)  # its parameters, if it needs any, are those of a calibration
     return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
 
 

@@ -28,7 +28,17 @@ from rich.text import Text
 
 from softgap.errors import UnsupportedError
 
-__all__ = ["console", "find_browser", "finite", "show", "visit", "waiting", "waiting_share", "warn", "write_json"]
+__all__ = [
+    "console",
+    "find_browser",
+    "finite",
+    "open_address",
+    "open_file",
+    "waiting",
+    "waiting_share",
+    "warn",
+    "write_json",
+]
 
 
 # Wide enough for a table of formulas when the output goes to a file or a pipe, where no terminal says how wide it is.
@@ -52,7 +62,7 @@ def write_json(document: dict[str, Any]) -> None:
 
 
 def warn(sentence: str) -> None:
-    """Say something on standard error that does not end the command."""
+    """Write a warning to standard error."""
     sys.stderr.write(f"softgap: {sentence}\n")
     sys.stderr.flush()
 
@@ -121,7 +131,7 @@ _REMEDY = "leave --open out and open it yourself"
 
 
 def find_browser() -> webbrowser.BaseBrowser:
-    """The browser that a person would see."""
+    """The browser of the user."""
     # On Linux without a display, webbrowser would offer a text browser, which cannot show a report.
     displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     unseen = sys.platform.startswith("linux") and not any(os.environ.get(name) for name in displays)
@@ -133,12 +143,12 @@ def find_browser() -> webbrowser.BaseBrowser:
         raise UnsupportedError(f"--open needs a browser, and none was found here ({error}); {_REMEDY}") from error
 
 
-def show(browser: webbrowser.BaseBrowser, path: Path) -> None:
-    """Open a file in it."""
+def open_file(browser: webbrowser.BaseBrowser, path: Path) -> None:
+    """Open a file in the browser."""
     if not browser.open(path.absolute().as_uri()):
         raise UnsupportedError(f"the browser did not open '{path}', which is written; {_REMEDY}")
 
 
-def visit(browser: webbrowser.BaseBrowser, address: str) -> bool:
-    """Open an address in it; whether that went well."""
+def open_address(browser: webbrowser.BaseBrowser, address: str) -> bool:
+    """Open an address in the browser; return whether it worked."""
     return bool(browser.open(address))

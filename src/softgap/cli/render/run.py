@@ -16,8 +16,8 @@ from rich.text import Text
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
 from softgap.cli.options import CONTROL
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import colourful, harmless, heat_map, mean, on_shade, ramp
-from softgap.cli.render.summary import HeadMean, Summary, merged, summarise
+from softgap.cli.render.heatmap import has_colour, heat_map, mean, ramp, shade_style, strip_controls
+from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
 
@@ -33,16 +33,16 @@ _TOKENS_SHOWN = 400
 _ROWS_SHOWN = 40
 
 
-# Percentiles at the ends of the scale: one outlying token must not leave the others in the dark.
+# Percentiles at the ends of the scale, so that one outlier does not hide the other tokens.
 _SCALE = (5, 95)
 
 
-# Below this mean distance the two divergences tell the same story.
+# Below this mean difference the two divergences carry the same information.
 _ALIKE = 0.05
 
 
 def show_run(console: Console, run: Trajectories, out: str) -> None:
-    """The sentence and the map of heads, then the text, the extreme heads and the means; the path comes last."""
+    """Print the headline, the map of heads, the text, the extreme heads, the means and, last, the path."""
     summary = summarise(run)
     _opening(console, summary, run.manifest, "steps")
     console.print(_text(console, run), width=_width(console))
@@ -51,8 +51,8 @@ def show_run(console: Console, run: Trajectories, out: str) -> None:
 
 
 def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
-    """The same as means over the samples, with one line per sample in the place of the text."""
-    overall = merged(summaries)
+    """Print the same as means over the samples, with one line per sample instead of the text."""
+    overall = merge_summaries(summaries)
     over = "steps, then samples"
     _opening(console, overall, manifest, over, samples=len(summaries))
     console.print(_samples(summaries))
@@ -65,7 +65,7 @@ def _width(console: Console) -> int:
 
 
 def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, samples: int = 1) -> None:
-    """What was measured, then one sentence and one picture."""
+    """Print what was measured, then the headline and the map of heads."""
     sampling = manifest.options.get("do_sample")
     facts = [
         manifest.model,
@@ -85,32 +85,32 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
     if held_out:
         console.print(Text(held_out), width=_width(console))
         console.print()
-    title, values = _picture(summary, over)
-    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=colourful(console))
+    title, values = _head_map(summary, over)
+    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=has_colour(console))
     console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
     console.print(cells)
     console.print()
 
 
-def _picture(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
-    """What the sentence is about, head by head: what a fitted map leaves of the gap, or else the divergence."""
+def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
+    """The title and the values of the map: the share of the gap left by a fitted map, or else the divergence."""
     if summary.headline is not None and summary.gap is not None:
         return (
-            "share of its gap that the fitted map leaves to each head (down) of each layer (across)",
+            "share of the gap that the fitted map leaves, by head (rows) and layer (columns)",
             summary.gap.left,
         )
     name = summary.mechanisms[0]
-    return f"divergence from {name} by head (down) and layer (across), mean over {over}", summary.heads[0]
+    return f"divergence from {name} by head (rows) and layer (columns), mean over {over}", summary.heads[0]
 
 
 def _first_sentence(summary: Summary) -> Text:
-    """The one number that matters most, or how to get it."""
-    found = summary.headline
-    return Text(UNKNOWN if found is None else found.sentence)
+    """The headline, or how to get one."""
+    headline = summary.headline
+    return Text(UNKNOWN if headline is None else headline.sentence)
 
 
 def _text(console: Console, run: Trajectories) -> Text:
-    """The completion, each token on the colour of its divergence, and the scale."""
+    """The completion with each token on the colour of its divergence, and the scale."""
     values = mean(run.divergence, axis=(0, 1))
     known = values[~np.isnan(values)]
     low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
@@ -120,12 +120,12 @@ def _text(console: Console, run: Trajectories) -> Text:
             text.append(f" … {run.n_steps - _TOKENS_SHOWN:,} more tokens", "dim")
             break
         value = float(mean(values[indices]))
-        style = None if math.isnan(value) else on_shade((value - low) / (high - low) if high > low else 0.5)
-        text.append(harmless(piece), style)
+        style = None if math.isnan(value) else shade_style((value - low) / (high - low) if high > low else 0.5)
+        text.append(strip_controls(piece), style)
     text.append("\n\ntoken divergence, mean over heads: ", "dim")
-    if colourful(console):
+    if has_colour(console):
         return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
-    return text.append(f"{_number(low)} to {_number(high)} for nine tokens in ten", "dim")
+    return text.append(f"{_number(low)} to {_number(high)} for 90 % of the tokens", "dim")
 
 
 def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
@@ -136,15 +136,15 @@ def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
         console.print()
         console.print(line, width=_width(console))
     console.print()
-    console.print(Text("saved, and read again with softgap.open_study:", "dim"))
-    # Last and alone on its line, so that a program can take it from there; never wrapped.
+    console.print(Text("Saved. Open it with softgap.open_study:", "dim"))
+    # Last, alone on its line and never wrapped, so that a program can read it.
     console.print(Text(out), soft_wrap=True)
 
 
 def _extremes(summary: Summary) -> RenderableType:
-    hungry, linear = summary.extremes()
+    furthest, closest = summary.extremes()
     grid = Table.grid(padding=(0, 4))
-    grid.add_row(_heads("most softmax-hungry", hungry, summary), _heads("most linear", linear, summary))
+    grid.add_row(_heads("furthest from linear", furthest, summary), _heads("closest to linear", closest, summary))
     return grid
 
 
@@ -178,21 +178,21 @@ def _closing(summary: Summary) -> list[Text]:
     if summary.focus:
         named = {"sparsity": "S(a)", "attention_entropy": "attention entropy", "largest_weight": "largest weight"}
         scores += "; " + ", ".join(f"{named[key]} {_number(value)}" for key, value in summary.focus.items())
-    return [Text(scores), Text(_reading(summary))]
+    return [Text(scores), Text(_interpretation(summary))]
 
 
-def _reading(summary: Summary) -> str:
-    """One honest line on what the divergence can tell here."""
+def _interpretation(summary: Summary) -> str:
+    """One line on what the divergence can tell here."""
     name = summary.mechanisms[0]
-    line = f"How to read it: divergence is 1 − cos(softmax output, {name} output), a measurement and not a diagnosis."
+    line = f"Divergence is 1 − cos(softmax output, {name} output). It is a measurement, not a diagnosis."
     if summary.distance is None:
-        return f"{line} {CONTROL} is the mean of the visible values: its divergence says how concentrated softmax is."
+        return f"{line} {CONTROL} is the mean of the visible values: its divergence shows how concentrated softmax is."
     if math.isnan(summary.distance):
         return line
-    apart = f"On average it is {summary.distance:.4f} away from that of {CONTROL}, the plain mean of values"
+    apart = f"On average it differs by {summary.distance:.4f} from that of {CONTROL}, the plain mean of values"
     if summary.distance < _ALIKE:
-        return f"{line} {apart}: here it mostly says how concentrated softmax is."
-    return f"{line} {apart}: compare the two before concluding anything."
+        return f"{line} {apart}. Here it mostly shows how concentrated softmax is."
+    return f"{line} {apart}. Compare the two before you draw conclusions."
 
 
 def _samples(summaries: Sequence[Summary]) -> RenderableType:
@@ -206,7 +206,7 @@ def _samples(summaries: Sequence[Summary]) -> RenderableType:
         table.add_column(heading, justify="right")
     for summary in summaries[:_ROWS_SHOWN]:
         divergences = (_number(values["divergence"]) for values in summary.means.values())
-        names = [harmless(summary.sample_id), *([harmless(summary.label or "")] if labelled else [])]
+        names = [strip_controls(summary.sample_id), *([strip_controls(summary.label or "")] if labelled else [])]
         table.add_row(
             *names,
             str(summary.n_prompt),
@@ -257,9 +257,9 @@ def _run_document(run: Trajectories, out: str) -> dict[str, Any]:
 
 
 def _study_document(summaries: Sequence[Summary], manifest: Manifest, out: str) -> dict[str, Any]:
-    from softgap.cli.render.summary import merged
+    from softgap.cli.render.summary import merge_summaries
 
-    overall = merged(summaries)
+    overall = merge_summaries(summaries)
     rows = [summary.row() for summary in summaries]
     return {**_source(manifest, out), "samples": rows, "all": {**overall.row(), **_by_head(overall)}}
 
@@ -279,11 +279,11 @@ def _source(manifest: Manifest, out: str) -> dict[str, Any]:
 
 
 def _by_head(summary: Summary) -> dict[str, Any]:
-    hungry, linear = summary.extremes()
+    furthest, closest = summary.extremes()
     return {
         "ranked_by": summary.ranked_by,
-        "most_softmax_hungry": [asdict(head) for head in hungry],
-        "most_linear": [asdict(head) for head in linear],
+        "most_softmax_hungry": [asdict(head) for head in furthest],
+        "most_linear": [asdict(head) for head in closest],
         "heads": summary.head_rows(),
     }
 

@@ -14,7 +14,7 @@ from softgap.cli.options import CONTROL
 from softgap.cli.render.heatmap import mean
 from softgap.trajectories import QUANTITIES, Trajectories
 
-__all__ = ["HeadMean", "Summary", "merged", "summarise"]
+__all__ = ["HeadMean", "Summary", "merge_summaries", "summarise"]
 
 _LISTED = 5
 
@@ -67,7 +67,7 @@ class Summary:
 
     @property
     def headline(self) -> Headline | None:
-        """How much of softmax a fitted linear attention could do; None where no fitted map was measured."""
+        """The share of the gap that a fitted linear attention closes; None where none was measured."""
         return None if self.gap is None else headline(self.gap, self.layers)
 
     @property
@@ -82,15 +82,16 @@ class Summary:
 
     @property
     def ranked_by(self) -> str:
-        """What orders the heads, in words."""
+        """The quantity that orders the heads, in words."""
         if self.gap is not None and self.gap.ranked:
             return "share of the gap that fitted leaves"
         return f"divergence from {self.mechanisms[self.ranking]}"
 
     def extremes(self, count: int = _LISTED) -> tuple[list[HeadMean], list[HeadMean]]:
-        """The heads that need softmax most, and those nearest to linear, the extreme one first.
+        """The heads furthest from linear and the heads closest to it, the extreme one first.
 
-        By the share of the gap that the fitted map leaves, as in the headline; without one, by the divergence.
+        They are ordered by the share of the gap that the fitted map leaves, as in the headline; without a fitted map,
+        by the divergence.
         """
         ranked = [self._head(layer, head) for layer, head in self._order()]
         count = min(count, max(1, len(ranked) // 2))
@@ -164,7 +165,7 @@ def summarise(run: Trajectories) -> Summary:
     )
 
 
-def merged(summaries: Sequence[Summary]) -> Summary:
+def merge_summaries(summaries: Sequence[Summary]) -> Summary:
     """The mean of several summaries of one study, every sample counted once; lengths are added up."""
     first = summaries[0]
     gaps = [summary.gap for summary in summaries if summary.gap is not None]

@@ -83,7 +83,7 @@ function arrayAt(index, arrived) {
 
 function fail(error) {
   const place = byId('failure');
-  place.textContent = `This report could not be drawn (${error.message}). A current browser is needed; the study itself is untouched.`;
+  place.textContent = `The browser could not draw this report (${error.message}). Use a current browser. The study itself is unchanged.`;
   place.hidden = false;
   throw error;
 }

@@ -22,7 +22,7 @@ function viewWords() {
   return {
     raw: `Divergence from ${STATE.mechanism} at every token (1 − cos)`,
     diff: `Change of the divergence from ${STATE.mechanism} from token to token`,
-    entropy: `Permutation entropy of the changes in stretches of ${least} windows, order 3; 1 is white noise`,
+    entropy: `Permutation entropy of the changes in intervals of ${least} windows, order 3; 1 is white noise`,
   }[STATE.view];
 }
 
@@ -38,8 +38,8 @@ function drawLines() {
   drawnLines = null;
   if (!everything.length) {
     box.append(element('p', 'empty', STATE.view === 'entropy'
-      ? `${plural(array.columns, 'token')} are too few for stretches of ${leastWindows()} windows; a longer text has some.`
-      : 'No numbers here.'));
+      ? `${plural(array.columns, 'token')} are too few for intervals of ${leastWindows()} windows; use a longer text.`
+      : 'No values here.'));
     return;
   }
   const width = box.clientWidth;
@@ -119,7 +119,7 @@ function showLinesCursor() {
   const line = svg.select('.cursor');
   if (step === null) {
     line.attr('visibility', 'hidden');
-    readout.textContent = STATE.heads.length ? '' : 'Choose a head in the map or the table to see its trajectory.';
+    readout.textContent = STATE.heads.length ? '' : 'Select a head in the map or the table to see its trajectory.';
     return;
   }
   line.attr('visibility', null).attr('x1', x(step)).attr('x2', x(step));
@@ -138,7 +138,7 @@ function showChips() {
     chip.append(element('span', '', `head ${HEADS[row].name}`));
     const away = element('button', '', '×');
     away.type = 'button';
-    away.setAttribute('aria-label', `Take head ${HEADS[row].name} away`);
+    away.setAttribute('aria-label', `Remove head ${HEADS[row].name}`);
     away.addEventListener('click', () => chooseHead(row, true));
     chip.append(away);
     place.append(chip);

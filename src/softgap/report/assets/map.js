@@ -63,7 +63,7 @@ function drawMap() {
 
 function emptyWords(entry) {
   if (['entropy', 'z', 'complexity'].includes(entry.key)) return `too few tokens: ${leastWindows()} windows are needed`;
-  return 'not available for this choice';
+  return 'not available for this selection';
 }
 
 function groupBy(heads, name) {
@@ -122,7 +122,7 @@ function drawMapAxes(svg, layout) {
   axes.append('text').attr('x', 0).attr('y', top - 6).text(across ? 'head' : 'layer');
   const below = layout.height - 48;
   axes.append('text').attr('x', layout.width - 4).attr('y', below + 2).attr('text-anchor', 'end')
-    .text(`${across ? 'layers across, heads down' : 'heads across, layers down'}${GROUP_STARTS.length ? '; gaps part the KV groups' : ''}`);
+    .text(`${across ? 'layers in columns, heads in rows' : 'heads in columns, layers in rows'}${GROUP_STARTS.length ? '; gaps separate the KV groups' : ''}`);
 }
 
 function describeHead({ head, value }) {
@@ -185,6 +185,6 @@ function startMap() {
     });
   }
   box.addEventListener('keydown', onMapKey);
-  byId('map-readout').textContent = 'Point at a head, or move with the arrow keys, to see its number.';
+  byId('map-readout').textContent = 'Point at a head, or move with the arrow keys, to see its value.';
   listen(['sample', 'mechanism', 'quantity', 'scope', 'range', 'heads', 'theme', 'arrived', 'width'], drawMap);
 }

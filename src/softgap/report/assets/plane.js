@@ -41,7 +41,7 @@ function drawPlane() {
     const reason = dynamics.reason || dynamics.mechanisms[STATE.mechanism].reason.find((words) => words) || 'no head has enough windows';
     byId('plane-caption').textContent = '';
     byId('plane-readout').textContent = '';
-    box.append(element('p', 'empty', `Nothing to place: ${reason}.`));
+    box.append(element('p', 'empty', `No head to show: ${reason}.`));
     return;
   }
   const { settings, noise } = dynamics;

@@ -146,15 +146,15 @@ function quantityNow(entry = quantity()) {
   if (STATE.scope !== 'sample' && group) {
     const means = entry.group && group.heads[entry.group()];
     const who = group.label === null ? `all ${group.samples} samples` : `the ${group.samples} samples labelled ${group.label}`;
-    const whole = STATE.range ? ', whatever the range' : '';
+    const whole = STATE.range ? ' (the range does not apply)' : '';
     const taken = entry.key === 'gap' ? who : `mean of ${who}`;
     if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `${taken}${whole}` };
     if (['z', 'complexity', 'entropy'].includes(entry.key)) return { numbers: found(entry.key), of: 'all samples together' };
-    return { numbers: HEADS.map(() => NaN), of: `${who}: only of single samples` };
+    return { numbers: HEADS.map(() => NaN), of: `${who}: available for single samples only` };
   }
   const numbers = entry.compute(a, b);
   const pooled = PAYLOAD.samples.length > 1 && ['z', 'complexity', 'entropy'].includes(entry.key) && !(STATE.range && entry.ranged());
   if (pooled) return { numbers, of: 'all samples together' };
   if (STATE.range && entry.ranged()) return { numbers, of: `tokens ${a} to ${b - 1}` };
-  return { numbers, of: STATE.range ? 'the whole completion, whatever the range' : 'the whole completion' };
+  return { numbers, of: STATE.range ? 'the whole completion (the range does not apply)' : 'the whole completion' };
 }

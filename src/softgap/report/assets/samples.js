@@ -25,7 +25,7 @@ function drawSamples() {
   byId('samples').replaceChildren(head, body);
   const carried = PAYLOAD.samples.filter(({ data }) => data).length;
   byId('samples-caption').textContent = `${plural(rows.length, 'sample')}; ${carried === PAYLOAD.samples.length ? 'all can be opened'
-    : `${carried} can be opened, the others count in the groups and findings (softgap report --sample NAME carries them)`}.`;
+    : `${carried} can be opened; the others count in the groups and findings (include them with softgap report --sample NAME)`}.`;
 }
 
 function sampleRow(sample, index, labelled) {
@@ -88,7 +88,7 @@ function drawCurves(curves) {
   const y = d3.scaleLinear().domain([Math.max(0, low - room), high + room]).range([height - bottom, top]);
   box.replaceChildren();
   const svg = d3.select(box).append('svg').attr('width', width).attr('height', height).attr('role', 'img')
-    .attr('aria-label', `Group means over tokens: ${curves.map(({ name }) => name).join(', ')}; the table below holds the means`);
+    .attr('aria-label', `Group means over tokens: ${curves.map(({ name }) => name).join(', ')}; the table below lists the means`);
   svg.append('g').attr('class', 'axis').attr('transform', `translate(${left},0)`).call(d3.axisLeft(y).ticks(5));
   svg.append('g').attr('class', 'axis').attr('transform', `translate(0,${height - bottom})`)
     .call(d3.axisBottom(x).ticks(Math.max(3, Math.min(12, width / 90))).tickFormat(d3.format('d')));

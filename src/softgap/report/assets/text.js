@@ -3,7 +3,7 @@
 
 const SHADES = [
   { key: 'divergence', label: 'divergence', unit: '1 − cos' },
-  { key: 'logprob', label: 'log-probability', unit: 'nats; strong is unlikely' },
+  { key: 'logprob', label: 'log-probability', unit: 'nats; strong colour is unlikely' },
   { key: 'entropy', label: 'entropy of the prediction', unit: 'nats' },
   { key: 'none', label: 'nothing', unit: '' },
 ];
@@ -45,7 +45,7 @@ function buildText() {
   shown = [];
   ofStep = [];
   for (const part of ['prompt', 'completion']) extendText(part, 0);
-  if (!shown.length) byId('tokens').append(element('p', 'empty', current().empty || 'No token of this sample was predicted by a measured step.'));
+  if (!shown.length) byId('tokens').append(element('p', 'empty', current().empty || 'No measured step predicted a token of this sample.'));
 }
 
 /** Build the pieces of a part anew from one on; of the completion, or before any of it is there. */
@@ -78,7 +78,7 @@ function tokenNode(text, first, count, inText) {
   if (first < 0) {
     const unread = element('span', 'unread', text);
     unread.setAttribute('role', 'presentation');
-    unread.title = 'No measured step predicted this.';
+    unread.title = 'No measured step predicted this token.';
     return unread;
   }
   const node = element('span', inText ? 't' : 't hidden-token', text);
@@ -139,7 +139,7 @@ function showCursor() {
   for (const node of byId('tokens').querySelectorAll('.at')) node.classList.remove('at');
   const place = byId('token-readout');
   if (STATE.cursor === null) {
-    place.textContent = 'Point at a token, or move with the arrow keys, to see its numbers.';
+    place.textContent = 'Point at a token, or move with the arrow keys, to see its values.';
     return;
   }
   const entry = shown[ofStep[STATE.cursor]];

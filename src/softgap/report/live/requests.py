@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from softgap.errors import ValueInputError, unknown_name
 from softgap.probe.capture import COLDEST
 
-__all__ = ["CONTROL", "Guard", "Limits", "Wish", "allowed_names", "refusal", "wishes"]
+__all__ = ["CONTROL", "Guard", "Limits", "RunRequest", "allowed_names", "parse_requests", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ _HOTTEST = 10.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """One generation.
 
     Attributes
@@ -103,12 +103,12 @@ class Wish:
         }
 
 
-def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
+def parse_requests(body: bytes, known: Sequence[str], limits: Limits) -> list[RunRequest]:
     """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ValueInputError(f"a request must be JSON, got something else ({error})") from error
+        raise ValueInputError(f"a request must be JSON ({error})") from error
     if not isinstance(given, dict):
         raise ValueInputError(f"a request must be a JSON object, got {type(given).__name__}")
     for name in given:
@@ -119,7 +119,9 @@ def wishes(body: bytes, known: Sequence[str], limits: Limits) -> list[Wish]:
     seed = given.get("seed")
     number = _whole("seed", 0 if seed is None else seed, 0, _GREATEST_SEED)
     mechanisms = _mechanisms(given.get("mechanisms"), known, limits)
-    return [Wish(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)]
+    return [
+        RunRequest(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)
+    ]
 
 
 def _prompts(given: Any, limits: Limits) -> list[str]:
@@ -128,11 +130,13 @@ def _prompts(given: Any, limits: Limits) -> list[str]:
         raise ValueInputError(f"prompts must be a list of 1 to {limits.prompts} texts, got {many}")
     for prompt in given:
         if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueInputError("a prompt must hold some text, got none; write something to continue")
+            raise ValueInputError("a prompt must contain text, got none; write a prompt")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueInputError(f"a prompt must be valid Unicode, got half a character at {error.start}") from error
+            raise ValueInputError(
+                f"a prompt must be valid Unicode, got an unpaired surrogate at {error.start}"
+            ) from error
     return given
 
 
@@ -158,8 +162,7 @@ def _temperature(given: Any) -> float | None:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not number or not COLDEST <= given <= _HOTTEST:
         raise ValueInputError(
-            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for the likeliest "
-            "tokens"
+            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for greedy decoding"
         )
     return float(given)
 
@@ -247,27 +250,30 @@ def refusal(
 ) -> tuple[int, str] | None:
     """Status and sentence, or None for a request that may pass."""
     host = headers.get("host", "")
-    if not _known(_without_port(host), names):
-        return 421, "this server answers to its own address only; open the address that softgap serve has printed"
+    if not _is_known(_without_port(host), names):
+        return 421, "this server answers only at its own address; open the address that softgap serve printed"
     if method not in ("GET", "HEAD", "POST"):
-        return 405, f"only GET and POST are understood, got {method[:16]}"
+        return 405, f"the method must be GET or POST, got {method[:16]}"
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return 403, "requests from other pages are not accepted"
+        return 403, "requests from other pages are not allowed"
     # Coming to the first page from a link elsewhere is fine; everything else is asked for by our own pages.
     if site is not None and site not in ("same-origin", "none") and not (method != "POST" and path == "/"):
-        return 403, "requests from other pages are not accepted"
+        return 403, "requests from other pages are not allowed"
     if method != "POST":
         return None
     if not secrets.compare_digest(headers.get(TOKEN_HEADER, "").encode(), token.encode()):
-        return 403, "the token is missing or of an earlier server; reload the page"
+        return 403, "the token is missing or belongs to an earlier server; reload the page"
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return 415, "a request must be application/json"
+        return 415, "the content type of a request must be application/json"
     length = headers.get("content-length", "")
     if not length.isdigit():
-        return 411, "a request must say its length"
+        return 411, "a request must have a Content-Length header"
     if int(length) > limits.request_bytes:
-        return 413, f"a request may have {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt"
+        return (
+            413,
+            f"a request may have at most {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt",
+        )
     return None
 
 
@@ -277,7 +283,7 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-def _known(name: str, names: Sequence[str]) -> bool:
+def _is_known(name: str, names: Sequence[str]) -> bool:
     if name in names:
         return True
     if "*" not in names:

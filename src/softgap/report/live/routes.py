@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError
-from softgap.report.live.requests import Guard, Limits, wishes
+from softgap.report.live.requests import Guard, Limits, parse_requests
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
 from softgap.report.live.writer import Writer
 from softgap.report.page import REPORT, Look, policy_of, render
@@ -74,15 +74,15 @@ def shell(writer: Writer, limits: Limits, *, boot: str, token: str) -> str:
 
 def pane(writer: Writer, run: LiveRun) -> str:
     """The explorer of a run, empty: its events fill it."""
-    keys = keys_of(run.wish.mechanisms)
-    unknown = [None] * len(run.wish.mechanisms)
+    keys = keys_of(run.request.mechanisms)
+    unknown = [None] * len(run.request.mechanisms)
     data: dict[str, Any] = {
         "promptSteps": 0,
-        "pieces": {"prompt": [[run.wish.prompt, -1, 0, True]], "completion": []},
+        "pieces": {"prompt": [[run.request.prompt, -1, 0, True]], "completion": []},
         **{name: [] for name in ("tokens", "positions", "logprob", "entropy")},
         "arrays": {key: i for i, key in enumerate(keys)},
         "means": {},
-        "empty": "The model has not begun yet.",
+        "empty": "The model has not started yet.",
     }
     sample = {
         "id": run.run_id,
@@ -97,15 +97,15 @@ def pane(writer: Writer, run: LiveRun) -> str:
     }
     document = {
         **_frame(writer),
-        "mechanisms": list(run.wish.mechanisms),
+        "mechanisms": list(run.request.mechanisms),
         "keys": list(keys),
         "about": [
             ["The model", f"{writer.name} is writing; what was measured and how is said here when it has ended."]
         ],
         "samples": [sample],
-        "opening": OPENING if {"fitted", "uniform"} <= set(run.wish.mechanisms) else {},
+        "opening": OPENING if {"fitted", "uniform"} <= set(run.request.mechanisms) else {},
         "groups": [],
-        "dynamics": {"reason": "the entropies of a run are computed when it has ended"},
+        "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
         "live": {"run": run.run_id, "keys": list(keys)},
     }
@@ -158,7 +158,7 @@ class Streams:
     def open(self, queue: Queue, studies: Studies, runs: Sequence[str], last: str) -> Response:
         """A stream of the list of runs, and of the events of some of them after the last one that was seen."""
         if len(self._waiting) >= self._limits.streams:
-            return JSONResponse({"error": f"at most {self._limits.streams} pages may watch; close one"}, 503)
+            return JSONResponse({"error": f"at most {self._limits.streams} pages may be connected; close one"}, 503)
         boot, _, number = last.partition(".")
         after = int(number) if boot == self._boot and number.isdigit() else 0
         return StreamingResponse(self._told(queue, studies, runs, after), media_type="text/event-stream")
@@ -286,9 +286,9 @@ class _Addresses:
     async def add(self, request: Request) -> Response:
         """Ask for runs."""
         known = self._writer.mechanisms
-        wanted = wishes(await _body(request, self._limits.request_bytes), known, self._limits)
-        for wish in wanted:
-            await run_in_threadpool(self._writer.check, wish, self._limits)
+        wanted = parse_requests(await _body(request, self._limits.request_bytes), known, self._limits)
+        for run_request in wanted:
+            await run_in_threadpool(self._writer.check, run_request, self._limits)
         return JSONResponse({"runs": self._queue.add(wanted)}, 202)
 
     async def pane(self, request: Request) -> Response:
@@ -325,7 +325,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
-            raise HTTPException(413, f"a request may have {most:,} bytes; shorten the prompt")
+            raise HTTPException(413, f"a request may have at most {most:,} bytes; shorten the prompt")
     return body
 
 
@@ -348,5 +348,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _missing(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
-    sentence = getattr(error, "detail", "") if status not in (404, 405) else "there is nothing at this address"
+    sentence = getattr(error, "detail", "") if status not in (404, 405) else "nothing exists at this address"
     return JSONResponse({"error": sentence}, status)

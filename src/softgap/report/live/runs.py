@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_name
 from softgap.report.explorer import explorer_of
-from softgap.report.live.requests import Limits, Wish
+from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.live.writer import Writer
 from softgap.report.payload import about, dynamics, opening_sentence
 from softgap.trajectories import open_study
@@ -47,7 +47,9 @@ class Studies:
     def at(cls, folder: Path, limits: Limits) -> Studies:
         """Check that a folder can hold studies."""
         if any((folder / mark).is_file() for mark in _MARKS):
-            raise StoreError(f"'{folder}' is a study itself, and a folder of studies is needed; give '{folder.parent}'")
+            raise StoreError(
+                f"--studies must be a folder of studies, but '{folder}' is a study; give '{folder.parent}'"
+            )
         try:
             Folder.at(folder).try_writing("runs are")
         except StoreError as error:
@@ -84,7 +86,7 @@ class Studies:
         size = sum(path.stat().st_size for path in files)
         if size > self.limits.zip_bytes:
             raise StoreError(
-                f"a study of at most {self.limits.zip_bytes / 1e9:.1f} GB can be downloaded, got {size / 1e9:.1f} GB; "
+                f"a download may have at most {self.limits.zip_bytes / 1e9:.1f} GB, got {size / 1e9:.1f} GB; "
                 "copy its folder instead"
             )
         # Parquet is compressed already.
@@ -102,7 +104,9 @@ class Studies:
             raise unknown_name("study", name, known) if known else StoreError("there is no saved study yet")
         folder = self.folder / known[known.index(name)]
         if any(path.is_symlink() for path in folder.rglob("*")):
-            raise StoreError(f"the study '{name}' holds a link to another place, which is not followed; copy it first")
+            raise StoreError(
+                f"the study '{name}' contains a symbolic link, which softgap does not follow; copy the files first"
+            )
         return folder
 
 
@@ -142,7 +146,7 @@ class LiveRun:
     """
 
     run_id: str
-    wish: Wish
+    request: RunRequest
     state: State = "waiting"
     steps: int = 0
     reason: str = ""
@@ -158,7 +162,7 @@ class LiveRun:
             "steps": self.steps,
             "reason": self.reason,
             "saved": self.saved,
-            **self.wish.to_json(),
+            **self.request.to_json(),
         }
 
 
@@ -191,17 +195,17 @@ class Queue:
         if self._thread.is_alive():
             self._thread.join(seconds)
 
-    def add(self, wishes: Sequence[Wish]) -> list[str]:
+    def add(self, requests: Sequence[RunRequest]) -> list[str]:
         """Put runs at the end of the queue, all of them or none; their names."""
         with self._lock:
             waiting = sum(run.state == "waiting" for run in self._runs.values())
-            if waiting + len(wishes) > self._limits.queue:
+            if waiting + len(requests) > self._limits.queue:
                 raise TooManyError(
-                    f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for one to end, or stop it"
+                    f"at most {self._limits.queue} runs may wait, and {waiting} do; wait for a run to end, or stop one"
                 )
             added = []
-            for wish in wishes:
-                run = LiveRun(self._studies.new_name(slug(wish.prompt), self._runs), wish)
+            for request in requests:
+                run = LiveRun(self._studies.new_name(slug(request.prompt), self._runs), request)
                 self._runs[run.run_id] = run
                 added.append(run.run_id)
             self._forget()
@@ -234,7 +238,7 @@ class Queue:
         """What happened in some runs after the event of a number, in order."""
         with self._lock:
             runs = [self._runs[run_id] for run_id in dict.fromkeys(run_ids) if run_id in self._runs]
-            found = [(run.run_id, event) for run in runs for event in _later(run.events, after)]
+            found = [(run.run_id, event) for run in runs for event in _events_after(run.events, after)]
         return sorted(found, key=lambda pair: pair[1].number)
 
     def _work(self) -> None:
@@ -251,7 +255,7 @@ class Queue:
             except SoftgapError as error:
                 self._end(run, "failed", {}, str(error))
             except Exception as error:  # whatever happens in one run, the server goes on
-                self._end(run, "failed", {}, f"{type(error).__name__}: {error}; this is a defect of softgap")
+                self._end(run, "failed", {}, f"{type(error).__name__}: {error}; this is a bug in softgap")
             self._note()
 
     def _write(self, run: LiveRun) -> None:
@@ -262,12 +266,12 @@ class Queue:
             self._note()
 
         folder = self._studies.folder / run.run_id
-        measured = self._writer.write(run.wish, folder, tell, lambda: run.asked_to_stop)
+        measured = self._writer.write(run.request, folder, tell, lambda: run.asked_to_stop)
         with self._lock:
             run.state, run.saved = "finishing", True
         self._note()
         study = open_study(folder)
-        early = run.asked_to_stop and measured.n_steps < run.wish.max_new_tokens
+        early = run.asked_to_stop and measured.n_steps < run.request.max_new_tokens
         found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
         found["about"] = about(study, measured, 1, (), whole=True)
         sentence, known = opening_sentence([gap_sums(measured)], measured)
@@ -300,7 +304,7 @@ class Queue:
         self._changed()
 
 
-def _later(events: Sequence[Event], after: int) -> Sequence[Event]:
+def _events_after(events: Sequence[Event], after: int) -> Sequence[Event]:
     if not events or events[-1].number <= after:
         return ()
     return [event for event in events if event.number > after]

@@ -10,7 +10,7 @@ from softgap.errors import UnsupportedError, ValueInputError
 from softgap.models.loading import Loaded
 from softgap.report.live.requests import Limits
 
-__all__ = ["bound", "require_server", "serve"]
+__all__ = ["bind_socket", "require_server", "serve"]
 
 _LATE_SECONDS = 3
 
@@ -27,10 +27,10 @@ def require_server() -> None:
     del starlette, uvicorn
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at this address; port 0 takes any that is free."""
     if not 0 <= port <= 65535:
-        raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 takes any that is free")
+        raise ValueInputError(f"--port must be from 0 to 65535, got {port}; 0 chooses a free port")
     if not host.strip():
         raise ValueInputError(f"--host must be an address of this machine, got '{host}'; leave --host out")
     try:
@@ -46,10 +46,10 @@ def bound(host: str, port: int) -> socket.socket:
             raise
     except (socket.gaierror, UnicodeError) as error:
         raise UnsupportedError(
-            f"'{host}' is no address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
+            f"'{host}' is not an address of this machine ({getattr(error, 'strerror', error)}); leave --host out"
         ) from error
     except OSError as error:
-        remedy = "leave --port out to take one that is free" if port else "leave --host out"
+        remedy = "leave --port out to use a free port" if port else "leave --host out"
         raise UnsupportedError(f"cannot listen at {host}:{port}: {error.strerror or error}; {remedy}") from error
     return listening
 
@@ -86,7 +86,7 @@ def serve(
 
     limits = limits or Limits()
     folder = Studies.at(Path(studies).expanduser(), limits)
-    with bound(host, port) as listening:
+    with bind_socket(host, port) as listening:
         writer = Writer.of(load())
         names = allowed_names(host, socket.gethostname())
         server: uvicorn.Server | None = None

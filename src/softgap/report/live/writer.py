@@ -18,8 +18,8 @@ from softgap.models.loading import Loaded
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import ready
-from softgap.report.live.requests import CONTROL, Limits, Wish
-from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, rounded
+from softgap.report.live.requests import CONTROL, Limits, RunRequest
+from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
 from softgap.trajectories import QUANTITIES, Trajectories
@@ -64,19 +64,19 @@ class Writer:
         """Of the model."""
         return str(self.model.name_or_path)
 
-    def check(self, wish: Wish, limits: Limits) -> None:
+    def check(self, wish: RunRequest, limits: Limits) -> None:
         """Refuse a prompt that is too long, for the server or for the model's context."""
         # A tokenizer must not be asked twice at the same time.
         with self._reading:
             ids = prompt_ids(self.tokenizer, wish.prompt, None)
         if len(ids) > limits.prompt_tokens:
             raise ValueInputError(
-                f"a prompt may have {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
-                "softgap run"
+                f"a prompt may have at most {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
+                "`softgap run`"
             )
         check_lengths(self.model, [ids], wish.max_new_tokens)
 
-    def write(self, wish: Wish, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+    def write(self, wish: RunRequest, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
         """Generate and save: ``begin`` is told once, ``step`` for every token, with the numbers of the saved run."""
         settings = StudySettings(
             mechanisms=wish.mechanisms,
@@ -101,7 +101,7 @@ class Writer:
 class _Listener:
     """Makes events of steps; holds what it has to know from one to the next."""
 
-    def __init__(self, wish: Wish, tokenizer: Any, tell: Tell) -> None:
+    def __init__(self, wish: RunRequest, tokenizer: Any, tell: Tell) -> None:
         self._wish = wish
         self._tokenizer = tokenizer
         self._tell = tell
@@ -130,8 +130,8 @@ class _Listener:
                 "step": self._offset + step.index,
                 "token": self._tokens[-1],
                 "position": self._position + step.index,
-                "logprob": rounded(step.logprob)[0],
-                "entropy": rounded(step.entropy)[0],
+                "logprob": round_values(step.logprob)[0],
+                "entropy": round_values(step.entropy)[0],
                 "from": same,
                 "pieces": pieces[same:],
                 "values": _encoded(np.stack(values)),
@@ -145,7 +145,9 @@ class _Listener:
         prompt = run.prompt
         self._offset = 0 if prompt is None else prompt.n_steps
         self._position = int(run.positions[0])
-        scores = {} if prompt is None else {"logprob": rounded(prompt.logprob), "entropy": rounded(prompt.entropy)}
+        scores = (
+            {} if prompt is None else {"logprob": round_values(prompt.logprob), "entropy": round_values(prompt.entropy)}
+        )
         arrays = {} if prompt is None else {key: _encoded(array_of(prompt, key)[self._real]) for key in self._keys}
         self._tell(
             "begin",

@@ -67,7 +67,7 @@ def log_sparsity(function: str, *, beta: ArrayLike = 0.0, gamma: ArrayLike) -> R
         raise unknown_name("function", function, FUNCTIONS)
     mean, deviation = np.broadcast_arrays(np.asarray(beta, np.float64), np.asarray(gamma, np.float64))
     if not np.isfinite(mean).all():
-        raise ValueInputError(f"beta must be finite, got {mean[~np.isfinite(mean)].flat[0]:g}; leave such scores out")
+        raise ValueInputError(f"beta must be finite, got {mean[~np.isfinite(mean)].flat[0]:g}; exclude such scores")
     if not (np.isfinite(deviation) & (deviation >= 0)).all():
         wrong = deviation[~(np.isfinite(deviation) & (deviation >= 0))].flat[0]
         raise ValueInputError(f"gamma must be finite and not negative, got {wrong:g}; it is a standard deviation")
@@ -127,7 +127,7 @@ def iid_sparsity(query: ArrayLike, noise: ArrayLike) -> Reals:
             f"query features must not be negative, got {q.min():g}; this form is for non-negative maps"
         )
     if not np.all(np.asarray(noise) >= 0):
-        raise ValueInputError(f"noise is a ratio of positive numbers, got {np.min(noise):g}; use its size")
+        raise ValueInputError(f"noise must be positive, got {np.min(noise):g}; use its absolute value")
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.linalg.norm(q, axis=-1) / q.sum(axis=-1)
     return np.asarray(1.0 / np.hypot(1.0, np.asarray(noise, np.float64) * ratio))

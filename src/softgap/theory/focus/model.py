@@ -235,7 +235,7 @@ def focus_in_model(
     compared = tuple(mechanism for mechanism in wanted if mechanism.name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(
-            f"a text must hold at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
+            f"a text must have at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
         )
     check_lengths(model, [list(token_ids)], 0)
     plan = Plan(compared, first=min(64, len(token_ids) // 4))

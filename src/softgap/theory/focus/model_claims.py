@@ -71,7 +71,7 @@ def gaussian_theory(predictions: Sequence[Prediction]) -> Claim:
     return Claim(
         "Gaussian theory",
         _ARTICLE,
-        "S of a real head is exp(-gamma^2 / 2) of its own Gaussian keys, to a tenth in the median.",
+        "S of a real head equals exp(-gamma^2 / 2) for Gaussian keys within a tenth, in the median.",
         verdict,
         condition,
         numbers,
@@ -171,7 +171,7 @@ def floor_below(mechanisms: Sequence[MechanismFocus]) -> Claim:
     return Claim(
         "floor of weights",
         "softgap",
-        "No map with r features comes nearer to softmax's off-diagonal blocks than their singular values beyond r.",
+        "No map with r features gets closer to the off-diagonal blocks of softmax than their singular values beyond r.",
         "holds" if least > -1e-4 else "does not hold",
         f"nearest: {nearest.name}, with {nearest.features} features",
         {

@@ -112,7 +112,7 @@ def find_collision(
     """
     matrix, chosen = checked_keys(keys), resolve(mechanism)
     if queries < 1 or starts < 1:
-        raise ValueInputError(f"queries and starts must be at least 1, got {queries} and {starts}; ask for some effort")
+        raise ValueInputError(f"queries and starts must be at least 1, got {queries} and {starts}; raise them")
     if chosen.kind == "constant":
         raise UnsupportedError(f"mechanism '{chosen.name}' has no weights: its output is a constant")
     d = matrix.shape[1]

@@ -83,7 +83,7 @@ def measure_layer(layer: LayerTensors, plan: LayerPlan) -> LayerMeasures:
     heads, time, dim = layer.query.shape
     if time < 2 * (dim + 2):
         raise ValueInputError(
-            f"a text must hold at least {2 * (dim + 2)} tokens for heads of dimension {dim}, got {time}; "
+            f"a text must have at least {2 * (dim + 2)} tokens for heads of dimension {dim}, got {time}; "
             "give a longer text"
         )
     group = heads // layer.key.shape[0]

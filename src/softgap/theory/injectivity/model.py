@@ -385,7 +385,7 @@ def _assembled(
     shapes = {(layer.margin.shape, layer.kv_heads) for layer in layers}
     if len(shapes) != 1:
         raise UnsupportedError(
-            "this lab needs the same heads in every layer, got layers that differ; use another model"
+            "this lab needs the same number of heads in every layer, got layers that differ; use another model"
         )
     names = tuple(m.name for m in chosen)
     stacked = {

@@ -71,7 +71,7 @@ def layer_series(
     heads, time, _ = layer.query.shape
     if time < start + 16:
         raise ValueInputError(
-            f"a text must hold at least {start + 16} tokens to show a trend from position {start} on, got {time}; "
+            f"a text must have at least {start + 16} tokens to show a trend from position {start} on, got {time}; "
             "give a longer text"
         )
     count, effective = _key_counts(layer)

@@ -359,7 +359,7 @@ def position_in_model(
     layers = found[0]
     if len({series.uniform.shape for series in layers}) != 1:
         raise UnsupportedError(
-            "this lab needs the same heads in every layer, got layers that differ; use another model"
+            "this lab needs the same number of heads in every layer, got layers that differ; use another model"
         )
     heads = layers[0].uniform.shape[0]
     clusters = (np.arange(len(layers))[:, None] * groups[0] + np.arange(heads) // (heads // groups[0])).ravel()

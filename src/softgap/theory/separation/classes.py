@@ -156,7 +156,7 @@ def _sizes(n: int | None, d: int | None, t: int | None, allow_breaks: bool) -> t
     if n != (d - 2) * t and not allow_breaks:
         raise ValueInputError(
             f"n must be (d - 2) t, got n = {n}, d = {d}, t = {t} with (d - 2) t = {(d - 2) * t}; leave one of them "
-            "out, or allow the source's break conditions with --allow-breaks"
+            "out, or allow sizes outside the construction with --allow-breaks"
         )
     return n, d, t
 
@@ -164,18 +164,18 @@ def _sizes(n: int | None, d: int | None, t: int | None, allow_breaks: bool) -> t
 def _check_levels(a0: float, a1: float, b: float, c: float, allow_breaks: bool) -> None:
     for name, value in (("a0", a0), ("a1", a1), ("b", b), ("c", c)):
         if not (math.isfinite(value) and 0 <= value <= 10):
-            raise ValueInputError(f"{name} must lie between 0 and 10, got {value:g}; the source has it below 2")
+            raise ValueInputError(f"{name} must be between 0 and 10, got {value:g}; the paper uses values below 2")
     if allow_breaks:
         return
     if abs(b + c - 1) > 1e-9:
         raise ValueInputError(
-            f"b + c must be 1, got {b:g} + {c:g} = {b + c:g}; leave c out, or allow the source's break conditions with "
-            "--allow-breaks"
+            f"b + c must be 1, got {b:g} + {c:g} = {b + c:g}; leave c out, or allow sizes outside the construction "
+            "with --allow-breaks"
         )
     if min(b, c) < GAP - 1e-9:
         raise ValueInputError(
-            f"b and c must be at least {GAP}, got b = {b:g} and c = {c:g}; or allow the source's break conditions with "
-            "--allow-breaks"
+            f"b and c must be at least {GAP}, got b = {b:g} and c = {c:g}; enlarge them, or allow sizes outside the "
+            "construction with --allow-breaks"
         )
 
 
@@ -245,7 +245,7 @@ def form_of(mechanism: Mechanism, construction: Construction) -> str:
     if construction.n > DENSE_ROWS:
         raise UnsupportedError(
             f"mechanism '{mechanism.name}' has no structured form here and is computed up to n = {DENSE_ROWS:,}, got "
-            f"n = {construction.n:,} and d = {construction.d:,}; take a smaller n"
+            f"n = {construction.n:,} and d = {construction.d:,}; use a smaller n"
         )
     return "dense"
 

@@ -263,8 +263,8 @@ def trial(mechanism: str | Mechanism, construction: Construction, draws: Sequenc
     chosen = resolve(mechanism)
     if chosen.missing:
         raise UnsupportedError(
-            f"mechanism '{chosen.name}' needs the parameters {', '.join(chosen.missing)}, which the separation's data "
-            "do not bring; choose another or give them with Mechanism.with_parameters"
+            f"mechanism '{chosen.name}' needs the parameters {', '.join(chosen.missing)}, which the separation data "
+            "do not provide; choose another mechanism, or pass them with Mechanism.with_parameters"
         )
     form = form_of(chosen, construction)
     silent, firing = (fire(chosen, construction, label, draws, form=form) for label in (0, 1))

@@ -64,7 +64,7 @@ function end(data) {
   if (data.dynamics) PAYLOAD.dynamics = data.dynamics;
   if (data.about) PAYLOAD.about = data.about;
   if (data.headline) Object.assign(PAYLOAD, { headline: data.headline, heldOut: data.heldOut });
-  SAMPLE.data.empty = data.state === 'failed' ? `This run failed: ${data.reason}.` : 'This run was stopped before its first token.';
+  SAMPLE.data.empty = data.state === 'failed' ? `This run failed: ${data.reason}.` : 'This run stopped before its first token.';
   if (PANE.began) resize(Math.max(1, SAMPLE.data.tokens.length));
   else buildText();
   document.documentElement.dataset.ended = data.state;

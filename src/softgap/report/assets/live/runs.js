@@ -13,7 +13,7 @@ function stateWords(run) {
   const before = [...RUNS.values()].filter(({ state }) => state === 'waiting').findIndex(({ id }) => id === run.id);
   const tokens = `${run.steps} of ${run.maxNewTokens} tokens`;
   return {
-    waiting: `waiting, number ${before + 1} in the queue`,
+    waiting: `waiting, position ${before + 1} in the queue`,
     running: run.steps ? `writing, ${tokens}` : 'reading the prompt',
     finishing: `${run.steps} tokens; computing entropies`,
     finished: `finished, ${run.steps} tokens`,
@@ -40,7 +40,7 @@ function receiveRuns({ runs, studies }) {
   else drawPaneHeads();
   const waiting = runs.filter(({ state }) => state === 'waiting').length;
   const running = runs.filter(({ state }) => ['running', 'finishing'].includes(state)).length;
-  const words = running || waiting ? `${running} running, ${waiting} waiting` : 'nothing runs';
+  const words = running || waiting ? `${running} running, ${waiting} waiting` : 'no run is active';
   if (byId('queue-state').textContent !== words) byId('queue-state').textContent = words;
 }
 

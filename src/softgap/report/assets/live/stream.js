@@ -15,7 +15,7 @@ function watch(runs) {
   }
   source.addEventListener('open', () => connection('connected'));
   source.addEventListener('error', () => {
-    connection('no connection; trying again');
+    connection('no connection; reconnecting');
     // A browser tries again by itself, unless the server has answered with a refusal.
     if (source.readyState === EventSource.CLOSED && STREAM.source === source) setTimeout(() => watch(STREAM.runs), 1500);
   });
