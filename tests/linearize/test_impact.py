@@ -94,13 +94,13 @@ def test_reuse_equals_the_loop_in_every_family(model_type: str) -> None:
 
 def test_reuse_computes_no_block_below(small: Any) -> None:
     """Blocks below the swapped layer run once per passage, for the original."""
-    ran: list[int] = []
+    heads, ran = heads_of_layer(small, 2), list[int]()  # a model is run once to learn its layout: before it is counted
     hooks = [
         layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
         for number, layer in enumerate(small.model.layers)
     ]
     read = passages_of(small, byte_tokenizer(), [TEXT], length=48).part(slice(0, 3))
-    impact_on(small, read, None, "elu1", controls=["zero"], heads=heads_of_layer(small, 2))
+    impact_on(small, read, None, "elu1", controls=["zero"], heads=heads)
     for hook in hooks:
         hook.remove()
     assert ran.count(0) == ran.count(1) == 1

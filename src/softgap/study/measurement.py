@@ -343,14 +343,14 @@ def _follow(
             count += len(ids)
             tell(count, total, time.monotonic() - start)
     except KeyboardInterrupt as stop:
-        place = f"can be read in '{out}'"
+        place = f"are saved in '{out}'"
         partial = stop.runs if isinstance(stop, Interrupted) and planned.mode == "live" else []
         if planned.mode == "study":  # half a batch is no batch: it is measured again on resume
             message = f"; {count} of {total} samples are done; run the same command again to resume"
         elif partial:
             writer.append(partial)
             steps = sum(run.n_steps for run in partial)
-            message = f"; the {steps} tokens so far {place}" if steps else ""
+            message = f"; the first {steps} tokens {place}" if steps else ""
         else:
             message = f"; {count} of {total} samples {place}" if count else ""
         raise KeyboardInterrupt(f"interrupted{message}") from None
