@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cli_examples import tiny_folder
+from cli_examples import tiny_folder, without_progress
 from explorer_examples import save_study, story
 from model_examples import config_folder, tiny_llama, write_gguf
 from softgap.attention import resolve
@@ -163,9 +163,10 @@ def check_refused(
     assert main(arguments_of(line)) == code, capsys.readouterr().err
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("softgap: ")
-    assert captured.err.count("\n") == 1
-    sentence = captured.err.removeprefix("softgap: ").rstrip("\n")
+    error = without_progress(captured.err)
+    assert error.startswith("softgap: ")
+    assert error.count("\n") == 1
+    sentence = error.removeprefix("softgap: ").rstrip("\n")
     assert re.match(start, sentence), sentence
     assert wrong in sentence
     assert not _NEVER.search(sentence), sentence

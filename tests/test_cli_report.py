@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_examples import contents, failure
+from cli_examples import contents, failure, without_progress
 from explorer_examples import labelled_runs, save_study, story
 from softgap.cli import main
 from softgap.report import write_explorer
@@ -25,7 +25,7 @@ def test_the_last_line_is_the_path(study: Path, capsys: pytest.CaptureFixture[st
     before = contents(study)
     assert main(["report", str(study)]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert without_progress(captured.err) == ""
     assert captured.out.splitlines()[-1] == str(study / "report.html")
     assert "a report on 1 sample; " in captured.out
     page = (study / "report.html").read_text()

@@ -20,6 +20,7 @@ from disk_examples import largest_file
 from fire_examples import World, arguments_of
 from softgap.analysis.preregistration import Tried
 from softgap.cli import main
+from softgap.progress import Progress
 from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder
 
@@ -32,8 +33,8 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     told = 0
 
     @contextmanager
-    def waiting(*_: object, **__: object) -> Iterator[Callable[[str, int], None]]:
-        def show(stage: str, done: int) -> None:
+    def waiting(*_: object, **__: object) -> Iterator[Progress]:
+        def show(stage: str, share: float) -> None:
             nonlocal told
             told += 1
             if told == count:
@@ -41,7 +42,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
         yield show
 
-    monkeypatch.setattr("softgap.cli.render.output.waiting", waiting)
+    monkeypatch.setattr("softgap.progress.show_progress", waiting)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -27,7 +27,6 @@ from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
 from softgap.errors import StoreError, ValueInputError
 from softgap.models.calibrations import calibration_path
-from softgap.models.console import Report
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
@@ -39,6 +38,7 @@ from softgap.models.tensor_files import (
     save_calibration,
 )
 from softgap.probe.layout import layer_rotations
+from softgap.progress import Progress, silent
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -172,7 +172,7 @@ def calibrate(
     minutes: float | None = None,
     positions: int | None = None,
     out: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Calibration:
     """Fit a linear attention to each head of a model, so that ``fitted`` is a mechanism for it.
 
@@ -227,7 +227,7 @@ def calibrate(
     return calibration
 
 
-def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
+def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
     wanted = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
@@ -254,7 +254,7 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
+def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Progress) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
@@ -306,7 +306,7 @@ def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
 class _Progress:
     """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
 
-    def __init__(self, layers: int, steps: int, progress: Report) -> None:
+    def __init__(self, layers: int, steps: int, progress: Progress) -> None:
         self._layers, self._steps, self._progress = layers, layers * steps, progress
         self._done, self._finished = 0, 0
         self._mine, self._uniform = 0.0, 0.0
@@ -391,7 +391,7 @@ def _judged(
     metadata: dict[str, Any],
     seed: int,
     curve: Mapping[str, Closed],
-    progress: Report,
+    progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
     fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
@@ -422,7 +422,9 @@ def _judged(
     return Calibration(tensors, metadata, held_out, other, climbed, curve)
 
 
-def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
+def _curve(
+    model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> Mapping[str, Closed]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with _one_thread_each() as workers:

@@ -81,11 +81,12 @@ def _calibrated(
     from softgap.calibration import Recipe, calibrate
     from softgap.models import load_model
     from softgap.models.calibrations import calibration_path
-    from softgap.models.console import quiet_transformers, reporter
+    from softgap.models.verbosity import quiet_transformers
+    from softgap.progress import show_progress
 
     recipe = Recipe(**settings)
     loaded = load_model(model, **options)
-    with quiet_transformers(downloads=False), reporter(True) as report:
+    with quiet_transformers(downloads=False), show_progress() as report:
         try:
             found = calibrate(
                 *loaded,

@@ -174,14 +174,15 @@ def _found(
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
     from softgap.models.calibrations import calibrated
-    from softgap.models.console import quiet_transformers, reporter
+    from softgap.models.verbosity import quiet_transformers
     from softgap.probe.layout import attention_layers
+    from softgap.progress import show_progress
 
     check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
     check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
     parts = out.with_name(f"{out.name}.parts")
-    with quiet_transformers(downloads=False), reporter(True) as report:
+    with quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated(loaded), "elu1")[0]
         chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:

@@ -86,8 +86,8 @@ class Task:
 
         In the block transformers is quiet: what it warns of, such as a text that is too long, is refused in our words.
         """
-        from softgap.models.console import quiet_transformers
         from softgap.models.fingerprint import manifest_of
+        from softgap.models.verbosity import quiet_transformers
         from softgap.probe import Recording
         from softgap.trajectories import StudyWriter, inputs_digest
 

@@ -94,14 +94,14 @@ def read_command(
 
 def _read_text(task: Task, text: str) -> Trajectories:
     """Load, read and save one text."""
-    from softgap.cli.render.output import waiting
     from softgap.models.fingerprint import replay_options
     from softgap.probe import read
+    from softgap.progress import show_waiting
 
     loaded = task.load()
     task = task.for_model(loaded)
     options = replay_options(chat=False, focus=task.focus)
-    with task.writer(loaded, options) as writer, waiting("reading and measuring"):
+    with task.writer(loaded, options) as writer, show_waiting("reading and measuring"):
         run = read(*loaded, text, **task.recorded)
         writer.append([run])
     return run
@@ -109,16 +109,16 @@ def _read_text(task: Task, text: str) -> Trajectories:
 
 def _read_samples(task: Task, samples: Sequence[Prompt], name: str, chat: bool) -> list[Summary]:
     """Load, then read and save one sample after the other; what is finished stays, whatever comes after."""
-    from softgap.cli.render.output import waiting
     from softgap.cli.render.summary import summarise
     from softgap.models.fingerprint import replay_options
+    from softgap.progress import show_progress
 
     loaded = task.load()
     task = task.for_model(loaded)
     summaries: list[Summary] = []
     with (
         task.writer(loaded, replay_options(chat=chat, focus=task.focus)) as writer,
-        waiting("reading and measuring", len(samples)) as show,
+        show_progress("reading and measuring", items=len(samples)) as report,
     ):
         _require_room(loaded, samples, name, chat)
         try:
@@ -126,7 +126,7 @@ def _read_samples(task: Task, samples: Sequence[Prompt], name: str, chat: bool) 
                 run = _read_sample(task, loaded, sample, chat)
                 writer.append([run])
                 summaries.append(summarise(run))
-                show("reading and measuring", len(summaries))
+                report("reading and measuring", len(summaries) / len(samples))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_finished(len(summaries), len(samples), task.out)) from None
     return summaries

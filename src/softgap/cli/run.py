@@ -80,15 +80,15 @@ def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, 
 def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:
     """Check, load, generate and save."""
     task.check()
-    from softgap.cli.render.output import waiting
     from softgap.models.fingerprint import live_options
     from softgap.probe import Interrupted, generate
+    from softgap.progress import show_waiting
 
     loaded = task.load()
     task = task.for_model(loaded)
     chat = not raw and bool(getattr(loaded[1], "chat_template", None))
     options = live_options(loaded[0], max_new_tokens=max_new_tokens, chat=chat, focus=task.focus, settings=sampling)
-    with task.writer(loaded, options) as writer, waiting("generating and measuring"):
+    with task.writer(loaded, options) as writer, show_waiting("generating and measuring"):
         model, tokenizer = loaded
         settings: dict[str, Any] = {"chat": chat, "seed": task.seed, **task.recorded, **sampling}
         try:

@@ -22,11 +22,11 @@ from softgap.linearize.impact import mean_outputs
 from softgap.linearize.output_correction import repaired
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
-from softgap.models.console import Report
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
+from softgap.progress import Progress, silent
 
 __all__ = ["BEST", "Budget", "Frontier", "Point", "Unit", "frontier", "ordered", "random_order", "taken", "units_of"]
 
@@ -234,7 +234,7 @@ def frontier(
     fit_asked: Passages | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Frontier:
     """Swap more and more heads, in several orders.
 
@@ -310,7 +310,7 @@ class _Walk:
     scored: Kept
     seed: int
     tune: int
-    progress: Report
+    progress: Progress
     expected: int
     points: list[Point] = field(default_factory=list)
     ablation: Substitute | None = None

@@ -38,11 +38,11 @@ from softgap.linearize.sequences import (
     passages_of,
     read_swapped,
 )
-from softgap.models.console import Report
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
+from softgap.progress import Progress, silent
 
 __all__ = ["check_search", "find_plan"]
 
@@ -71,7 +71,7 @@ def find_plan(
     recalls: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Plan:
     """The largest plan whose rise in loss, and drop in recall where that is limited, stay within the budget.
 
@@ -186,7 +186,7 @@ def _parts(read: Passages, asked: Passages | None) -> _Text:
 
 
 def _order(
-    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Progress
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
@@ -221,7 +221,7 @@ class _Search:
         one: Substitute,
         settings: dict[str, Any],
         kept: Kept,
-        progress: Report,
+        progress: Progress,
         recall: RecallTest | None,
     ) -> None:
         self._model, self._text, self._one, self._recall = model, text, one, recall
@@ -272,7 +272,7 @@ class _Search:
 
 
 def _largest(
-    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Report
+    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Progress
 ) -> Sequence[Head]:
     """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
     first = search.change(sets[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from softgap.analysis import ComparisonFindings, Findings
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
+from softgap.progress import Progress
 from softgap.report.columns import Column, calibration_columns, own_calibration, read_columns
 from softgap.report.documents import RESULT, Document, Table, comparison_document, documents_in, lab_document, lab_in
 from softgap.report.files import check_place, written_whole
@@ -24,9 +25,6 @@ __all__ = ["Report", "explorer", "explorer_of", "notebook_html", "write_explorer
 
 
 _HEAD_BYTES = 4096
-
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from softgap.analysis import Findings, analyze
 from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline, held_out_sentence
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
+from softgap.progress import Progress, silent
 from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.groups import LEVEL, Group, Groups
@@ -27,9 +28,6 @@ _NUMBERS = ("entropy", "low", "high", "z", "q", "complexity")
 
 
 _WORDS = ("nearest", "reason")
-
-
-Progress = Callable[[str, float], None]
 
 
 def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | None = None) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def payload(
     progress
         Called with what is being done and the share of it that is done.
     """
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     first = _first(study)
     chosen = choose(study, first, as_items(samples))
     arrays: list[Packed] = []

@@ -14,7 +14,7 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
-from softgap.models.console import quiet_transformers
+from softgap.models.verbosity import quiet_transformers
 from softgap.study.measurement import Batch, StudySettings, measure_batch
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder

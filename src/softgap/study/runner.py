@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ import torch
 from softgap.errors import SoftgapError, StoreError, unknown_name
 from softgap.inputs import refuse_string
 from softgap.models.calibrations import default_mechanisms
-from softgap.models.console import quiet_transformers
 from softgap.models.fingerprint import manifest_of
+from softgap.models.verbosity import quiet_transformers
 from softgap.probe import Recording
+from softgap.progress import Progress, silent
 from softgap.study.files import read_failures, write_failures, write_prompts
 from softgap.study.measurement import Batch, Failure, Measured, StudySettings, measure_batch, plan_batches, token_count
 from softgap.tasks import Prompt, Scorer, resolve_scorer
@@ -37,10 +38,6 @@ ENGINES = ("local", "ray")
 
 
 """Where batches are computed."""
-
-
-# Samples done, of how many, and seconds since the first batch of this call began.
-Progress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +90,8 @@ def run_study(
         "local", or "ray": the same batches as tasks of a Ray cluster.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
+    progress
+        Called with the stage and the share of samples that are done.
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:
@@ -119,7 +118,7 @@ def run_study(
             done = ray_batches(planned, left, out, address)
         else:
             done = _local_batches(planned, left, folder, loaded)
-        seconds = _followed(done, writer, resumed, sum(len(batch.indices) for batch in batches), progress)
+        seconds = _followed(done, writer, resumed, sum(len(batch.indices) for batch in batches), progress or silent)
         measured = sum(len(ids) for ids in writer.ids.values())
     return StudyResult(out, len(prompts), measured, resumed, tuple(read_failures(folder)), seconds)
 
@@ -178,17 +177,15 @@ def written(folder: Folder, number: int, found: Measured) -> tuple[str, ...]:
 
 
 def _followed(
-    done: Iterator[tuple[int, tuple[str, ...]]], writer: StudyWriter, before: int, total: int, progress: Progress | None
+    done: Iterator[tuple[int, tuple[str, ...]]], writer: StudyWriter, before: int, total: int, progress: Progress
 ) -> float:
     start, count = time.monotonic(), before
-    if progress is not None:
-        progress(count, total, 0.0)
+    progress("measuring", count / max(total, 1))
     try:
         for number, ids in done:
             writer.adopt(number, ids)
             count += len(ids)
-            if progress is not None:
-                progress(count, total, time.monotonic() - start)
+            progress("measuring", count / max(total, 1))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted; {count} of {total} samples are done, and the same command goes on from there"

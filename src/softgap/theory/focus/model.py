@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import GaussianTable, sparsity
 from softgap.theory.focus.concentration import Effect, Milestone, with_weights
@@ -30,7 +31,6 @@ from softgap.trajectories.run import Displayed
 __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
 
 Reals = NDArray[np.float64]
-Progress = Callable[[str, float], None]
 _SHORTEST = 64
 # Needed by verdicts.
 _ALWAYS = ("elu1", "relu2_scores", "uniform")
@@ -211,7 +211,7 @@ def focus_in_model(
     *,
     rng: np.random.Generator,
     mechanisms: Sequence[str | Mechanism] | None = None,
-    progress: Progress = lambda stage, share: None,
+    progress: Progress = silent,
 ) -> ModelFocus:
     """Measure S, entropy and largest weight of every head and query, and compare them with the theory.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
 from softgap.theory.lab import Claim, Verdict
@@ -199,9 +200,6 @@ def _numbers(correlation: Correlation) -> dict[str, float]:
     }
 
 
-Progress = Callable[[str, float], None]
-
-
 CLASSICAL = "elu1"
 
 
@@ -357,7 +355,7 @@ def injectivity_in_model(
     check_lengths(model, [list(token_ids)], 0)
     plan = LayerPlan(queries, tuple(chosen), near, start=min(64, len(token_ids) // 2))
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     kept: list[tuple[np.ndarray, np.ndarray, float]] = []
 
     def visit(layer: LayerTensors) -> LayerMeasures:

@@ -6,7 +6,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from softgap.attention import Mechanism
 from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import joint_level
+from softgap.progress import Progress
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.small_models import (
     DEFAULT_TASKS,
@@ -192,9 +193,6 @@ def _read(path: Path, asked: dict[str, Any]) -> Cell | None:
         return Cell(cell["task"], cell["mechanism"], cell["seed"], Training(**cell["training"]), found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-Progress = Callable[[str, float], None]
 
 
 # Scores that differ by less are called the same.
