@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cli_examples import SCRIPT, failure
+from cli_examples import SCRIPT, failure, without_progress
 from disk_examples import largest_file
 from fire_examples import World, arguments_of
 from softgap.analysis.preregistration import Tried
@@ -208,7 +208,7 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     assert (started.returncode, shown) == (143, "")
     done = open_study(tmp_path / "a")
     assert (
-        said == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
+        without_progress(said) == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
     )
     assert done.state == "running"
     assert not list((tmp_path / "a").rglob("*.partial"))
