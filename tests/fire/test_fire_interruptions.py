@@ -208,7 +208,8 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     assert (started.returncode, shown) == (143, "")
     done = open_study(tmp_path / "a")
     assert (
-        without_progress(said) == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
+        without_progress(said)
+        == f"softgap: interrupted; {len(done)} of 40 samples are done, and the same command goes on from there\n"
     )
     assert done.state == "running"
     assert not list((tmp_path / "a").rglob("*.partial"))

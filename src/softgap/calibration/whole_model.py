@@ -21,11 +21,12 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gather
 from softgap.calibration.conditions import elsewhere
 from softgap.calibration.fit import Maps, Recipe, fit_maps
-from softgap.calibration.held_out import Closed, HeldOut, feature_curve, judge, some_layers
+from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
 from softgap.calibration.parts import Parts
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
 from softgap.errors import StoreError, ValueInputError
+from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
@@ -68,9 +69,9 @@ class Calibration:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     held_out: HeldOut
-    elsewhere: Mapping[str, Closed]
+    elsewhere: Mapping[str, Interval]
     ladders: Ladders
-    curve: Mapping[str, Closed]
+    curve: Mapping[str, Interval]
 
     def __repr__(self) -> str:
         found = held_out_summary(self.held_out.to_json())
@@ -109,9 +110,9 @@ class Calibration:
         return {
             "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
-            "elsewhere": {name: asdict(closed) for name, closed in self.elsewhere.items()},
+            "elsewhere": {name: share.to_json() for name, share in self.elsewhere.items()},
             "ladders": self.ladders.to_json(),
-            "curve": {name: asdict(closed) for name, closed in self.curve.items()},
+            "curve": {name: share.to_json() for name, share in self.curve.items()},
         }
 
     @classmethod
@@ -125,7 +126,7 @@ class Calibration:
             ladders = Ladders.from_json(metadata.pop("ladders"))
             metadata.pop("summary", None)
             elsewhere, curve = (
-                {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
+                {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StoreError(
@@ -390,7 +391,7 @@ def _judged(
     tensors: dict[str, Tensor],
     metadata: dict[str, Any],
     seed: int,
-    curve: Mapping[str, Closed],
+    curve: Mapping[str, Interval],
     progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
@@ -424,7 +425,7 @@ def _judged(
 
 def _curve(
     model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> Mapping[str, Closed]:
+) -> Mapping[str, Interval]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with _one_thread_each() as workers:

@@ -15,7 +15,8 @@ from softgap.cli.render.heatmap import colourful
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.calibration import Calibration, Closed, Ladders
+    from softgap.calibration import Calibration, Ladders
+    from softgap.intervals import Interval
 
 __all__ = ["calibrate_command"]
 
@@ -158,7 +159,7 @@ def _table(calibration: Calibration) -> Table:
     return table
 
 
-def _cells(closed: Closed) -> tuple[str, str]:
+def _cells(closed: Interval) -> tuple[str, str]:
     one_text = closed.low == closed.high
     return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
 

@@ -121,7 +121,10 @@ class Frontier:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        points = [asdict(point) for point in self.points]
+        points = [
+            {**asdict(point), "change": {name: change.to_json() for name, change in point.change.items()}}
+            for point in self.points
+        ]
         return {"by": self.by, "original": dict(self.original), "points": points, "settings": dict(self.settings)}
 
     def curve(self, order: str, mechanism: str | None = None) -> list[Point]:

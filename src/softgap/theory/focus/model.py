@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from softgap.attention import Mechanism, resolve
 from softgap.attention.rank import ENERGIES, capacity_exponent
 from softgap.errors import ValueInputError
-from softgap.intervals import Estimate, rank_correlation
+from softgap.intervals import ClusterInterval, rank_correlation
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
@@ -68,7 +68,7 @@ class Prediction:
     measured: Reals
     ratio: float
     error: float
-    correlation: Estimate
+    correlation: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +157,8 @@ class Failure:
     error_without: Reals
     first_key: Reals
     skewness: Reals
-    with_first: Estimate
-    with_skewness: Estimate
+    with_first: ClusterInterval
+    with_skewness: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -313,7 +313,7 @@ def _failure(
     )
     layer = np.repeat(np.arange(len(layers)), whole.shape[1])
 
-    def across(x: Reals, y: Reals) -> Estimate:
+    def across(x: Reals, y: Reals) -> ClusterInterval:
         return rank_correlation(x.ravel(), np.abs(y).ravel(), layer, rng=rng, replicates=299)
 
     return Failure(whole, without, first, skewness, across(whole, first), across(without, skewness))

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
+from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
@@ -217,8 +217,8 @@ class Correlation:
 
     measure: str
     mechanism: str
-    plain: Estimate
-    at_equal_focus: Estimate
+    plain: ClusterInterval
+    at_equal_focus: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,9 +256,9 @@ class ModelInjectivity(Displayed):
     focus: Float64[np.ndarray, "layer head"]
     confusion: Float64[np.ndarray, "mechanism layer head length"]
     divergence: Float64[np.ndarray, "mechanism layer head"]
-    confused: tuple[Estimate, ...]
+    confused: tuple[ClusterInterval, ...]
     correlations: tuple[Correlation, ...]
-    nearer: Estimate
+    nearer: ClusterInterval
     collision: Collision
     dim: int
     settings: dict[str, Any]
@@ -458,7 +458,9 @@ def _correlations(
     return tuple(found)
 
 
-def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, level: float, rng: np.random.Generator) -> Estimate:
+def _mean_over_heads(
+    values: np.ndarray, clusters: np.ndarray, level: float, rng: np.random.Generator
+) -> ClusterInterval:
     known = np.isfinite(values)
     return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng, level=level)
 

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.intervals import Estimate, cluster_interval, ratio
+from softgap.intervals import ClusterInterval, cluster_interval, ratio
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
@@ -208,8 +208,8 @@ class MechanismTrend:
     slopes: Slopes
     terms: Slopes
     random: Float64[np.ndarray, "layer head"]
-    shares: tuple[Estimate, ...]
-    random_share: Estimate
+    shares: tuple[ClusterInterval, ...]
+    random_share: ClusterInterval
     corrections: tuple[Correction, ...]
     normaliser_change: float
     normaliser_growth: float
@@ -427,7 +427,7 @@ def _trend(
     parts = log_slopes(terms, positions)
     trending = total.trending.ravel()
 
-    def share(slopes: np.ndarray) -> Estimate:
+    def share(slopes: np.ndarray) -> ClusterInterval:
         table = np.stack([np.sign(total.value) * slopes, np.abs(total.value)]).reshape(2, -1)[:, trending]
         return cluster_interval(table, clusters[trending], ratio, rng=rng)
 
