@@ -6,10 +6,11 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gat
 from softgap.calibration.conditions import elsewhere
 from softgap.calibration.fit import Maps, Recipe, fit_maps
 from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
-from softgap.calibration.parts import Parts
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
+from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path
@@ -206,7 +207,7 @@ def calibrate(
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
-    parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    layers = _FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
@@ -218,14 +219,59 @@ def calibrate(
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
         if minutes is not None:
-            recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
-        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+            recipe = replace(recipe, steps=layers.steps(partial(_steps_for, minutes, gathered, recipe)))
+        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, layers, progress))
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
     calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
-    parts.remove()
+    layers.remove()
     return calibration
+
+
+class _FittedLayers:
+    """Layers of an unfinished calibration, on disk beside its target.
+
+    Parameters
+    ----------
+    target
+        Where the finished calibration goes.
+    settings
+        Everything the layers depend on: those fitted under other settings are not used.
+    """
+
+    def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = checkpoint_folder(target)
+        self._key = settings_key(settings)
+
+    def load(self, layer: int) -> Maps | None:
+        """A layer that was fitted before under the same settings."""
+        try:
+            stored = load_calibration(self._path(layer))
+        except StoreError:  # not there, or cut off by a crash: fitted again
+            return None
+        return Maps(**stored.tensors) if stored.metadata.get("key") == self._key else None
+
+    def save(self, layer: int, maps: Maps) -> None:
+        """Write a fitted layer."""
+        save_calibration(self._path(layer), maps.tensors(), {"key": self._key})
+
+    def steps(self, choose: Callable[[], int]) -> int:
+        """The number of steps, chosen once so that a resumed fit uses the same."""
+        path = self._folder / f"steps-{self._key}"
+        try:
+            return int(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there, or cut off by a crash: chosen again
+            chosen = choose()
+        write_whole(path, str(chosen))
+        return chosen
+
+    def remove(self) -> None:
+        """Delete the layers: the calibration is whole."""
+        remove_checkpoints(self._folder)
+
+    def _path(self, layer: int) -> Path:
+        return self._folder / f"layer-{layer:04d}.safetensors"
 
 
 def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
@@ -255,7 +301,7 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Progress) -> list[Maps]:
+def _fitted_layers(gathered: Gathered, recipe: Recipe, stored: _FittedLayers, progress: Progress) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
@@ -264,7 +310,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: P
     state = _Progress(layers, recipe.steps, progress)
 
     def fitted(layer: int) -> Maps:
-        maps, site = parts.load(layer), gathered.sites[layer]
+        maps, site = stored.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
             state.layer_done(*_gap(gathered.shown(layer), site, maps))
@@ -279,7 +325,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: P
             layer=layer,
             report=state.step,
         )
-        parts.save(layer, maps)
+        stored.save(layer, maps)
         state.layer_done(*_gap(gathered.shown(layer), site, maps))
         return maps
 

@@ -168,8 +168,7 @@ def _found(
     out: Path,
     options: dict[str, Any],
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    import shutil
-
+    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
@@ -181,7 +180,7 @@ def _found(
     check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
     check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
-    parts = out.with_name(f"{out.name}.parts")
+    parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated(loaded), "elu1")[0]
         chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
@@ -190,7 +189,7 @@ def _found(
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command goes on with what is done") from None
     plan.save(out)
-    shutil.rmtree(parts, ignore_errors=True)
+    remove_checkpoints(parts)
     layers = attention_layers(loaded)
     _document(plan, layers, out)
     return plan, layers

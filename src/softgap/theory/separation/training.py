@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism
-from softgap.errors import StoreError, ValueInputError
+from softgap.checkpoints import write_whole
+from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import joint_level
 from softgap.progress import Progress
@@ -172,13 +173,7 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     if there is not None:
         return there, True
     cell = train_cell(name, mechanism, seed, training)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"asked": asked, "cell": cell.to_json()}) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(f"cannot write to '{folder}': {error.strerror or error}; choose another folder") from error
+    write_whole(path, json.dumps({"asked": asked, "cell": cell.to_json()}) + "\n")
     return cell, False
 
 
