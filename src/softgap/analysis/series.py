@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int
 
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
+from softgap.inputs import checked_count, checked_share
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
 from softgap.signal.patterns import checked_batch, least_windows
 from softgap.signal.transforms import fewest_steps
-from softgap.signal.validation import checked_count, checked_share
 from softgap.trajectories import QUANTITIES, Trajectories
 
 __all__ = ["CONTROL", "Cut", "Samples", "Settings", "samples_of", "transformed"]

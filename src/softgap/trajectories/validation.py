@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import refuse_string
+from softgap.inputs import is_whole, refuse_string
 from softgap.trajectories.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _sample_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["part"] not in PARTS:
         raise ValueInputError(f"part must be 'prompt' or 'completion', got {given['part']!r}")
     n_prompt = given["n_prompt"]
-    if not isinstance(n_prompt, int | np.integer) or isinstance(n_prompt, bool) or not 0 <= n_prompt <= _INT32.max:
+    if not is_whole(n_prompt) or not 0 <= n_prompt <= _INT32.max:
         raise ValueInputError(f"n_prompt must be a whole number from 0, got {n_prompt!r}; count the prompt's tokens")
     if not isinstance(given["manifest"], Manifest):
         raise ValueInputError(f"manifest must be a Manifest, got {type(given['manifest']).__name__}")
