@@ -41,6 +41,7 @@ from softgap.models.tensor_files import (
 )
 from softgap.probe.layout import layer_rotations
 from softgap.progress import Progress, silent
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -155,7 +156,7 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
-JUDGED_BY = ("elu1", "uniform")
+JUDGED_BY = ("elu1", BASELINE)
 
 
 CONTROLS = ("mean_ablation", "profile")

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from softgap.models.loading import Loaded
     from softgap.trajectories import Manifest, StudyWriter
 
-__all__ = ["CONTROL", "Task", "check_mechanisms", "default_out", "with_control"]
+__all__ = ["Task", "check_mechanisms", "default_out", "with_control"]
 
-CONTROL = "uniform"
 _TRIAL_BYTES = 65536
 
 
@@ -152,7 +151,9 @@ def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
     """The mechanisms a user named and the control, without which a divergence says little; None if none was named."""
     if not named:
         return None
-    return tuple(named) if CONTROL in named else (*named, CONTROL)
+    from softgap.trajectories.validation import BASELINE
+
+    return tuple(named) if BASELINE in named else (*named, BASELINE)
 
 
 def default_out(text: str) -> str:

@@ -20,6 +20,7 @@ from softgap.report.groups import LEVEL, Group, Groups
 from softgap.report.samples import Chosen, Packed, array_keys, carried, choose, head_means, line, pack, rounded
 from softgap.signal import complexity_bounds
 from softgap.trajectories import Manifest, Study, Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["OPENING", "Payload", "about", "dynamics", "opening_sentence", "payload"]
 
@@ -61,9 +62,6 @@ def _columns(findings: Findings) -> dict[str, Any]:
 
 def _curve(entropy: np.ndarray, complexity: np.ndarray) -> list[list[float | None]]:
     return [list(point) for point in zip(rounded(entropy), rounded(complexity), strict=True)]
-
-
-_CONTROL = "uniform"
 
 
 def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...], whole: bool) -> list[list[str]]:
@@ -119,9 +117,9 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
         given = ", ".join(f"{key} {value}" for key, value in options.items())
         named.append(f"{name} ({given})" if given else name)
     control = (
-        f" {_CONTROL} is the control: the plain mean of all visible values, which knows nothing about the query."
-        if _CONTROL in run.mechanisms
-        else f" The control {_CONTROL} was not measured, so nothing here can tell a rich mechanism from a poor one."
+        f" {BASELINE} is the control: the plain mean of all visible values, which knows nothing about the query."
+        if BASELINE in run.mechanisms
+        else f" The control {BASELINE} was not measured, so nothing here can tell a rich mechanism from a poor one."
     )
     return f"{', '.join(named)}, each on the same queries, keys and values as softmax.{control}"
 

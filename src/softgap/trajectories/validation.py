@@ -15,7 +15,10 @@ from softgap.trajectories.manifest import Manifest
 if TYPE_CHECKING:
     from softgap.trajectories.run import Trajectories
 
-__all__ = ["FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+__all__ = ["BASELINE", "FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+
+BASELINE = "uniform"
+"""The mean of the visible values, measured beside every mechanism: without this baseline a divergence says little."""
 
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
 """Measured per mechanism, layer, head and step."""
