@@ -48,8 +48,8 @@ def main() -> None:
     write_section("lookup_study", "Right and wrong answers to lookups", text, page=FINDINGS)
 
 
-def _told(done: int, total: int, seconds: float) -> None:
-    print(f"{done} of {total} samples, {seconds:.0f} s", flush=True)
+def _told(stage: str, share: float) -> None:
+    print(f"{stage}: {share:.1%}", flush=True)
 
 
 def _step(what: str, share: float) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves
-from softgap.checkpoints import Kept
+from softgap.checkpoints import Checkpoints
 from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import head_scores, lookups, passages_of, repaired, substitute, tuned
 from softgap.linearize.frontier import Unit, ordered, taken, units_of
@@ -66,7 +66,7 @@ class Bench:
         self.one = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
         digest = digest_of_passages(self.fit, *self.held.values(), self.asked)
         about = {"text": digest, "cal": self.one.mechanism.origin}
-        self.kept = Kept(options.parts, about if options.window is None else {**about, "window": options.window})
+        self.kept = Checkpoints(options.parts, about if options.window is None else {**about, "window": options.window})
         self.original = self.readings("original", [], lambda: None)
 
     def order(self) -> list[Unit]:
@@ -81,7 +81,7 @@ class Bench:
             found = head_scores(self.model, read, self.one, names=[SCORE], progress=say)
             return {"heads": found.heads, "score": found.mean(SCORE).tolist()}
 
-        found = self.kept.made(name, scored)
+        found = self.kept.find_or_make(name, scored)
         return [(int(layer), int(head)) for layer, head in found["heads"]], np.asarray(found["score"])
 
     def readings(self, name: Any, heads: list[Head], make: Callable[[], Substitute | None]) -> dict[int, Reading]:
@@ -95,7 +95,7 @@ class Bench:
                 found[str(length)] = read_swapped(self.model, held, asked, heads, one).to_json()
             return found
 
-        kept = self.kept.made([name, heads] if heads else name, read)
+        kept = self.kept.find_or_make([name, heads] if heads else name, read)
         return {int(length): Reading.from_json(found) for length, found in kept.items()}
 
     def ways(

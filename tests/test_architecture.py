@@ -28,6 +28,7 @@ SOURCE = REPOSITORY / "src"
 LAYERS = [
     "errors",
     "inputs",
+    "progress",
     "intervals",
     "checkpoints",
     "attention",
@@ -48,7 +49,18 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "inputs", "intervals", "checkpoints", "trajectories", "signal", "stats", "tasks", "analysis"}
+WITHOUT_TORCH = {
+    "errors",
+    "inputs",
+    "progress",
+    "intervals",
+    "checkpoints",
+    "trajectories",
+    "signal",
+    "stats",
+    "tasks",
+    "analysis",
+}
 WITH_TRANSFORMERS = {"gates", "intervene", "models", "probe"}
 
 

@@ -1,19 +1,23 @@
-"""Arguments that take several items: a string among them is one item, never a sequence of its characters."""
+"""Checks of arguments: several items, counts, shares and random generators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from softgap.errors import ValueInputError
 
-__all__ = ["as_items", "refuse_string"]
+__all__ = ["as_items", "checked_count", "checked_rng", "checked_share", "is_whole", "refuse_string"]
 
 Item = TypeVar("Item")
 
 
 def as_items(given: Iterable[Item]) -> tuple[Item, ...]:
     """The items of an argument that takes several; a string, or anything that is not iterable, is one item.
+
+    A string is never a sequence of its characters.
 
     >>> as_items("elu1")
     ('elu1',)
@@ -36,3 +40,43 @@ def refuse_string(name: str, given: Any, wanted: str) -> None:
     if isinstance(given, str | bytes):
         shown = repr(given) if len(given) <= 40 else f"{given[:40]!r} ..."
         raise ValueInputError(f"{name} must be a list with {wanted}, got the string {shown}; put it in a list")
+
+
+def is_whole(given: Any) -> bool:
+    """Whether ``given`` is an integer, of Python or numpy; True and False are none."""
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
+
+
+def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
+    """``given`` as a whole number from ``least`` to ``most``.
+
+    >>> checked_count("order", 9, least=2, most=8, remedy="use a shorter pattern")
+    Traceback (most recent call last):
+        ...
+    softgap.errors.ValueInputError: order must be a whole number from 2 to 8, got 9; use a shorter pattern
+    """
+    if not is_whole(given) or given < least or (most is not None and given > most):
+        allowed = f"from {least}" if most is None else f"from {least} to {most}"
+        raise ValueInputError(f"{name} must be a whole number {allowed}, got {given!r}{remedy and '; ' + remedy}")
+    return int(given)
+
+
+def checked_share(name: str, given: Any, usual: float) -> float:
+    """``given`` as a number between 0 and 1, both excluded.
+
+    >>> checked_share("level", 95, usual=0.95)
+    Traceback (most recent call last):
+        ...
+    softgap.errors.ValueInputError: level must be between 0 and 1, both excluded, got 95; 0.95 is usual
+    """
+    number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    if not number or not 0 < given < 1:
+        raise ValueInputError(f"{name} must be between 0 and 1, both excluded, got {given!r}; {usual:g} is usual")
+    return float(given)
+
+
+def checked_rng(given: Any) -> np.random.Generator:
+    """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
+    if not isinstance(given, np.random.Generator):
+        raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")
+    return given

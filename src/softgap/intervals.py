@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 from softgap.errors import ShapeError
 
 __all__ = [
-    "Estimate",
+    "ClusterInterval",
     "Interval",
     "cluster_interval",
     "interval_of",
@@ -30,16 +30,34 @@ RESAMPLES = 999
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over texts with the middle 95 % over resampled texts (equal to it where there is one text only)."""
+    """An estimate between ``low`` and ``high``, which hold the truth with the chance ``level``.
+
+    >>> Interval(0.5, 0.4, 0.7)
+    Interval(value=0.5, low=0.4, high=0.7, level=0.95)
+    >>> print(Interval(0.5, 0.4, 0.7))
+    +0.500 (+0.400 to +0.700)
+    >>> Interval(0.5, 0.4, 0.7).sign
+    1
+    """
 
     value: float
     low: float
     high: float
+    level: float = field(default=0.95, kw_only=True)
 
     @property
     def half_width(self) -> float:
-        """Half of the interval's length: how far the mean may be off."""
+        """Half of the interval's length: how far the estimate may be off."""
         return (self.high - self.low) / 2
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval excludes 0, else 0."""
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+    def to_json(self) -> dict[str, float]:
+        """As plan and calibration files hold it, which know 95 % only: ``Interval(**data)`` reads it."""
+        return {"value": self.value, "low": self.low, "high": self.high}
 
     def __str__(self) -> str:
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
@@ -56,7 +74,7 @@ def resampled(
 
 
 def interval_of(values: Float[np.ndarray, " text"], *, rng: np.random.Generator) -> Interval:
-    """The mean of one value per text."""
+    """The mean of one value per text, with its middle 95 % over resampled texts; of one text it has no width."""
     low, high = np.quantile(resampled(values, rng=rng), [0.025, 0.975])
     return Interval(float(values.mean()), float(low), float(high))
 
@@ -81,24 +99,15 @@ Statistic = Callable[[Table, Float64[np.ndarray, "draw head"]], Float64[np.ndarr
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A number with its bootstrap interval over clusters, and how many heads and clusters it rests on.
+class ClusterInterval(Interval):
+    """A bootstrap interval over clusters of heads, with how many heads and clusters it rests on.
 
-    All three numbers are NaN where fewer than 8 heads have values or one side does not vary. ``level`` is the chance
-    that the interval by itself holds the truth: 95 %, or more where many intervals have to hold it together.
+    All three numbers are NaN where fewer than 8 heads have values or one side does not vary. ``level`` is above 95 %
+    where many intervals have to hold the truth together.
     """
 
-    value: float
-    low: float
-    high: float
     heads: int
     clusters: int
-    level: float = 0.95
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where the interval excludes 0, else 0."""
-        return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
 def joint_level(intervals: int, level: float = 0.95) -> float:
@@ -115,7 +124,7 @@ def rank_correlation(
     given: Any | None = None,
     replicates: int = _REPLICATES,
     level: float = 0.95,
-) -> Estimate:
+) -> ClusterInterval:
     """Spearman's correlation of x and y across heads, with an interval from drawing whole clusters.
 
     With ``given`` it is the partial correlation, (r_xy - r_xg r_yg) / sqrt((1 - r_xg^2) (1 - r_yg^2)) on ranks. Heads
@@ -139,13 +148,13 @@ def cluster_interval(
     rng: np.random.Generator,
     replicates: int = _REPLICATES,
     level: float = 0.95,
-) -> Estimate:
+) -> ClusterInterval:
     """A statistic of the columns of a table, with its quantiles when clusters of columns are drawn with replacement.
 
     There are ``replicates`` draws, or as many as put ten beyond each end of the interval.
     """
     names, place = np.unique(clusters, return_inverse=True)
-    nothing = Estimate(float("nan"), float("nan"), float("nan"), table.shape[1], len(names), level)
+    nothing = ClusterInterval(float("nan"), float("nan"), float("nan"), table.shape[1], len(names), level=level)
     if table.shape[1] < _FEWEST:
         return nothing
     draws = max(replicates, round(2 * _BEYOND / (1 - level)))
@@ -156,7 +165,7 @@ def cluster_interval(
     if not np.isfinite(found[0]) or not len(drawn):
         return nothing
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(float(found[0]), float(low), float(high), table.shape[1], len(names), level)
+    return ClusterInterval(float(found[0]), float(low), float(high), table.shape[1], len(names), level=level)
 
 
 def weighted_mean(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:

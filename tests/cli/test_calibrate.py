@@ -9,7 +9,7 @@ import pytest
 
 from softgap.cli import main
 from softgap.trajectories import load
-from support.cli_examples import contents, failure
+from support.cli_examples import contents, failure, without_progress
 from support.model_examples import attending_llama, save_folder
 
 QUICK = ["--features", "4", "--steps", "3", "--positions", "128"]
@@ -58,7 +58,9 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
     arguments = ["calibrate", str(folder), "--text", "boats.txt", *QUICK, "--out", "c.safetensors", "--json"]
     assert main(arguments) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
+    assert without_progress(shown.err) == ""
+    assert "the model reads\n" in shown.err
+    assert "fitted 0 of 2 layers\n" in shown.err
     found = json.loads(shown.out)
     assert found["path"] == "c.safetensors"
     assert found["recipe"]["features"] == 4

@@ -12,7 +12,7 @@ import pytest
 from softgap.cli import main
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, open_study
-from support.cli_examples import contents, failure
+from support.cli_examples import contents, failure, without_progress
 from support.explorer_examples import labelled_runs, save_study, story
 
 
@@ -25,7 +25,7 @@ def test_the_last_line_is_the_path(study: Path, capsys: pytest.CaptureFixture[st
     before = contents(study)
     assert main(["report", str(study)]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert without_progress(captured.err) == ""
     assert captured.out.splitlines()[-1] == str(study / "report.html")
     assert "Report on 1 sample, " in captured.out
     page = (study / "report.html").read_text()

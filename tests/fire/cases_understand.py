@@ -124,8 +124,16 @@ FINDINGS: Table = {
     ),
     "compare: no margin": ("compare s --margin nan", "nan", "margin must be a positive number of .*, got nan; 0.5 is"),
     "compare: an endless margin": ("compare s --margin inf", "inf", "margin must be a positive number of .*, got inf;"),
-    "compare: all locked": ("compare s --confirm 2", "2.0", "confirm must be between 0 and 1, got 2.0; 0.3 is usual"),
-    "compare: no share": ("compare s --confirm nan", "nan", "confirm must be between 0 and 1, got nan; 0.3 is usual"),
+    "compare: all locked": (
+        "compare s --confirm 2",
+        "2.0",
+        "confirm must be between 0 and 1, both excluded, got 2.0; 0.3 is usual",
+    ),
+    "compare: no share": (
+        "compare s --confirm nan",
+        "nan",
+        "confirm must be between 0 and 1, both excluded, got nan; 0.3 is usual",
+    ),
     "compare: nothing locked": ("compare s --open-confirmation", "locked", "no samples of this study are locked for"),
     "compare: no second labels": ("compare s --second none.csv", "none.csv", "cannot read 'none.csv': No such file"),
     "compare: few permutations": ("compare s --permutations 1", "1", "invalid value for '--permutations': .* greater"),

@@ -17,9 +17,10 @@ import pytest
 
 from softgap.analysis.preregistration import Tried
 from softgap.cli import main
+from softgap.progress import Progress
 from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder
-from support.cli_examples import SCRIPT, failure
+from support.cli_examples import SCRIPT, failure, without_progress
 from support.disk_examples import largest_file
 from support.fire_examples import World, arguments_of
 
@@ -32,8 +33,8 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     told = 0
 
     @contextmanager
-    def waiting(*_: object, **__: object) -> Iterator[Callable[[str, int], None]]:
-        def show(stage: str, done: int) -> None:
+    def waiting(*_: object, **__: object) -> Iterator[Progress]:
+        def show(stage: str, share: float) -> None:
             nonlocal told
             told += 1
             if told == count:
@@ -41,7 +42,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
         yield show
 
-    monkeypatch.setattr("softgap.cli.render.output.waiting", waiting)
+    monkeypatch.setattr("softgap.progress.show_progress", waiting)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -206,6 +207,8 @@ def test_a_study_that_is_told_to_end_keeps_what_is_done(world: World, tmp_path: 
     shown, said = started.communicate(timeout=60)
     assert (started.returncode, shown) == (143, "")
     done = open_study(tmp_path / "a")
-    assert said == f"softgap: interrupted; {len(done)} of 40 samples are done; run the same command again to resume\n"
+    assert without_progress(said) == (
+        f"softgap: interrupted; {len(done)} of 40 samples are done; run the same command again to resume\n"
+    )
     assert done.state == "running"
     assert not list((tmp_path / "a").rglob("*.partial"))

@@ -273,3 +273,9 @@ def test_what_cannot_stream_says_so() -> None:
         pytest.raises(SoftgapError, match=r"cannot be computed for 2 of its 4 heads alone .*; free whole layers"),
     ):
         written(sinks, IDS, 3, past_key_values=applied.cache())
+
+
+def test_an_interval_on_disk_has_the_keys_it_always_had() -> None:
+    found = Interval(0.1, 0.05, 0.2)
+    assert found.to_json() == {"value": 0.1, "low": 0.05, "high": 0.2}
+    assert Interval(**found.to_json()) == found

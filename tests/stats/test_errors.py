@@ -147,7 +147,7 @@ CASES: Values = {
     "alpha": (
         lambda: stats.compare_table(x, labels, alpha=5, rng=rng),
         ValueInputError,
-        "alpha must be between 0 and 1, got 5; 0.05 is usual",
+        "alpha must be between 0 and 1, both excluded, got 5; 0.05 is usual",
     ),
     "exchange": (
         lambda: stats.compare_table(x, labels, clusters=mixed, exchange="withn", rng=rng),
@@ -180,7 +180,11 @@ CASES: Values = {
         ValueInputError,
         "each group needs at least 2 clusters where labels can be exchanged, got 1 and 5; add samples or use coarser",
     ),
-    "level": (lambda: stats.auroc(x, x, level=95), ValueInputError, "level must be between 0 and 1, got 95; 0.95 is"),
+    "level": (
+        lambda: stats.auroc(x, x, level=95),
+        ValueInputError,
+        "level must be between 0 and 1, both excluded, got 95; 0.95 is",
+    ),
     "clusters without rng": (
         lambda: stats.auroc(x[labels], x[~labels], clusters=mixed),
         ValueInputError,
@@ -253,7 +257,7 @@ CASES: Values = {
     "a fraction": (
         lambda: stats.confirmation_split(["a", "b"], fraction=1.5),
         ValueInputError,
-        "fraction must be between 0 and 1, got 1.5; 0.3 is usual",
+        "fraction must be between 0 and 1, both excluded, got 1.5; 0.3 is usual",
     ),
     "baselines of other samples": (
         lambda: stats.incremental_auroc(x, labels, baselines=x[:5, 0], rng=rng),
@@ -278,7 +282,7 @@ CASES: Values = {
     "a rate of noise": (
         lambda: stats.label_noise(lambda _: stats.verdict(found, margin=1), labels, rates=(2,), rng=rng),
         ValueInputError,
-        "each of rates must be between 0 and 1, got 2; 0.1 is usual",
+        "each of rates must be between 0 and 1, both excluded, got 2; 0.1 is usual",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,14 +32,20 @@ def script(
     )
 
 
+def without_progress(error: str) -> str:
+    """Standard error without the plain lines of progress, such as "[ 40 % 0:00:12] counting patterns"."""
+    return re.sub(r"(?m)^\[(?:[ \d]{3} % )?\d+:\d\d:\d\d\] \S.*\n", "", error)
+
+
 def failure(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """The one sentence of a command that fails, in this process."""
     assert main(arguments) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("softgap: ")
-    return captured.err.removeprefix("softgap: ").rstrip("\n")
+    error = without_progress(captured.err)
+    assert error.count("\n") == 1
+    assert error.startswith("softgap: ")
+    return error.removeprefix("softgap: ").rstrip("\n")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -26,7 +26,7 @@ from softgap.intervene.swap import Substitute
 from softgap.linearize.plan import Plan
 from softgap.models.tensor_files import digest_of
 from softgap.report.documents import Document, save_document
-from support.cli_examples import tiny_folder
+from support.cli_examples import tiny_folder, without_progress
 from support.explorer_examples import save_study, story
 from support.model_examples import config_folder, tiny_llama, write_gguf
 from support.study_examples import named, simulated_study
@@ -165,9 +165,10 @@ def check_refused(
     assert main(arguments_of(line)) == code, capsys.readouterr().err
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("softgap: ")
-    assert captured.err.count("\n") == 1
-    sentence = captured.err.removeprefix("softgap: ").rstrip("\n")
+    error = without_progress(captured.err)
+    assert error.startswith("softgap: ")
+    assert error.count("\n") == 1
+    sentence = error.removeprefix("softgap: ").rstrip("\n")
     assert re.match(start, sentence), sentence
     assert wrong in sentence
     assert not _NEVER.search(sentence), sentence

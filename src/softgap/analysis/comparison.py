@@ -20,6 +20,7 @@ from softgap.analysis.comparison_data import (
 from softgap.analysis.comparison_findings import ComparisonFindings, Reliability, top_units
 from softgap.analysis.preregistration import ComparisonPlan, Tried
 from softgap.errors import SoftgapError, ValueInputError
+from softgap.progress import Progress, silent
 from softgap.stats import (
     Comparison,
     Incremental,
@@ -42,8 +43,6 @@ from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
 
 __all__ = ["compare_study"]
-
-Progress = Callable[[str, float], None]
 
 _RATES = (0.02, 0.05, 0.1, 0.2)
 _TOP = 5
@@ -72,7 +71,7 @@ def compare_study(
         Labels of some samples by another scorer, or by hand, by sample id.
     """
     plan = plan or ComparisonPlan()
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     study = open_study(path)
     log = Tried(Folder.at(path))
     if planned is not None:
@@ -171,7 +170,7 @@ class _Judged:
 
 
 def _judged(
-    data: ComparedSamples, confirmation: ComparedSamples | None, plan: ComparisonPlan, tell: Progress = lambda *_: None
+    data: ComparedSamples, confirmation: ComparedSamples | None, plan: ComparisonPlan, tell: Progress = silent
 ) -> _Judged:
     """All samples compared, then every control of the plan, then the verdict: the same for any labels."""
     tell("comparing", 0.0)

@@ -17,13 +17,13 @@ from softgap.analysis.pattern_counts import (
     Counted,
     Geometry,
     Moments,
-    Progress,
     count_patterns,
     known_points,
     moments_of,
     noise_entropies,
 )
 from softgap.analysis.series import Samples, Settings, samples_of
+from softgap.progress import Progress, silent
 from softgap.signal.complexity import plane
 from softgap.signal.nulls import scored
 from softgap.trajectories import Study, Trajectories
@@ -71,7 +71,7 @@ def analyze(
         Called with what is being done and the share of it that is done.
     """
     settings = Settings(mechanism, quantity, transform, order, delay, segment, ties, eligibility, alpha, seed)
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     tell("looking through the study", 0.0)
     samples = samples_of([study] if isinstance(study, Trajectories) else study, settings)
     return _found(samples, settings, _source(study), tell)

@@ -12,16 +12,15 @@ from jaxtyping import Bool, Float64, Int64
 
 from softgap.analysis.pattern_counts import HELD
 from softgap.analysis.preregistration import ComparisonPlan
-from softgap.analysis.series import CONTROL, Cut
+from softgap.analysis.series import CONTROL_TRANSFORM, Cut
 from softgap.errors import ValueInputError, unknown_name
 from softgap.signal import pattern_counts
 from softgap.signal.complexity import plane
 from softgap.signal.patterns import least_windows
 from softgap.trajectories import Study, Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["FeatureTable", "Mode", "feature_table"]
-
-_CONTROLLER = "uniform"
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tup
         windows = max(0, Cut(transform, segment).length(shortest) - (order - 1))
         least = least_windows(plan.eligibility, order)
         mode = Mode(name, feature, transform, order, segment, windows)
-        if transform == CONTROL and (name == _CONTROLLER or _CONTROLLER not in run.mechanisms):
-            skipped[str(mode)] = f"it subtracts '{_CONTROLLER}' from another mechanism"
+        if transform == CONTROL_TRANSFORM and (name == BASELINE or BASELINE not in run.mechanisms):
+            skipped[str(mode)] = f"it subtracts '{BASELINE}' from another mechanism"
         elif windows < least:
             skipped[str(mode)] = f"the shortest sample has {windows} windows and {least} are needed; set min_steps"
         else:
@@ -156,7 +155,7 @@ def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: Compariso
     def taken(name: str) -> np.ndarray:
         return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
 
-    series = taken(mechanism) - taken(_CONTROLLER) if control else taken(mechanism)
+    series = taken(mechanism) - taken(BASELINE) if control else taken(mechanism)
     bad = ~np.isfinite(series)
     if bad.any():
         head, step = (int(i) for i in np.argwhere(bad)[0])
@@ -192,7 +191,7 @@ def _fill(
         for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in mine if m.order):
             if transform == "residual":
                 continue
-            source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL else series
+            source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL_TRANSFORM else series
             left = Cut(transform, segment)([source], [run.positions])[0]
             ties = max(
                 ties,

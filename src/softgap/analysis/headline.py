@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from softgap.trajectories import Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
-    "CONTROL",
     "FITTED",
     "NO_GAP",
     "UNKNOWN",
@@ -31,7 +31,7 @@ __all__ = [
     "held_out_sentence",
 ]
 
-FITTED, CONTROL, CLASSICAL = "fitted", "uniform", "elu1"
+FITTED, CLASSICAL = "fitted", "elu1"
 FIRST, BLOCK, FEWEST = 64, 16, 32
 RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
@@ -161,12 +161,12 @@ def _hundredths(share: float) -> str:
 
 def gap_sums(run: Trajectories) -> GapSums | None:
     """The sums of one run by blocks of steps; None where fitted or its control was not measured."""
-    if not {FITTED, CONTROL} <= set(run.mechanisms):
+    if not {FITTED, BASELINE} <= set(run.mechanisms):
         return None
     kept = gap_steps(run)
     absent = np.full((len(run.layers), run.divergence.shape[1], run.n_steps), np.nan)
     found = np.stack(
-        [run.select(name).divergence if name in run.mechanisms else absent for name in (FITTED, CONTROL, CLASSICAL)]
+        [run.select(name).divergence if name in run.mechanisms else absent for name in (FITTED, BASELINE, CLASSICAL)]
     )[..., kept].astype(np.float64)
     if not found.shape[-1]:
         return None

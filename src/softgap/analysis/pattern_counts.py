@@ -11,6 +11,7 @@ from jaxtyping import Float64, Int, Int64
 
 from softgap.analysis.dynamics_findings import SystemPoint
 from softgap.analysis.series import Cut, Samples, Settings, transformed
+from softgap.progress import Progress
 from softgap.signal import ordinal_patterns, pattern_counts, simulate, systems
 from softgap.signal.complexity import plane
 from softgap.signal.estimates import centred_interval, resampled_entropies, usual_block
@@ -21,7 +22,6 @@ __all__ = [
     "Counted",
     "Geometry",
     "Moments",
-    "Progress",
     "count_patterns",
     "known_points",
     "moments_of",
@@ -207,9 +207,6 @@ HELD = 2**25
 
 
 _COUNTS = 2**26
-
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,17 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int
 
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
+from softgap.inputs import checked_count, checked_share
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
 from softgap.signal.patterns import checked_batch, least_windows
 from softgap.signal.transforms import fewest_steps
-from softgap.signal.validation import checked_count, checked_share
 from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.validation import BASELINE
 
-__all__ = ["CONTROL", "Cut", "Samples", "Settings", "samples_of", "transformed"]
+__all__ = ["CONTROL_TRANSFORM", "Cut", "Samples", "Settings", "samples_of", "transformed"]
 
 
-CONTROL = "control"
+CONTROL_TRANSFORM = "control"
 
 
 """The transform that subtracts, step by step, the same quantity of the mechanism `uniform`.
@@ -38,8 +39,8 @@ class Cut:
     segment: str
 
     def __post_init__(self) -> None:
-        if self.transform not in (*TRANSFORMS, CONTROL):
-            raise unknown_name("transform", self.transform, (*TRANSFORMS, CONTROL))
+        if self.transform not in (*TRANSFORMS, CONTROL_TRANSFORM):
+            raise unknown_name("transform", self.transform, (*TRANSFORMS, CONTROL_TRANSFORM))
         if self.segment not in SEGMENTS:
             raise unknown_name("segment", self.segment, SEGMENTS)
 
@@ -51,7 +52,7 @@ class Cut:
     @property
     def _own(self) -> str:
         # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
-        return "raw" if self.transform == CONTROL else self.transform
+        return "raw" if self.transform == CONTROL_TRANSFORM else self.transform
 
     def length(self, steps: int) -> int:
         """Steps that are left of so many; 0 where they are too few for the transform or the segment."""
@@ -130,9 +131,6 @@ class Settings:
         return {**values, "mechanism": mechanism, "least_windows": self.least}
 
 
-_CONTROLLER = "uniform"
-
-
 @dataclass(frozen=True, eq=False)
 class Sample:
     """The heads of one sample, padding left out."""
@@ -171,12 +169,12 @@ class Samples:
 
     def controlled(self) -> Samples:
         """The same with the control subtracted."""
-        if _CONTROLLER not in self.mechanisms or self.mechanism == _CONTROLLER:
+        if BASELINE not in self.mechanisms or self.mechanism == BASELINE:
             raise ValueInputError(
-                f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "
+                f"transform '{CONTROL_TRANSFORM}' subtracts '{BASELINE}' from another mechanism of the study, got "
                 f"'{self.mechanism}' of {', '.join(self.mechanisms)}; measure both or use transform 'residual'"
             )
-        return replace(self, control=_CONTROLLER)
+        return replace(self, control=BASELINE)
 
     def __iter__(self) -> Iterator[Sample]:
         for run in self.runs:
@@ -228,14 +226,14 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
     found = Samples(
         runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
     )
-    if settings.transform == CONTROL:
+    if settings.transform == CONTROL_TRANSFORM:
         found.controlled()  # refused before anything is read
     return found
 
 
 def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
     """The series of some heads after the cut, one used sample after the other."""
-    if cut.transform == CONTROL:
+    if cut.transform == CONTROL_TRANSFORM:
         samples = samples.controlled()
     chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
     kept = ((sample.series[heads], sample.positions) for sample in chosen)

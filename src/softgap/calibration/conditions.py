@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
-from softgap.calibration.held_out import Closed, compared, gap_closed
+from softgap.calibration.held_out import compared, gap_closed
 from softgap.calibration.texts import Corpus
+from softgap.intervals import Interval
 from softgap.models.loading import Model, Tokenizer
 from softgap.probe.arguments import takes_positions
 
@@ -185,7 +186,7 @@ def elsewhere(
     *,
     seed: int = 0,
     report: Callable[[float], None] = lambda share: None,
-) -> Mapping[str, Closed]:
+) -> Mapping[str, Interval]:
     """The share of the gap that the fitted map closes by condition, from position 64 on.
 
     ``text of the fit`` and ``held-out text`` are passages of equal length; ``after a BOS token``, ``as a chat message``
@@ -227,7 +228,7 @@ def _as_message(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _closed(model: Model, reading: _Reading, fitted: Mechanism, rng: np.random.Generator) -> Closed | None:
+def _closed(model: Model, reading: _Reading, fitted: Mechanism, rng: np.random.Generator) -> Interval | None:
     offsets = reading.offsets or [0] * len(reading.sequences)
     runs = [
         compared(model, ids, [fitted, "uniform"], offset=offset)

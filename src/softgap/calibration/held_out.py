@@ -18,6 +18,7 @@ from softgap.calibration.activations import Gathered
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
+from softgap.intervals import Interval
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.arguments import takes_positions
@@ -27,7 +28,6 @@ from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
 
 __all__ = [
-    "Closed",
     "HeldLayer",
     "HeldOut",
     "compared",
@@ -56,15 +56,6 @@ SINK = 0.5
 
 
 SINKS, OTHERS = "first token over half", "first token at most half"
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A share of the gap, with the middle 95 % over resampled texts (equal to it where there is one text only)."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -100,10 +91,10 @@ class HeldOut:
     The last three are empty or None in a calibration that an earlier version of softgap wrote.
     """
 
-    gap_closed: Mapping[str, Closed]
-    against: Mapping[str, Closed]
-    by_position: Mapping[str, Closed]
-    by_sink: Mapping[str, Closed]
+    gap_closed: Mapping[str, Interval]
+    against: Mapping[str, Interval]
+    by_position: Mapping[str, Interval]
+    by_sink: Mapping[str, Interval]
     by_head: tuple[tuple[float | None, ...], ...]
     explained: float
     texts: int
@@ -114,12 +105,13 @@ class HeldOut:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self)
+        shares = {name: {key: share.to_json() for key, share in getattr(self, name).items()} for name in _CLOSED}
+        return {**asdict(self), **shares}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeldOut:
         """From plain data."""
-        closed = {name: {key: Closed(**value) for key, value in data[name].items()} for name in _CLOSED}
+        closed = {name: {key: Interval(**value) for key, value in data[name].items()} for name in _CLOSED}
         closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda one: int(one[0].split("-")[0])))
         return cls(
             **closed,
@@ -146,8 +138,11 @@ def gap_closed(
     positions: range | None = None,
     *,
     rng: np.random.Generator,
-) -> Closed | None:
-    """1 - mean(fitted) / mean(uniform) over the texts that reach these positions; None where none does."""
+) -> Interval | None:
+    """1 - mean(fitted) / mean(uniform) over the texts that reach these positions; None where none does.
+
+    The interval is the middle 95 % over resampled texts. It has no width where there is one text only.
+    """
     chosen = range(FIRST, 2**62) if positions is None else positions
     pairs = [
         (a[..., chosen.start : chosen.stop], b[..., chosen.start : chosen.stop])
@@ -160,7 +155,7 @@ def gap_closed(
     drawn = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
     low, high = np.quantile(1 - drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
     top, bottom = sums.sum(axis=0)
-    return Closed(float(1 - top / bottom), float(low), float(high))
+    return Interval(float(1 - top / bottom), float(low), float(high))
 
 
 def compared(
@@ -244,7 +239,7 @@ def judge(
     )
 
 
-def _present(found: Mapping[str, Closed | None]) -> dict[str, Closed]:
+def _present(found: Mapping[str, Interval | None]) -> dict[str, Interval]:
     return {name: closed for name, closed in found.items() if closed is not None}
 
 
@@ -335,7 +330,7 @@ def feature_curve(
     *,
     workers: int = 1,
     report: Callable[[float], None] = lambda share: None,
-) -> Mapping[str, Closed]:
+) -> Mapping[str, Interval]:
     """The share of the gap closed on held-out text by number of features, in these layers.
 
     It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps. ``workers`` of

@@ -6,10 +6,11 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gather
 from softgap.calibration.conditions import elsewhere
 from softgap.calibration.fit import Maps, Recipe, fit_maps
-from softgap.calibration.held_out import Closed, HeldOut, feature_curve, judge, some_layers
-from softgap.calibration.parts import Parts
+from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
+from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
 from softgap.errors import StoreError, ValueInputError
+from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path
-from softgap.models.console import Report
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
@@ -39,6 +40,8 @@ from softgap.models.tensor_files import (
     save_calibration,
 )
 from softgap.probe.layout import layer_rotations
+from softgap.progress import Progress, silent
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -68,9 +71,9 @@ class Calibration:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     held_out: HeldOut
-    elsewhere: Mapping[str, Closed]
+    elsewhere: Mapping[str, Interval]
     ladders: Ladders
-    curve: Mapping[str, Closed]
+    curve: Mapping[str, Interval]
 
     def __repr__(self) -> str:
         found = held_out_summary(self.held_out.to_json())
@@ -109,9 +112,9 @@ class Calibration:
         return {
             "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
-            "elsewhere": {name: asdict(closed) for name, closed in self.elsewhere.items()},
+            "elsewhere": {name: share.to_json() for name, share in self.elsewhere.items()},
             "ladders": self.ladders.to_json(),
-            "curve": {name: asdict(closed) for name, closed in self.curve.items()},
+            "curve": {name: share.to_json() for name, share in self.curve.items()},
         }
 
     @classmethod
@@ -125,7 +128,7 @@ class Calibration:
             ladders = Ladders.from_json(metadata.pop("ladders"))
             metadata.pop("summary", None)
             elsewhere, curve = (
-                {key: Closed(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
+                {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StoreError(
@@ -153,7 +156,7 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
-JUDGED_BY = ("elu1", "uniform")
+JUDGED_BY = ("elu1", BASELINE)
 
 
 CONTROLS = ("mean_ablation", "profile")
@@ -172,7 +175,7 @@ def calibrate(
     minutes: float | None = None,
     positions: int | None = None,
     out: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Calibration:
     """Fit a linear attention to each head of a model, so that ``fitted`` is a mechanism for it.
 
@@ -205,7 +208,7 @@ def calibrate(
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
-    parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    layers = _FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
@@ -217,17 +220,62 @@ def calibrate(
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
         if minutes is not None:
-            recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
-        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+            recipe = replace(recipe, steps=layers.steps(partial(_steps_for, minutes, gathered, recipe)))
+        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, layers, progress))
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
     calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
-    parts.remove()
+    layers.remove()
     return calibration
 
 
-def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
+class _FittedLayers:
+    """Layers of an unfinished calibration, on disk beside its target.
+
+    Parameters
+    ----------
+    target
+        Where the finished calibration goes.
+    settings
+        Everything the layers depend on: those fitted under other settings are not used.
+    """
+
+    def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = checkpoint_folder(target)
+        self._key = settings_key(settings)
+
+    def load(self, layer: int) -> Maps | None:
+        """A layer that was fitted before under the same settings."""
+        try:
+            stored = load_calibration(self._path(layer))
+        except StoreError:  # not there, or cut off by a crash: fitted again
+            return None
+        return Maps(**stored.tensors) if stored.metadata.get("key") == self._key else None
+
+    def save(self, layer: int, maps: Maps) -> None:
+        """Write a fitted layer."""
+        save_calibration(self._path(layer), maps.tensors(), {"key": self._key})
+
+    def steps(self, choose: Callable[[], int]) -> int:
+        """The number of steps, chosen once so that a resumed fit uses the same."""
+        path = self._folder / f"steps-{self._key}"
+        try:
+            return int(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there, or cut off by a crash: chosen again
+            chosen = choose()
+        write_whole(path, str(chosen))
+        return chosen
+
+    def remove(self) -> None:
+        """Delete the layers: the calibration is whole."""
+        remove_checkpoints(self._folder)
+
+    def _path(self, layer: int) -> Path:
+        return self._folder / f"layer-{layer:04d}.safetensors"
+
+
+def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
     wanted = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
@@ -254,7 +302,7 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
+def _fitted_layers(gathered: Gathered, recipe: Recipe, stored: _FittedLayers, progress: Progress) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
@@ -263,7 +311,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
     state = _Progress(layers, recipe.steps, progress)
 
     def fitted(layer: int) -> Maps:
-        maps, site = parts.load(layer), gathered.sites[layer]
+        maps, site = stored.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
             state.layer_done(*_gap(gathered.shown(layer), site, maps))
@@ -278,7 +326,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
             layer=layer,
             report=state.step,
         )
-        parts.save(layer, maps)
+        stored.save(layer, maps)
         state.layer_done(*_gap(gathered.shown(layer), site, maps))
         return maps
 
@@ -306,7 +354,7 @@ def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
 class _Progress:
     """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
 
-    def __init__(self, layers: int, steps: int, progress: Report) -> None:
+    def __init__(self, layers: int, steps: int, progress: Progress) -> None:
         self._layers, self._steps, self._progress = layers, layers * steps, progress
         self._done, self._finished = 0, 0
         self._mine, self._uniform = 0.0, 0.0
@@ -390,8 +438,8 @@ def _judged(
     tensors: dict[str, Tensor],
     metadata: dict[str, Any],
     seed: int,
-    curve: Mapping[str, Closed],
-    progress: Report,
+    curve: Mapping[str, Interval],
+    progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
     fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
@@ -422,7 +470,9 @@ def _judged(
     return Calibration(tensors, metadata, held_out, other, climbed, curve)
 
 
-def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
+def _curve(
+    model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> Mapping[str, Interval]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with _one_thread_each() as workers:

@@ -78,9 +78,9 @@ def analyze_command(
 
 def _analyze(study: str, settings: dict[str, Any]) -> Findings:
     from softgap.analysis import analyze
-    from softgap.cli.render.output import waiting_share
+    from softgap.progress import show_progress
     from softgap.trajectories import open_study
 
     opened = open_study(study)
-    with waiting_share("analysing") as show:
-        return analyze(opened, **settings, progress=show)
+    with show_progress("analysing") as report:
+        return analyze(opened, **settings, progress=report)

@@ -15,7 +15,8 @@ from softgap.cli.render.heatmap import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.calibration import Calibration, Closed, Ladders
+    from softgap.calibration import Calibration, Ladders
+    from softgap.intervals import Interval
 
 __all__ = ["calibrate_command"]
 
@@ -88,11 +89,12 @@ def _fit(
     from softgap.calibration import Recipe, calibrate
     from softgap.models import load_model
     from softgap.models.calibrations import calibration_path
-    from softgap.models.console import quiet_transformers, reporter
+    from softgap.models.verbosity import quiet_transformers
+    from softgap.progress import show_progress
 
     recipe = Recipe(**settings)
     loaded = load_model(model, **options)
-    with quiet_transformers(downloads=False), reporter(True) as report:
+    with quiet_transformers(downloads=False), show_progress() as report:
         try:
             calibration = calibrate(
                 *loaded,
@@ -164,7 +166,7 @@ def _table(calibration: Calibration) -> Table:
     return table
 
 
-def _cells(closed: Closed) -> tuple[str, str]:
+def _cells(closed: Interval) -> tuple[str, str]:
     one_text = closed.low == closed.high
     return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
 

@@ -164,16 +164,16 @@ def _compare(
     study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
-    from softgap.cli.render.output import waiting_share
+    from softgap.progress import show_progress
     from softgap.tasks import read_labels
 
     others = None if second is None else read_labels(second)
-    with waiting_share("comparing") as show:
+    with show_progress("comparing") as report:
         return compare_study(
             study,
             plan,
             planned=source,
             open_confirmation=open_confirmation,
             second=others,
-            progress=show,
+            progress=report,
         )

@@ -79,19 +79,19 @@ def _check_installation(as_json: bool) -> int:
 
 
 def _run_gates(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
-    from softgap.cli.render.output import waiting
     from softgap.errors import unknown_name
     from softgap.gates import doctor
     from softgap.gates.model import GATES
     from softgap.models import load_model
+    from softgap.progress import show_progress
 
     for name in gates or ():
         if name not in GATES:
             raise unknown_name("gate", name, GATES)
     loaded = load_model(model, dtype=dtype, device=device, attn=attn)
     names = list(gates or GATES)
-    with waiting("checking", len(names)) as show:
-        return doctor(*loaded, gates=names, progress=lambda name: show(f"gate {name}", names.index(name)))
+    with show_progress("checking", items=len(names)) as report:
+        return doctor(*loaded, gates=names, progress=report)
 
 
 def _table(diagnosis: Diagnosis) -> Table:

@@ -127,15 +127,15 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
 
 
 def _train(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
-    from softgap.cli.render.output import waiting_share
+    from softgap.progress import show_progress
     from softgap.theory.separation.training import Training, train_all
 
-    with waiting_share("training") as show:
+    with show_progress("training") as report:
         return train_all(
             tasks,
             mechanisms,
             seeds=seeds,
             training=Training(steps=steps),
             folder=None if out is None else Path(out).expanduser() / "cells",
-            progress=show,
+            progress=report,
         )

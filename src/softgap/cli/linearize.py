@@ -174,20 +174,20 @@ def _search(
     out: Path,
     options: dict[str, Any],
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    import shutil
-
+    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
     from softgap.models.calibrations import calibrated
-    from softgap.models.console import quiet_transformers, reporter
+    from softgap.models.verbosity import quiet_transformers
     from softgap.probe.layout import attention_layers
+    from softgap.progress import show_progress
 
     check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
     check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
-    parts = out.with_name(f"{out.name}.parts")
-    with quiet_transformers(downloads=False), reporter(True) as report:
+    parts = checkpoint_folder(out)
+    with quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated(loaded), "elu1")[0]
         chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
@@ -195,7 +195,7 @@ def _search(
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)
-    shutil.rmtree(parts, ignore_errors=True)
+    remove_checkpoints(parts)
     layers = attention_layers(loaded)
     _document(plan, layers, out)
     return plan, layers

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from softgap.study import StudySettings
 
 __all__ = [
-    "CONTROL",
     "Attn",
     "CommandWithAliases",
     "Device",
@@ -44,10 +43,6 @@ __all__ = [
     "plain_text",
     "with_control",
 ]
-
-
-CONTROL = "uniform"
-"""The mechanism that every measurement has besides those a user names."""
 
 
 _MODEL_HELP = "Model: smollm2-135m (embedded, the default), a hub id (org/name), a model folder or a .gguf file."
@@ -248,7 +243,9 @@ def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
     """The mechanisms a user named and the control, without which a divergence says little; None if none was named."""
     if not named:
         return None
-    return tuple(named) if CONTROL in named else (*named, CONTROL)
+    from softgap.trajectories.validation import BASELINE
+
+    return tuple(named) if BASELINE in named else (*named, BASELINE)
 
 
 def default_out(text: str) -> str:

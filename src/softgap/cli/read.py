@@ -110,14 +110,13 @@ def _read(
     overwrite: bool,
 ) -> None:
     """Check, load, then read and save one sample after the other; what is finished stays, whatever comes after."""
-    from softgap.cli.render.output import waiting
+    from softgap.progress import show_progress
     from softgap.study import Observer, check_run, measure
 
     check_run(prompts, out, settings, mode="replay", overwrite=overwrite)
     loaded = settings.load()
     stage = "reading and measuring"
-    # A plain text is one sample: it has a spinner, and samples of a file a bar.
-    with waiting(stage, len(prompts) if source else None) as show:
+    with show_progress(stage, items=len(prompts)) as report:
         measure(
             prompts,
             out,
@@ -126,5 +125,5 @@ def _read(
             loaded=loaded,
             source=source,
             overwrite=overwrite,
-            observer=Observer(on_run=on_run, on_progress=lambda done, total, seconds: show(stage, done)),
+            observer=Observer(on_run=on_run, on_progress=lambda _, share: report(stage, share)),
         )

@@ -56,11 +56,12 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline."""
-    from softgap.cli.render.output import find_browser, open_file, waiting_share
+    from softgap.cli.render.output import find_browser, open_file
+    from softgap.progress import show_progress
     from softgap.report import write_explorer
 
     browser = find_browser() if open_it else None
-    with waiting_share("reading the study") as tell:
+    with show_progress("reading the study") as report:
         written = write_explorer(
             study,
             out,
@@ -68,7 +69,7 @@ def report_command(
             heads=heads or (),
             calibration=calibration,
             overwrite=overwrite,
-            progress=tell,
+            progress=report,
         )
     _present(written, study, as_json=as_json)
     if browser is not None:

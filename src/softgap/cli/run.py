@@ -81,7 +81,7 @@ def run_command(
 
 def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
     """Check, load, generate and save."""
-    from softgap.cli.render.output import waiting
+    from softgap.progress import show_waiting
     from softgap.study import Observer, check_run, measure
     from softgap.tasks import Prompt
 
@@ -89,7 +89,7 @@ def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) 
     runs: list[Trajectories] = []
     check_run(prompts, out, settings, mode="live", overwrite=overwrite)
     loaded = settings.load()
-    with waiting("generating and measuring"):
+    with show_waiting("generating and measuring"):
         measure(
             prompts,
             out,

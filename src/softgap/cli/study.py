@@ -56,17 +56,17 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measurin
     if measuring.dry_run:
         _show_estimate(_estimated(prompts, out, settings), out, as_json=measuring.as_json)
         return
-    from softgap.cli.render.output import waiting
+    from softgap.progress import show_progress
     from softgap.study import run_study
 
-    with waiting("measuring", len(prompts), rate="samples") as show:
+    with show_progress("measuring", items=len(prompts), unit="samples") as report:
         result = run_study(
             prompts,
             out,
             settings,
             engine=measuring.engine,
             address=measuring.ray_address,
-            progress=lambda done, total, seconds: show("measuring", done),
+            progress=report,
         )
     _show_result(result, as_json=measuring.as_json)
     if not result.measured:
@@ -74,15 +74,15 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measurin
 
 
 def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
-    from softgap.cli.render.output import waiting
-    from softgap.models.console import quiet_transformers
+    from softgap.models.verbosity import quiet_transformers
+    from softgap.progress import show_waiting
     from softgap.study import estimate_study, plan_study
     from softgap.trajectories.folder import Folder
     from softgap.trajectories.writer import check_new_study
 
     check_new_study(Folder.at(out))
     loaded = settings.load()
-    with waiting("timing a batch"), quiet_transformers(downloads=False):
+    with show_waiting("timing a batch"), quiet_transformers(downloads=False):
         return estimate_study(plan_study(prompts, loaded, settings), loaded)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from softgap.models.cache import cache_dir
 from softgap.models.catalogue import embedded_copy, package_file
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
+from softgap.progress import Progress, silent
 
 __all__ = ["Diagnosis", "Part", "doctor", "installation"]
 
@@ -62,7 +63,7 @@ def doctor(
     *,
     gates: Sequence[str] | None = None,
     repeats: int = 50,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Run the gates on a model.
 
@@ -75,7 +76,7 @@ def doctor(
     repeats
         Generations of the stability gate.
     progress
-        Called with the name of each gate before it runs.
+        Called with the name of each gate before it runs, and the share of gates that are done.
     """
     check_measurable(model)
     names = list(GATES) if gates is None else list(as_items(gates))
@@ -83,10 +84,10 @@ def doctor(
         if name not in GATES:
             raise unknown_name("gate", name, GATES)
     subject = Subject(model, _ids(model, tokenizer), repeats=repeats)
+    report = progress or silent
     outcomes = []
-    for name in names:
-        if progress is not None:
-            progress(name)
+    for number, name in enumerate(names):
+        report(f"gate {name}", number / len(names))
         outcomes.append(_outcome(name, subject))
     manifest = manifest_of(model, ())
     return Diagnosis(manifest.model, manifest.weights, manifest.dtype, manifest.backend, tuple(outcomes))

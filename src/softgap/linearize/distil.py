@@ -29,10 +29,10 @@ from softgap.errors import ValueInputError
 from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
 from softgap.linearize.output_correction import repaired
 from softgap.linearize.sequences import Passages
-from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import digest_of
+from softgap.progress import Progress, silent
 
 __all__ = ["tuned"]
 
@@ -54,7 +54,7 @@ def tuned(
     learning_rate: float = LEARNING_RATE,
     maps: bool = True,
     seed: int = 0,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Substitute:
     """The substitute with its numbers trained for these heads, all of them swapped together.
 

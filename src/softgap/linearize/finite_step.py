@@ -12,8 +12,8 @@ from softgap.intervene.swap import Substitute
 from softgap.linearize.impact import impact_on
 from softgap.linearize.scores import Scores
 from softgap.linearize.sequences import Passages
-from softgap.models.console import Report
 from softgap.models.loading import Model
+from softgap.progress import Progress, silent
 
 __all__ = ["with_finite_steps"]
 
@@ -26,7 +26,7 @@ def with_finite_steps(
     name: str = "gradient+fisher",
     *,
     top: int = 16,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Scores:
     """Add the score ``name`` + " corrected": the measured rise in loss for the ``top`` heads, which stay on top.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
-from softgap.checkpoints import Kept
+from softgap.checkpoints import Checkpoints
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
@@ -22,11 +22,11 @@ from softgap.linearize.impact import mean_outputs
 from softgap.linearize.output_correction import repaired
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
-from softgap.models.console import Report
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
+from softgap.progress import Progress, silent
 
 __all__ = ["BEST", "Budget", "Frontier", "Point", "Unit", "frontier", "ordered", "random_order", "taken", "units_of"]
 
@@ -121,7 +121,10 @@ class Frontier:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        points = [asdict(point) for point in self.points]
+        points = [
+            {**asdict(point), "change": {name: change.to_json() for name, change in point.change.items()}}
+            for point in self.points
+        ]
         return {"by": self.by, "original": dict(self.original), "points": points, "settings": dict(self.settings)}
 
     def curve(self, order: str, mechanism: str | None = None) -> list[Point]:
@@ -234,7 +237,7 @@ def frontier(
     fit_asked: Passages | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Frontier:
     """Swap more and more heads, in several orders.
 
@@ -276,9 +279,9 @@ def frontier(
         settings["fit_asked"] = digest_of_passages(fit_asked)
     expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
-    scored = Kept(folder, {name: value for name, value in settings.items() if name not in MEASURED})
+    scored = Checkpoints(folder, {name: value for name, value in settings.items() if name not in MEASURED})
     walk = _Walk(
-        model, fit, fit_asked, held_out, asked, one, units, Kept(folder, settings), scored, seed, tune, progress,
+        model, fit, fit_asked, held_out, asked, one, units, Checkpoints(folder, settings), scored, seed, tune, progress,
         expected,
     )  # fmt: skip
     also = (PLAIN, *(REPAIRED,) * repair)
@@ -306,17 +309,17 @@ class _Walk:
     asked: Passages | None
     one: Substitute
     units: Sequence[Unit]
-    kept: Kept
-    scored: Kept
+    kept: Checkpoints
+    scored: Checkpoints
     seed: int
     tune: int
-    progress: Report
+    progress: Progress
     expected: int
     points: list[Point] = field(default_factory=list)
     ablation: Substitute | None = None
 
     def __post_init__(self) -> None:
-        self.original = Reading.from_json(self.kept.made("original", lambda: self._read([], None)))
+        self.original = Reading.from_json(self.kept.find_or_make("original", lambda: self._read([], None)))
 
     def _read(self, heads: list[Head], used: Substitute | None) -> dict[str, Any]:
         return read_swapped(self.model, self.held_out, self.asked, heads, used).to_json()
@@ -337,7 +340,7 @@ class _Walk:
             )  # fmt: skip
             return {"heads": found.heads, "values": {name: found.values[name].tolist() for name in names}}
 
-        data = self.scored.made(["scores", list(names), sorted(swapped)], make)
+        data = self.scored.find_or_make(["scores", list(names), sorted(swapped)], make)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
         return Scores(heads, {name: np.asarray(values) for name, values in data["values"].items()})
 
@@ -371,7 +374,7 @@ class _Walk:
                 return self._read(heads, self._used(kind, heads))
 
             name = ["point", heads, kind == REPAIRED, kind == ABLATED, *([self.tune] if kind == TUNED else [])]
-            reading = Reading.from_json(self.kept.made(name, make))
+            reading = Reading.from_json(self.kept.find_or_make(name, make))
             change = reading.change_from(self.original, seed=self.seed)
             called = "mean_ablation" if kind == ABLATED else self.one.name + f", {kind}" * (kind != PLAIN)
             self.points.append(Point(order, called, n, len(heads), n / len(self.units), change))

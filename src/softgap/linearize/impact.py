@@ -32,7 +32,6 @@ from softgap.linearize.sequences import (
     passages_of,
     read_original,
 )
-from softgap.models.console import Report
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
@@ -40,6 +39,7 @@ from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.tap import AttentionCall, replaced
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
+from softgap.progress import Progress, silent
 
 __all__ = ["Impact", "impact", "impact_on", "mean_outputs"]
 
@@ -194,7 +194,7 @@ def impact(
     recalls: int = 8,
     seed: int = 0,
     reuse: bool = True,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Impact:
     """Swap every head alone and see what the model loses.
 
@@ -237,7 +237,7 @@ def impact_on(
     heads: Sequence[Head] | None = None,
     seed: int = 0,
     reuse: bool = True,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Impact:
     """The same on passages and lookups that are given; see :func:`impact`."""
     check_measurable(model)

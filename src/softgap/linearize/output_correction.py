@@ -24,12 +24,12 @@ from softgap.errors import ValueInputError
 from softgap.intervene.layerwise import Walk
 from softgap.intervene.swap import Head, Part, Readout, Substitute, heads_by_layer, part_of, substitute
 from softgap.linearize.sequences import Passages
-from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
+from softgap.progress import Progress, silent
 
 __all__ = ["RIDGE", "repaired", "ridge_map"]
 
@@ -43,7 +43,7 @@ def repaired(
     mechanism: str | Mechanism | Substitute,
     *,
     ridge: float = RIDGE,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Substitute:
     """The substitute with a readout fitted for these heads, all of them swapped together.
 

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Plan:
             "groups": self.groups,
             "layers": self.layers,
             "original": dict(self.original),
-            "expected": {name: asdict(interval) for name, interval in self.expected.items()},
+            "expected": {name: interval.to_json() for name, interval in self.expected.items()},
             "recall": dict(self.recall),
             "memory": dict(self.memory),
             "parameters": None if parameters is None else {"file": parameters.name, "digest": digest_of(tensors)},

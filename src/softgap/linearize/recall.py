@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from softgap.checkpoints import Kept
+from softgap.checkpoints import Checkpoints
 from softgap.intervals import interval_of
 from softgap.intervene.swap import Head, Substitute
 from softgap.linearize.sequences import Passages, Reading, digest_of_passages, joined_readings, read_swapped
@@ -46,7 +46,7 @@ class RecallTest:
     model: Model
     draw: Callable[[int, int], Passages]
     lists: int | None = None
-    kept: Kept = field(default_factory=lambda: Kept(None, {}))
+    kept: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
     _drawn: list[Passages] = field(default_factory=list, init=False)
@@ -73,7 +73,7 @@ class RecallTest:
             def make(block: Passages = block) -> dict[str, list[float]]:
                 return read_swapped(self.model, None, block, heads, chosen() if heads else None).to_json()
 
-            found.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_passages(block)], make)))
+            found.append(Reading.from_json(self.kept.find_or_make(["recall", heads, digest_of_passages(block)], make)))
             self.report(sum(len(part.recall) for part in found))
         return joined_readings(found[:blocks])
 

@@ -17,13 +17,13 @@ from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute
 from softgap.linearize.sequences import Passages
-from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.softmax import softmax_rows
 from softgap.probe.tap import AttentionCall, replaced, tapped
 from softgap.probe.visibility import VisibleSets
+from softgap.progress import Progress, silent
 
 __all__ = ["SCORES", "Scores", "beside", "head_scores"]
 
@@ -136,7 +136,7 @@ def head_scores(
     samples: int = SAMPLES,
     steps: int = STEPS,
     seed: int = 0,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Scores:
     """Score every head for a swap by a mechanism.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
-from softgap.checkpoints import Kept
+from softgap.checkpoints import Checkpoints
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
@@ -38,11 +38,11 @@ from softgap.linearize.sequences import (
     passages_of,
     read_swapped,
 )
-from softgap.models.console import Report
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
+from softgap.progress import Progress, silent
 
 __all__ = ["check_search", "find_plan"]
 
@@ -71,7 +71,7 @@ def find_plan(
     recalls: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
-    progress: Report = lambda stage, fraction: None,
+    progress: Progress = silent,
 ) -> Plan:
     """The largest plan whose rise in loss, and drop in recall where that is limited, stay within the budget.
 
@@ -115,7 +115,7 @@ def find_plan(
     limited = limits.recall is not None
     text = _parts(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
     settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
-    kept = Kept(folder, settings)
+    kept = Checkpoints(folder, settings)
     choose = RecallTest(model, partial(lists, CHOOSE), recalls, kept, seed) if limited else None
     search = _Search(model, text, one, settings, kept, progress, choose)
     order = _order(model, text, one, settings, kept, progress)
@@ -186,7 +186,7 @@ def _parts(read: Passages, asked: Passages | None) -> _Text:
 
 
 def _order(
-    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Checkpoints, progress: Progress
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
@@ -206,7 +206,7 @@ def _order(
         )
         return {"heads": found.heads, "score": found.mean(name).tolist()}
 
-    scores = kept.made(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
+    scores = kept.find_or_make(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
     return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
@@ -220,8 +220,8 @@ class _Search:
         text: _Text,
         one: Substitute,
         settings: dict[str, Any],
-        kept: Kept,
-        progress: Report,
+        kept: Checkpoints,
+        progress: Progress,
         recall: RecallTest | None,
     ) -> None:
         self._model, self._text, self._one, self._recall = model, text, one, recall
@@ -268,11 +268,11 @@ class _Search:
             chosen = self.substitute(heads) if heads else None
             return read_swapped(self._model, self._text.choose, None, heads, chosen).to_json()
 
-        return Reading.from_json(self._kept.made(["set", heads], make))
+        return Reading.from_json(self._kept.find_or_make(["set", heads], make))
 
 
 def _largest(
-    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Report
+    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Progress
 ) -> Sequence[Head]:
     """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
     first = search.change(sets[1])

@@ -12,11 +12,12 @@ from softgap.errors import UnsupportedError
 from softgap.models.cache import cache_dir
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.tensor_files import StoredCalibration, load_calibration
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["calibrated", "calibration_path", "default_mechanisms", "equipped"]
 
 
-DEFAULT_MECHANISMS = ("elu1", "uniform")
+DEFAULT_MECHANISMS = ("elu1", BASELINE)
 
 
 def calibration_path(fingerprint: str) -> Path:

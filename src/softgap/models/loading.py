@@ -34,7 +34,6 @@ from transformers import (
 from softgap.errors import ModelError
 from softgap.models.cache import copy_folder, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256
-from softgap.models.console import Report, quiet_transformers, reporter
 from softgap.models.gguf import (
     LARGEST_CACHED,
     convert,
@@ -44,6 +43,8 @@ from softgap.models.gguf import (
     read_gguf,
 )
 from softgap.models.support import TAPPED_ATTENTION, refusal
+from softgap.models.verbosity import quiet_transformers
+from softgap.progress import Progress, bar_or_callback
 
 __all__ = ["load_model"]
 
@@ -156,7 +157,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     attn: str | None = None,
-    progress: Report | bool = True,
+    progress: Progress | bool = True,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
@@ -185,7 +186,7 @@ def load_model(
     downloads = bool(progress) and sys.stderr.isatty()
     options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
-    with reporter(progress) as report:
+    with bar_or_callback(progress) as report:
         if source.kind == "embedded":
             return _load_pretrained(source, embedded_folder(report), options)
         if source.kind == "gguf":
@@ -247,7 +248,7 @@ def _require_model_folder(folder: Path) -> None:
     raise ModelError(f"the folder '{folder}' is no model: it has no model.safetensors; give a folder with weights")
 
 
-def _load_gguf(source: _Source, path: Path, options: _Options, report: Report) -> Loaded:
+def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress) -> Loaded:
     """A GGUF file by way of its converted copy; a large one directly."""
     if path.stat().st_size > LARGEST_CACHED:
         model, tokenizer = read_gguf(path, report)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
+from softgap.progress import Progress
 from softgap.report.columns import Column, calibration_columns, read_columns, study_calibration
 from softgap.report.documents import (
     RESULT,
@@ -34,9 +35,6 @@ __all__ = ["Report", "explorer", "explorer_of", "notebook_html", "write_explorer
 
 
 _HEAD_BYTES = 4096
-
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)

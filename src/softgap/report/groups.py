@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy.stats import t as student
 
-from softgap.analysis.headline import CONTROL, gap_shares, gap_steps
+from softgap.analysis.headline import gap_shares, gap_steps
 from softgap.trajectories import Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["LEVEL", "Group", "Groups", "step_means"]
 
@@ -105,13 +106,13 @@ class Group:
 
     def gap_left(self) -> dict[str, Float64[np.ndarray, " head"]]:
         """The share of each head's gap that a mechanism leaves, by ``gap/mechanism``; none without the control."""
-        if CONTROL not in self.gap:
+        if BASELINE not in self.gap:
             return {}
-        uniform = self.gap[CONTROL]
+        uniform = self.gap[BASELINE]
         return {
             f"gap/{name}": gap_shares(total, uniform, self.gap_steps)
             for name, total in self.gap.items()
-            if name != CONTROL
+            if name != BASELINE
         }
 
 

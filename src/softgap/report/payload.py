@@ -13,6 +13,7 @@ from softgap.analysis import Findings, analyze
 from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline, held_out_sentence
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
+from softgap.progress import Progress, silent
 from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.groups import LEVEL, Group, Groups
@@ -29,6 +30,7 @@ from softgap.report.samples import (
 )
 from softgap.signal import complexity_bounds
 from softgap.trajectories import Manifest, Study, Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["OPENING", "Payload", "about", "dynamics", "opening_sentence", "payload"]
 
@@ -37,9 +39,6 @@ _NUMBERS = ("entropy", "low", "high", "z", "q", "complexity")
 
 
 _WORDS = ("nearest", "reason")
-
-
-Progress = Callable[[str, float], None]
 
 
 def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | None = None) -> dict[str, Any]:
@@ -73,9 +72,6 @@ def _columns(findings: Findings) -> dict[str, Any]:
 
 def _curve(entropy: np.ndarray, complexity: np.ndarray) -> list[list[float | None]]:
     return [list(point) for point in zip(round_values(entropy), round_values(complexity), strict=True)]
-
-
-_CONTROL = "uniform"
 
 
 def about(study: Study, first: Trajectories, embedded: int, keys: tuple[str, ...], whole: bool) -> list[list[str]]:
@@ -131,9 +127,9 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
         given = ", ".join(f"{key} {value}" for key, value in options.items())
         named.append(f"{name} ({given})" if given else name)
     control = (
-        f" {_CONTROL} is the baseline: the plain mean of all visible values, which ignores the query."
-        if _CONTROL in run.mechanisms
-        else f" The baseline {_CONTROL} was not measured, so mechanisms cannot be compared with it."
+        f" {BASELINE} is the baseline: the plain mean of all visible values, which ignores the query."
+        if BASELINE in run.mechanisms
+        else f" The baseline {BASELINE} was not measured, so mechanisms cannot be compared with it."
     )
     return f"{', '.join(named)}, each on the same queries, keys and values as softmax.{control}"
 
@@ -220,7 +216,7 @@ def payload(
     progress
         Called with what is being done and the share of it that is done.
     """
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     first = _first(study)
     chosen = select_samples(study, first, as_items(samples))
     arrays: list[Packed] = []

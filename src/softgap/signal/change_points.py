@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
+from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.signal.kernels import compiled
-from softgap.signal.validation import checked_count, checked_rng, checked_series, checked_share
+from softgap.signal.validation import checked_series
 
 __all__ = ["ChangePoints", "change_points"]
 

@@ -10,10 +10,11 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Float
 
+from softgap.inputs import checked_count, checked_share
 from softgap.signal.entropy import checked_q, log_where_positive, measured, probabilities, renyi, shannon
 from softgap.signal.patterns import Options, checked_batch, pattern_counts, sorting_patterns
 from softgap.signal.results import ComplexityEntropy, Entropy, FisherShannon, MissingPatterns, RenyiComplexity
-from softgap.signal.validation import checked_count, checked_order, checked_share
+from softgap.signal.validation import checked_order
 
 __all__ = [
     "ComplexityBounds",

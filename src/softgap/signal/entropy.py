@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ValueInputError
+from softgap.inputs import checked_count
 from softgap.signal.kernels import shannon_rows
 from softgap.signal.patterns import Batch, Block, Options, checked_batch
 from softgap.signal.results import Entropy
-from softgap.signal.validation import checked_count, checked_series
+from softgap.signal.validation import checked_series
 
 __all__ = [
     "WindowedEntropy",

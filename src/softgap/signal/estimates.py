@@ -10,11 +10,12 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.signal.entropy import measured
 from softgap.signal.kernels import resample_row, shannon_rows, stretch_rows
 from softgap.signal.patterns import Options, checked_batch, noise_spread
 from softgap.signal.results import Entropy, Measured
-from softgap.signal.validation import checked_count, checked_delay, checked_order, checked_rng, checked_share
+from softgap.signal.validation import checked_delay, checked_order
 
 __all__ = [
     "Interval",

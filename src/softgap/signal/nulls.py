@@ -16,13 +16,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.inputs import checked_count
 from softgap.signal.complexity import missing_fraction, statistical_complexity
 from softgap.signal.entropy import permutation_entropy, weighted_permutation_entropy
 from softgap.signal.patterns import Batch, Options, checked_batch
 from softgap.signal.results import Entropy, Measured
 from softgap.signal.transforms import apply_transform
 from softgap.signal.transitions import irreversibility
-from softgap.signal.validation import checked_count, checked_order
+from softgap.signal.validation import checked_order
 
 __all__ = ["MEASURES", "NoiseNull", "ZScores", "noise_null", "scored", "z_scores"]
 

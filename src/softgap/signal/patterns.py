@@ -14,18 +14,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.inputs import checked_count, checked_rng, is_whole
 from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, shannon_rows, weigh_rows
 from softgap.signal.results import PatternCounts, Patterns
-from softgap.signal.validation import (
-    checked_count,
-    checked_delay,
-    checked_order,
-    checked_rng,
-    is_whole,
-    not_finite,
-    real_array,
-    series_name,
-)
+from softgap.signal.validation import checked_delay, checked_order, not_finite, real_array, series_name
 
 __all__ = [
     "ELIGIBILITY",

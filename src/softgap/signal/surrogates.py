@@ -12,8 +12,9 @@ import scipy.fft
 from jaxtyping import Bool, Complex128, Float64, Int64
 
 from softgap.errors import UnsupportedError, unknown_name
+from softgap.inputs import checked_count, checked_rng
 from softgap.signal.kernels import compiled
-from softgap.signal.validation import checked_count, checked_rng, checked_series
+from softgap.signal.validation import checked_series
 
 __all__ = ["SURROGATES", "Convergence", "Surrogates", "spectrum_error", "surrogates"]
 

@@ -13,8 +13,8 @@ import scipy.fft
 from jaxtyping import Float64
 
 from softgap.errors import ValueInputError, unknown_name
+from softgap.inputs import checked_count, checked_rng
 from softgap.signal import chaos
-from softgap.signal.validation import checked_count, checked_rng
 
 __all__ = ["System", "fgn_covariance", "fgn_from_normals", "simulate", "systems"]
 

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
-from softgap.signal.validation import checked_count, checked_series
+from softgap.inputs import checked_count
+from softgap.signal.validation import checked_series
 
 __all__ = [
     "SEGMENTS",

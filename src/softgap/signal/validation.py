@@ -8,15 +8,12 @@ import numpy as np
 from jaxtyping import Float64
 
 from softgap.errors import ShapeError, ValueInputError
+from softgap.inputs import checked_count, is_whole
 
 __all__ = [
-    "checked_count",
     "checked_delay",
     "checked_order",
-    "checked_rng",
     "checked_series",
-    "checked_share",
-    "is_whole",
     "not_finite",
     "real_array",
     "series_name",
@@ -64,19 +61,6 @@ def series_name(at: tuple[int, ...]) -> str:
     return f"series {at}" if at else "the series"
 
 
-def is_whole(given: Any) -> bool:
-    """Whether ``given`` is an integer, of Python or numpy; True and False are none."""
-    return isinstance(given, int | np.integer) and not isinstance(given, bool)
-
-
-def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
-    """``given`` as a whole number from ``least`` to ``most``."""
-    if not is_whole(given) or given < least or (most is not None and given > most):
-        allowed = f"from {least}" if most is None else f"from {least} to {most}"
-        raise ValueInputError(f"{name} must be a whole number {allowed}, got {given!r}{remedy and '; ' + remedy}")
-    return int(given)
-
-
 def checked_order(order: Any) -> int:
     """``order`` as a whole number from 2 to 8."""
     whole = is_whole(order)
@@ -89,18 +73,3 @@ def checked_order(order: Any) -> int:
 def checked_delay(delay: Any) -> int:
     """``delay`` as a whole number from 1."""
     return checked_count("delay", delay, remedy="1 takes neighbouring steps")
-
-
-def checked_share(name: str, given: Any, *, usual: float) -> float:
-    """``given`` as a number between 0 and 1, both excluded."""
-    number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
-    if not number or not 0 < given < 1:
-        raise ValueInputError(f"{name} must be between 0 and 1, both excluded, got {given!r}; {usual:g} is usual")
-    return float(given)
-
-
-def checked_rng(given: Any) -> np.random.Generator:
-    """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
-    if not isinstance(given, np.random.Generator):
-        raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")
-    return given

@@ -9,20 +9,12 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy import stats
 
+from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast, checked_basis, contrast_of, label_share, residual_rows
 from softgap.stats.equivalence import Power, detectable
 from softgap.stats.permutation import SLACK, Null, Omnibus, Prepared, omnibus_of, prepare, relabel
-from softgap.stats.validation import (
-    checked_codes,
-    checked_count,
-    checked_groups,
-    checked_labels,
-    checked_rng,
-    checked_share,
-    checked_strata,
-    checked_values,
-)
+from softgap.stats.validation import checked_codes, checked_groups, checked_labels, checked_strata, checked_values
 
 __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 

@@ -12,17 +12,9 @@ from scipy import stats
 from scipy.special import gammaln, nctdtr
 
 from softgap.errors import ShapeError, ValueInputError
+from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import Design, design_of, drawn_weights, percentile_interval
-from softgap.stats.validation import (
-    checked_codes,
-    checked_count,
-    checked_groups,
-    checked_labels,
-    checked_rng,
-    checked_share,
-    checked_strata,
-    checked_values,
-)
+from softgap.stats.validation import checked_codes, checked_groups, checked_labels, checked_strata, checked_values
 
 __all__ = [
     "Contrast",

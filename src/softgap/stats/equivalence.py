@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Float64
 from scipy import stats
 
 from softgap.errors import ValueInputError
+from softgap.inputs import checked_share
 from softgap.stats.design import Design
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast
 from softgap.stats.permutation import Prepared, parts
-from softgap.stats.validation import checked_share
 
 __all__ = ["Equivalence", "Power", "detectable", "equivalence"]
 

@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 from softgap.errors import ValueInputError
+from softgap.inputs import checked_count, checked_rng
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
 from softgap.stats.design import row_exchange
 from softgap.stats.permutation import Null, null_of
 from softgap.stats.splits import grouped_folds
-from softgap.stats.validation import checked_codes, checked_count, checked_labels, checked_rng, checked_values
+from softgap.stats.validation import checked_codes, checked_labels, checked_values
 
 __all__ = ["Incremental", "incremental_auroc"]
 

@@ -13,9 +13,10 @@ from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
 from softgap.errors import UnsupportedError, ValueInputError, unknown_name
+from softgap.inputs import checked_count
 from softgap.stats.design import design_of, mixed_clusters
 from softgap.stats.effects import centred_rows, weights_of
-from softgap.stats.validation import checked_codes, checked_count, checked_labels, checked_strata, checked_values
+from softgap.stats.validation import checked_codes, checked_labels, checked_strata, checked_values
 
 __all__ = ["MATCHINGS", "JointControl", "Matched", "joint_control", "match"]
 

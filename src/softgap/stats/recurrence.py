@@ -9,17 +9,11 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int64
 
 from softgap.errors import ShapeError
+from softgap.inputs import checked_count, checked_rng
 from softgap.stats.design import design_of
 from softgap.stats.effects import contrast_of
 from softgap.stats.permutation import parts, prepare
-from softgap.stats.validation import (
-    checked_codes,
-    checked_count,
-    checked_labels,
-    checked_rng,
-    checked_strata,
-    checked_values,
-)
+from softgap.stats.validation import checked_codes, checked_labels, checked_strata, checked_values
 
 __all__ = ["Recurrence", "recurrence"]
 

@@ -12,8 +12,9 @@ from jaxtyping import Bool, Float64, Int64
 from scipy import stats
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import mixed_clusters
-from softgap.stats.validation import checked_codes, checked_count, checked_labels, checked_rng, checked_share
+from softgap.stats.validation import checked_codes, checked_labels
 from softgap.stats.verdict import OUTCOMES, Verdict
 
 __all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]

@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import refuse_string
-from softgap.stats.validation import checked_share
+from softgap.inputs import checked_share, refuse_string
 
 __all__ = ["Split", "confirmation_split", "grouped_folds"]
 

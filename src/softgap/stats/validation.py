@@ -12,11 +12,8 @@ from softgap.errors import ShapeError, ValueInputError
 
 __all__ = [
     "checked_codes",
-    "checked_count",
     "checked_groups",
     "checked_labels",
-    "checked_rng",
-    "checked_share",
     "checked_strata",
     "checked_values",
 ]
@@ -100,30 +97,6 @@ def checked_strata(given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
         codes = checked_codes(f"stratum '{name}'", column, samples)
         crossed = np.unique(crossed * (codes.max() + 1) + codes, return_inverse=True)[1].astype(np.int64)
     return crossed
-
-
-def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
-    """``given`` as a whole number from ``least`` to ``most``."""
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not whole or given < least or (most is not None and given > most):
-        allowed = f"from {least}" if most is None else f"from {least} to {most}"
-        raise ValueInputError(f"{name} must be a whole number {allowed}, got {given!r}{remedy and '; ' + remedy}")
-    return int(given)
-
-
-def checked_share(name: str, given: Any, usual: float) -> float:
-    """``given`` as a number strictly between 0 and 1."""
-    number = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
-    if not number or not 0 < given < 1:
-        raise ValueInputError(f"{name} must be between 0 and 1, got {given!r}; {usual:g} is usual")
-    return float(given)
-
-
-def checked_rng(given: Any) -> np.random.Generator:
-    """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
-    if not isinstance(given, np.random.Generator):
-        raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")
-    return given
 
 
 def _column(name: str, given: Any, samples: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from softgap.inputs import as_items
 from softgap.models.fingerprint import live_options, replay_options
 from softgap.probe import Interrupted
 from softgap.probe.capture import check_lengths, checked_temperature, completion_ids, prompt_ids
+from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
 from softgap.trajectories import Trajectories
 
@@ -175,13 +176,13 @@ class Observer:
     on_run
         Called with each run after it was written.
     on_progress
-        Called with the samples done, of how many, and the seconds since the first batch of this call began.
+        Called with the stage and the share of samples that are done.
     """
 
     on_step: Callable[[Step], None] | None = None
     stop: Callable[[], bool] | None = None
     on_run: Callable[[Trajectories], None] | None = None
-    on_progress: Callable[[int, int, float], None] | None = None
+    on_progress: Progress = silent
 
 
 @dataclass(frozen=True)

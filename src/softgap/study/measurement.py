@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,10 +18,11 @@ from softgap.attention import Mechanism, resolve
 from softgap.errors import SoftgapError, StoreError, ValueInputError, unknown_name
 from softgap.inputs import refuse_string
 from softgap.models.calibrations import DEFAULT_MECHANISMS, default_mechanisms
-from softgap.models.console import quiet_transformers
 from softgap.models.fingerprint import manifest_of
 from softgap.models.tensor_files import load_calibration
+from softgap.models.verbosity import quiet_transformers
 from softgap.probe import Interrupted, Recording
+from softgap.progress import Progress, silent
 from softgap.study.batches import (
     Batch,
     Failure,
@@ -98,7 +99,7 @@ def run_study(
     *,
     engine: str = "local",
     address: str | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> StudyResult:
     """Measure every prompt and write the study to ``out``, a folder or URI.
 
@@ -113,8 +114,10 @@ def run_study(
         "local", or "ray": the same batches as tasks of a Ray cluster.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
+    progress
+        Called with the stage and the share of samples that are done.
     """
-    observer = Observer(on_progress=progress)
+    observer = Observer(on_progress=progress or silent)
     return measure(prompts, out, settings or StudySettings(), engine=engine, address=address, observer=observer)
 
 
@@ -335,13 +338,13 @@ def _follow(
 ) -> float:
     """Count the batches as they are finished; the seconds they took. Ctrl-C keeps what is done and says so."""
     start, count = time.monotonic(), before
-    tell = observer.on_progress or _ignore
-    tell(count, total, 0.0)
+    tell = observer.on_progress
+    tell("measuring", count / max(total, 1))
     try:
         for number, ids in finished:
             writer.adopt(number, ids)
             count += len(ids)
-            tell(count, total, time.monotonic() - start)
+            tell("measuring", count / max(total, 1))
     except KeyboardInterrupt as stop:
         place = f"are saved in '{out}'"
         partial = stop.runs if isinstance(stop, Interrupted) and planned.mode == "live" else []
@@ -355,10 +358,6 @@ def _follow(
             message = f"; {count} of {total} samples {place}" if count else ""
         raise KeyboardInterrupt(f"interrupted{message}") from None
     return time.monotonic() - start
-
-
-def _ignore(done: int, total: int, seconds: float) -> None:
-    """Tell nobody."""
 
 
 def _fix_batches(folder: Folder, planned: Planned) -> None:

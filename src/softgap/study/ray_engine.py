@@ -14,7 +14,7 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
-from softgap.models.console import quiet_transformers
+from softgap.models.verbosity import quiet_transformers
 from softgap.study.batches import Batch, Measured, StudySettings, measure_batch
 from softgap.study.files import write_failures
 from softgap.tasks import Prompt, resolve_scorer

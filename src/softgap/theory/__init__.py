@@ -1,6 +1,7 @@
 """The claims of the sources, run: one lab per claim, on synthetic data and inside a real model."""
 
-from softgap.intervals import Estimate
+from softgap.intervals import ClusterInterval
+from softgap.intervals import ClusterInterval as Estimate  # its name before 0.2
 from softgap.theory import focus, injectivity, position, separation
 from softgap.theory.focus import FocusFindings, ModelFocus, focus_in_model, focus_lab
 from softgap.theory.injectivity import Injectivity, ModelInjectivity, injectivity_in_model, injectivity_lab
@@ -10,6 +11,7 @@ from softgap.theory.separation import Separation, separation_lab
 
 __all__ = [
     "Claim",
+    "ClusterInterval",
     "Estimate",
     "FocusFindings",
     "Injectivity",

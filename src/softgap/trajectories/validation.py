@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import refuse_string
+from softgap.inputs import is_whole, refuse_string
 from softgap.trajectories.manifest import Manifest
 
 if TYPE_CHECKING:
     from softgap.trajectories.run import Trajectories
 
-__all__ = ["FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+__all__ = ["BASELINE", "FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+
+BASELINE = "uniform"
+"""The mean of the visible values, measured beside every mechanism: without this baseline a divergence says little."""
 
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
 """Measured per mechanism, layer, head and step."""
@@ -86,7 +89,7 @@ def _sample_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["part"] not in PARTS:
         raise ValueInputError(f"part must be 'prompt' or 'completion', got {given['part']!r}")
     n_prompt = given["n_prompt"]
-    if not isinstance(n_prompt, int | np.integer) or isinstance(n_prompt, bool) or not 0 <= n_prompt <= _INT32.max:
+    if not is_whole(n_prompt) or not 0 <= n_prompt <= _INT32.max:
         raise ValueInputError(f"n_prompt must be a whole number from 0, got {n_prompt!r}; count the prompt's tokens")
     if not isinstance(given["manifest"], Manifest):
         raise ValueInputError(f"manifest must be a Manifest, got {type(given['manifest']).__name__}")

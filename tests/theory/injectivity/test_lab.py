@@ -17,7 +17,7 @@ from softgap.attention.outputs import divergence
 from softgap.calibration import Recipe, calibrate
 from softgap.cli import main
 from softgap.errors import ValueInputError
-from softgap.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
+from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.theory.injectivity.confusion import confusion_rate, first_injective
 from softgap.theory.injectivity.inversion import key_condition
@@ -196,9 +196,9 @@ def test_the_verdicts_in_a_model_follow_the_numbers(in_model: ModelInjectivity) 
     assert in_model.collision.exact
     json.dumps(in_model.to_json())
     for low, high, verdict in ((0.1, 0.2, "does not hold"), (-0.2, -0.1, "holds"), (-0.1, 0.1, "not decided")):
-        changed = dataclasses.replace(in_model, nearer=Estimate(0.1, low, high, 8, 4))
+        changed = dataclasses.replace(in_model, nearer=ClusterInterval(0.1, low, high, 8, 4))
         assert verdicts(changed.claims)["injectivity matters"] == verdict
-    turned = tuple(dataclasses.replace(c, plain=Estimate(-0.5, -0.6, -0.4, 8, 4)) for c in in_model.correlations)
+    turned = tuple(dataclasses.replace(c, plain=ClusterInterval(-0.5, -0.6, -0.4, 8, 4)) for c in in_model.correlations)
     confusion = np.full_like(in_model.confusion, 0.1)
     found = verdicts(dataclasses.replace(in_model, correlations=turned, confusion=confusion).claims)
     assert (found["fine distinctions"], found["lost distinctions"]) == ("holds", "does not hold")
@@ -209,7 +209,7 @@ def test_the_verdicts_in_a_model_follow_the_numbers(in_model: ModelInjectivity) 
     assert {in_model.mechanisms[i] for i in linear} == {"elu1", "taylor2", "relu"}
     for more, verdict in (((), "does not hold"), (linear[:1], "holds only when"), (linear, "holds")):
         confused = tuple(
-            Estimate(0.1, 0.05, 0.2, 8, 4) if i in more else Estimate(0.1, -0.05, 0.2, 8, 4)
+            ClusterInterval(0.1, 0.05, 0.2, 8, 4) if i in more else ClusterInterval(0.1, -0.05, 0.2, 8, 4)
             for i in range(len(in_model.mechanisms))
         )
         changed = dataclasses.replace(in_model, confused=confused)

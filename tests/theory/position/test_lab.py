@@ -14,7 +14,7 @@ from softgap.attention import Visible, attend, attention_weights, resolve
 from softgap.attention.outputs import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
-from softgap.intervals import Estimate
+from softgap.intervals import ClusterInterval
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.position.drift import TERMS, layer_series, log_slopes, normaliser_effect, predicted, synthetic_layer
 from softgap.theory.position.lab import Position, position_in_model, position_lab
@@ -181,13 +181,13 @@ def test_the_verdicts_follow_the_numbers(synthetic: Position) -> None:
     assert verdicts(normaliser_change=0.1)["normaliser"] == "holds"
     assert verdicts(normaliser_change=float("nan"))["normaliser"] == "not decided"
     shares = synthetic.trends[0].shares
-    mine = Estimate(0.9, 0.8, 1.0, 10, 10)
+    mine = ClusterInterval(0.9, 0.8, 1.0, 10, 10)
     assert verdicts(shares=(*shares[:3], mine))["running mean"] == "does not hold"
-    little = Estimate(-0.1, -0.15, 0.05, 10, 10)
+    little = ClusterInterval(-0.1, -0.15, 0.05, 10, 10)
     assert verdicts(shares=(*shares[:3], little))["running mean"] == "holds"
-    none = Estimate(float("nan"), float("nan"), float("nan"), 0, 0)
+    none = ClusterInterval(float("nan"), float("nan"), float("nan"), 0, 0)
     assert verdicts(shares=(none,) * 4, corrections=())["concentration"] == "not decided"
-    low, high = Estimate(0.1, 0.0, 0.2, 10, 10), Estimate(0.8, 0.7, 0.9, 10, 10)
+    low, high = ClusterInterval(0.1, 0.0, 0.2, 10, 10), ClusterInterval(0.8, 0.7, 0.9, 10, 10)
     assert verdicts(shares=(low, high, low, low))["concentration"] == "holds"
     assert verdicts(shares=(high, low, low, low))["concentration"] == "does not hold"
     left = tuple(dataclasses.replace(c, left=0.9) for c in synthetic.trends[0].corrections)

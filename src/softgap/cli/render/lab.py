@@ -74,10 +74,10 @@ def run_lab(
     """Run a lab from its seed under a progress bar; its settings then tell the seed, and what else is ``about`` it."""
     import numpy as np
 
-    from softgap.cli.render.output import waiting_share
+    from softgap.progress import show_progress
 
-    with waiting_share(stage) as show:
-        result: Any = lab(*given, rng=np.random.default_rng(seed), progress=show, **settings)
+    with show_progress(stage) as report:
+        result: Any = lab(*given, rng=np.random.default_rng(seed), progress=report, **settings)
     return cast(Result, dataclasses.replace(result, settings={**(about or {}), **result.settings, "seed": seed}))
 
 

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
-from softgap.cli.options import CONTROL
 from softgap.cli.render import output
 from softgap.cli.render.heatmap import has_colour, heat_map, mean, ramp, shade_style, strip_controls
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["present_run", "present_study", "show_run", "show_study"]
 
@@ -151,9 +151,9 @@ def _extremes(summary: Summary) -> RenderableType:
 def _heads(title: str, heads: Sequence[HeadMean], summary: Summary) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     ranking = summary.mechanisms[summary.ranking]
-    with_control = CONTROL in summary.mechanisms and ranking != CONTROL
+    with_control = BASELINE in summary.mechanisms and ranking != BASELINE
     with_share = any(row.share_left is not None for row in heads)
-    headings = ["layer", "head", *(["gap left"] if with_share else []), ranking, *([CONTROL] if with_control else [])]
+    headings = ["layer", "head", *(["gap left"] if with_share else []), ranking, *([BASELINE] if with_control else [])]
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in heads:
@@ -186,10 +186,10 @@ def _interpretation(summary: Summary) -> str:
     name = summary.mechanisms[0]
     line = f"Divergence is 1 − cos(softmax output, {name} output). It is a measurement, not a diagnosis."
     if summary.distance is None:
-        return f"{line} {CONTROL} is the mean of the visible values: its divergence shows how concentrated softmax is."
+        return f"{line} {BASELINE} is the mean of the visible values: its divergence shows how concentrated softmax is."
     if math.isnan(summary.distance):
         return line
-    apart = f"On average it differs by {summary.distance:.4f} from that of {CONTROL}, the plain mean of values"
+    apart = f"On average it differs by {summary.distance:.4f} from that of {BASELINE}, the plain mean of values"
     if summary.distance < _ALIKE:
         return f"{line} {apart}. Here it mostly shows how concentrated softmax is."
     return f"{line} {apart}. Compare the two before you draw conclusions."

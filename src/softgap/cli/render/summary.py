@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.analysis.headline import FITTED, GapSums, Headline, gap_sums, headline
-from softgap.cli.options import CONTROL
 from softgap.cli.render.heatmap import mean
 from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["HeadMean", "Summary", "merge_summaries", "summarise"]
 
@@ -132,7 +132,7 @@ class Summary:
         return rows
 
     def _head(self, layer: int, head: int) -> HeadMean:
-        control = self.mechanisms.index(CONTROL) if CONTROL in self.mechanisms else None
+        control = self.mechanisms.index(BASELINE) if BASELINE in self.mechanisms else None
         uniform = None if control is None else float(self.heads[control, layer, head])
         left = None if self.gap is None else float(self.gap.left[layer, head])
         share = None if left is None or np.isnan(left) else left
@@ -146,9 +146,9 @@ def summarise(run: Trajectories) -> Summary:
         for i, name in enumerate(run.mechanisms)
     }
     distance = None
-    if CONTROL in run.mechanisms[1:]:
+    if BASELINE in run.mechanisms[1:]:
         divergence = run.quantities["divergence"].astype(np.float64)
-        distance = float(mean(np.abs(divergence[0] - divergence[run.mechanisms.index(CONTROL)])))
+        distance = float(mean(np.abs(divergence[0] - divergence[run.mechanisms.index(BASELINE)])))
     return Summary(
         sample_id=run.sample_id,
         label=run.label,

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from softgap.errors import ValueInputError, unknown_name
 from softgap.probe.capture import COLDEST
+from softgap.trajectories.validation import BASELINE
 
-__all__ = ["CONTROL", "Guard", "Limits", "RunRequest", "allowed_names", "parse_requests", "refusal"]
+__all__ = ["Guard", "Limits", "RunRequest", "allowed_names", "parse_requests", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,6 @@ class Limits:
     connections: int = 96
     studies: int = 200
     zip_bytes: int = 2**30
-
-
-CONTROL = "uniform"
-
-
-"""Measured beside every mechanism: without it a divergence says little."""
 
 
 _FIELDS = ("prompts", "mechanisms", "max_new_tokens", "temperature", "seed")
@@ -144,16 +139,16 @@ def _mechanisms(given: Any, known: Sequence[str], limits: Limits) -> tuple[str, 
     named = ["elu1"] if given is None else given
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ValueInputError("mechanisms must be a list of names")
-    wanted = [name for name in dict.fromkeys(named) if name != CONTROL]
+    wanted = [name for name in dict.fromkeys(named) if name != BASELINE]
     for name in wanted:
         if name not in known:
             raise unknown_name("mechanism", name, known)
     if len(wanted) > limits.mechanisms:
         raise ValueInputError(
-            f"a run is compared with at most {limits.mechanisms} mechanisms besides {CONTROL}, got {len(wanted)}; "
+            f"a run is compared with at most {limits.mechanisms} mechanisms besides {BASELINE}, got {len(wanted)}; "
             "choose fewer"
         )
-    return (*wanted, CONTROL)
+    return (*wanted, BASELINE)
 
 
 def _temperature(given: Any) -> float | None:

@@ -18,11 +18,12 @@ from softgap.models.loading import Loaded
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import ready
-from softgap.report.live.requests import CONTROL, Limits, RunRequest
+from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
 from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Writer"]
 
@@ -56,8 +57,8 @@ class Writer:
         """Look at a model once."""
         model, tokenizer = loaded
         layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)])[0]
-        at_hand = tuple(name for name in mechanisms() if name not in ("softmax", CONTROL) and _is_ready(name, model))
-        return cls(model, tokenizer, layout, at_hand, tuple(n for n in default_mechanisms(model) if n != CONTROL))
+        at_hand = tuple(name for name in mechanisms() if name not in ("softmax", BASELINE) and _is_ready(name, model))
+        return cls(model, tokenizer, layout, at_hand, tuple(n for n in default_mechanisms(model) if n != BASELINE))
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from softgap.attention import Mechanism, resolve
 from softgap.attention.rank import ENERGIES, capacity_exponent
 from softgap.errors import ValueInputError
-from softgap.intervals import Estimate, rank_correlation
+from softgap.intervals import ClusterInterval, rank_correlation
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import GaussianTable, sparsity
 from softgap.theory.focus.concentration import Effect, Milestone, with_weights
@@ -30,7 +31,6 @@ from softgap.trajectories.run import Displayed
 __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
 
 Reals = NDArray[np.float64]
-Progress = Callable[[str, float], None]
 _SHORTEST = 64
 # Needed by verdicts.
 _ALWAYS = ("elu1", "relu2_scores", "uniform")
@@ -68,7 +68,7 @@ class Prediction:
     measured: Reals
     ratio: float
     error: float
-    correlation: Estimate
+    correlation: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +157,8 @@ class Failure:
     error_without: Reals
     first_key: Reals
     skewness: Reals
-    with_first: Estimate
-    with_skewness: Estimate
+    with_first: ClusterInterval
+    with_skewness: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -211,7 +211,7 @@ def focus_in_model(
     *,
     rng: np.random.Generator,
     mechanisms: Sequence[str | Mechanism] | None = None,
-    progress: Progress = lambda stage, share: None,
+    progress: Progress = silent,
 ) -> ModelFocus:
     """Measure S, entropy and largest weight of every head and query, and compare them with the theory.
 
@@ -313,7 +313,7 @@ def _failure(
     )
     layer = np.repeat(np.arange(len(layers)), whole.shape[1])
 
-    def across(x: Reals, y: Reals) -> Estimate:
+    def across(x: Reals, y: Reals) -> ClusterInterval:
         return rank_correlation(x.ravel(), np.abs(y).ravel(), layer, rng=rng, replicates=299)
 
     return Failure(whole, without, first, skewness, across(whole, first), across(without, skewness))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from softgap.attention import Visible, attention_weights
 from softgap.attention.rank import block_spectra, numerical_rank
 from softgap.errors import ValueInputError
+from softgap.progress import Progress, silent
 from softgap.theory.focus import synthetic_claims
 from softgap.theory.focus.closed_forms import (
     FUNCTIONS,
@@ -152,7 +153,7 @@ def focus_lab(
     draws: int = 400,
     mechanisms: Sequence[str] | None = None,
     rng: np.random.Generator,
-    progress: Callable[[str, float], None] = lambda stage, share: None,
+    progress: Progress = silent,
 ) -> FocusFindings:
     """Check the closed forms, and put the article's statements to the test on Gaussian keys.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.intervals import Estimate, cluster_interval, joint_level, rank_correlation, weighted_mean
+from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
 from softgap.theory.lab import Claim, Verdict
@@ -199,9 +200,6 @@ def _numbers(correlation: Correlation) -> dict[str, float]:
     }
 
 
-Progress = Callable[[str, float], None]
-
-
 CLASSICAL = "elu1"
 
 
@@ -219,8 +217,8 @@ class Correlation:
 
     measure: str
     mechanism: str
-    plain: Estimate
-    at_equal_focus: Estimate
+    plain: ClusterInterval
+    at_equal_focus: ClusterInterval
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -258,9 +256,9 @@ class ModelInjectivity(Displayed):
     focus: Float64[np.ndarray, "layer head"]
     confusion: Float64[np.ndarray, "mechanism layer head length"]
     divergence: Float64[np.ndarray, "mechanism layer head"]
-    confused: tuple[Estimate, ...]
+    confused: tuple[ClusterInterval, ...]
     correlations: tuple[Correlation, ...]
-    nearer: Estimate
+    nearer: ClusterInterval
     collision: Collision
     dim: int
     settings: dict[str, Any]
@@ -357,7 +355,7 @@ def injectivity_in_model(
     check_lengths(model, [list(token_ids)], 0)
     plan = LayerPlan(queries, tuple(chosen), near, start=min(64, len(token_ids) // 2))
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     kept: list[tuple[np.ndarray, np.ndarray, float]] = []
 
     def visit(layer: LayerTensors) -> LayerMeasures:
@@ -460,7 +458,9 @@ def _correlations(
     return tuple(found)
 
 
-def _mean_over_heads(values: np.ndarray, clusters: np.ndarray, level: float, rng: np.random.Generator) -> Estimate:
+def _mean_over_heads(
+    values: np.ndarray, clusters: np.ndarray, level: float, rng: np.random.Generator
+) -> ClusterInterval:
     known = np.isfinite(values)
     return cluster_interval(values[None, known], clusters[known], weighted_mean, rng=rng, level=level)
 

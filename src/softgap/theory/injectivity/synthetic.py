@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention import feature_maps as maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
+from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collision_search import Search, find_collision
 from softgap.theory.injectivity.collisions import (
     EXACT,
@@ -221,9 +222,6 @@ def _effort(search: Search) -> str:
     )
 
 
-Progress = Callable[[str, float], None]
-
-
 @dataclass(frozen=True, eq=False)
 class InlineShown:
     """InLine attention under the rank condition, and what relu does to it.
@@ -318,7 +316,7 @@ def injectivity_lab(
         Called with what is being done and the share of it that is done.
     """
     chosen = _checked(dim, keys, draws, mechanisms)
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     scale = dim**-0.5
     tell("margins", 0.0)
     lengths = sorted({2, *range(max(2, dim - 3), dim + 5), 2 * dim, keys})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from jaxtyping import Float64, Int
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.intervals import Estimate, cluster_interval, ratio
+from softgap.intervals import ClusterInterval, cluster_interval, ratio
 from softgap.models.calibrations import calibrated
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
 from softgap.probe.recording import ready
 from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.position.drift import (
     FALSE_DISCOVERIES,
@@ -162,9 +163,6 @@ def _winner(trend: MechanismTrend) -> Claim:
     )
 
 
-Progress = Callable[[str, float], None]
-
-
 GAINS = (0.3, 1.0, 2.0, 3.0, 4.5)
 
 
@@ -210,8 +208,8 @@ class MechanismTrend:
     slopes: Slopes
     terms: Slopes
     random: Float64[np.ndarray, "layer head"]
-    shares: tuple[Estimate, ...]
-    random_share: Estimate
+    shares: tuple[ClusterInterval, ...]
+    random_share: ClusterInterval
     corrections: tuple[Correction, ...]
     normaliser_change: float
     normaliser_growth: float
@@ -303,7 +301,7 @@ def position_lab(
     if texts < 1:
         raise ValueInputError(f"texts must be at least 1, got {texts}; 8 or more show a trend")
     chosen = _chosen(mechanisms)
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     sizes: dict[str, Any] = {"heads": heads, "length": length, "dim": dim, "value_mean": value_mean}
     drawn = []
     for text in range(texts):
@@ -343,7 +341,7 @@ def position_in_model(
     wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
     chosen = _chosen([ready(mechanism, model) for mechanism in wanted])
     check_lengths(model, read, 0)
-    tell = progress or (lambda *_: None)
+    tell = progress or silent
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     groups: list[int] = []
     found: list[list[LayerSeries]] = []
@@ -429,7 +427,7 @@ def _trend(
     parts = log_slopes(terms, positions)
     trending = total.trending.ravel()
 
-    def share(slopes: np.ndarray) -> Estimate:
+    def share(slopes: np.ndarray) -> ClusterInterval:
         table = np.stack([np.sign(total.value) * slopes, np.abs(total.value)]).reshape(2, -1)[:, trending]
         return cluster_interval(table, clusters[trending], ratio, rng=rng)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from softgap.inputs import as_items
+from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.ablation import Ablation, Probe, normaliser_ablation, probe_outputs
 from softgap.theory.separation.classes import Construction, construct
@@ -228,9 +229,6 @@ def _linear_probe(found: Separation) -> Claim:
     )
 
 
-Progress = Callable[[str, float], None]
-
-
 _SCALES = (512, 2048, 8192, 16384, 32768)
 
 
@@ -333,7 +331,7 @@ def separation_lab(
     draws, map_draws
         Draws of rows and signs, at the construction and in each cell of the map.
     """
-    show = progress or _silent
+    show = progress or silent
     given = {name: value for name, value in (sizes or {}).items() if value is not None}
     construction = construct(**given, allow_breaks=allow_breaks)
     names = named(mechanisms)
@@ -366,7 +364,3 @@ def separation_lab(
         ablation,
         probe_outputs(_PROBED, probed, _PROBE_SAMPLES, rng=streams[4]),
     )
-
-
-def _silent(stage: str, part: float) -> None:
-    """Show nothing."""

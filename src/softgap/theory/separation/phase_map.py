@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,11 @@ from jaxtyping import Float
 from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
+from softgap.progress import Progress
 from softgap.theory.separation.classes import Construction, class_outputs, construct, draw_many, form_of
 from softgap.theory.separation.network import Trial, argument, signal_margin, trial
 
 __all__ = ["AXES", "Axis", "PhaseMap", "parse_axes", "phase_maps", "turning_point"]
-
-Progress = Callable[[str, float], None]
 
 AXES: Mapping[str, tuple[float, ...]] = {
     "n": (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),

@@ -6,7 +6,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism
-from softgap.errors import StoreError, ValueInputError
+from softgap.checkpoints import write_whole
+from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import joint_level
+from softgap.progress import Progress
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.small_models import (
     DEFAULT_TASKS,
@@ -171,13 +173,7 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     if there is not None:
         return there, True
     cell = train_cell(name, mechanism, seed, training)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"asked": asked, "cell": cell.to_json()}) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(f"cannot write to '{folder}': {error.strerror or error}; choose another folder") from error
+    write_whole(path, json.dumps({"asked": asked, "cell": cell.to_json()}) + "\n")
     return cell, False
 
 
@@ -192,9 +188,6 @@ def _read(path: Path, asked: dict[str, Any]) -> Cell | None:
         return Cell(cell["task"], cell["mechanism"], cell["seed"], Training(**cell["training"]), found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-Progress = Callable[[str, float], None]
 
 
 # Scores that differ by less are called the same.

@@ -1,50 +1,18 @@
-"""Progress of slow loading, and transformers kept quiet meanwhile."""
+"""Silence transformers and the hub while softgap loads or runs a model."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import huggingface_hub.utils
 from huggingface_hub.utils import logging as hub_logging
-from rich.console import Console
-from rich.progress import Progress as Bar
 from transformers.utils import logging
 
-__all__ = ["Report", "quiet_transformers", "reporter"]
-
-Report = Callable[[str, float], None]
-"""Called with the stage in words and the fraction of the whole that is done, from 0 to 1."""
+__all__ = ["quiet_transformers"]
 
 _QUIET = threading.RLock()
-
-
-@contextlib.contextmanager
-def reporter(progress: Report | bool) -> Iterator[Report]:
-    """The given callback; for True a bar on standard error if that is a terminal; for False nothing."""
-    if callable(progress):
-        yield progress
-        return
-    console = Console(stderr=True)
-    if not (progress and console.is_terminal):
-        yield _silent
-        return
-    with contextlib.ExitStack() as stack:
-        bar = Bar(console=console, transient=True)
-        task = bar.add_task("")
-
-        def draw(stage: str, fraction: float) -> None:
-            # Started by the first report, so that a load with nothing slow in it draws nothing.
-            if not bar.live.is_started:
-                stack.enter_context(bar)
-            bar.update(task, description=stage, completed=100.0 * fraction)
-
-        yield draw
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """Report nothing."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,65 @@
+"""Finished steps are found again under the same settings only, and by the file names that earlier versions used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from softgap.checkpoints import Checkpoints, checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.errors import StoreError
+
+SETTINGS = {"seed": 0, "by": "heads", "budget": 0.02}
+STEP = ["set", [[0, 1], [2, 3]]]
+WRITTEN_BY_0_1 = "66d3b1654c9c2ab65f8a4310.json"
+
+
+def refuse() -> dict[str, object]:
+    raise AssertionError("the step was made again")
+
+
+def test_a_step_is_made_once_and_under_the_name_of_earlier_versions(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "parts"
+    assert Checkpoints(folder, SETTINGS).find_or_make(STEP, lambda: {"loss": [1.5]}) == {"loss": [1.5]}
+    assert [path.name for path in folder.iterdir()] == [WRITTEN_BY_0_1]
+    again = Checkpoints(folder, dict(reversed(SETTINGS.items())))
+    assert again.find_or_make(STEP, refuse) == {"loss": [1.5]}
+
+
+def test_other_settings_and_other_steps_are_made_anew(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, SETTINGS).find_or_make(STEP, lambda: {"loss": 1})
+    assert Checkpoints(tmp_path, {**SETTINGS, "seed": 1}).find_or_make(STEP, lambda: {"loss": 2}) == {"loss": 2}
+    assert Checkpoints(tmp_path, SETTINGS).find_or_make("original", lambda: {"loss": 3}) == {"loss": 3}
+
+
+@pytest.mark.parametrize("damage", ["", '{"loss": ', "[" * 100_000])
+def test_a_step_cut_off_by_a_crash_is_made_again(tmp_path: Path, damage: str) -> None:
+    (tmp_path / WRITTEN_BY_0_1).write_text(damage)
+    assert Checkpoints(tmp_path, SETTINGS).find_or_make(STEP, lambda: {"loss": 4}) == {"loss": 4}
+    assert Checkpoints(tmp_path, SETTINGS).find_or_make(STEP, refuse) == {"loss": 4}
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Checkpoints(None, SETTINGS).find_or_make(STEP, lambda: {"loss": 5}) == {"loss": 5}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_key_of_settings_is_that_of_earlier_versions() -> None:
+    assert settings_key({"seed": 0, "features": 128, "minutes": None}) == "2874e1677495eb0428a4966e570bbf58"
+
+
+def test_the_folder_lies_beside_the_target_and_can_be_removed(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path / "plan.json")
+    assert folder == tmp_path / "plan.json.parts"
+    write_whole(folder / "a", "text")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    remove_checkpoints(folder)
+    remove_checkpoints(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"^cannot write to '.*/file/parts': Not a directory; choose another folder$"):
+        write_whole(tmp_path / "file" / "parts" / "a", "text")
