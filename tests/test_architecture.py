@@ -27,6 +27,7 @@ SOURCE = REPOSITORY / "src"
 # A layer may import only layers that stand before it.
 LAYERS = [
     "errors",
+    "deprecation",
     "inputs",
     "intervals",
     "checkpoints",
@@ -48,7 +49,18 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-WITHOUT_TORCH = {"errors", "inputs", "intervals", "checkpoints", "trajectories", "signal", "stats", "tasks", "analysis"}
+WITHOUT_TORCH = {
+    "errors",
+    "deprecation",
+    "inputs",
+    "intervals",
+    "checkpoints",
+    "trajectories",
+    "signal",
+    "stats",
+    "tasks",
+    "analysis",
+}
 WITH_TRANSFORMERS = {"gates", "intervene", "models", "probe"}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_examples import contents, failure, script
-from softgap.analysis import ComparisonPlan, compare_study
+from softgap.analysis import Preregistration, compare_study
 from softgap.cli import main
 from softgap.cli.compare import PlanOptions
 from stats_cases import planted
@@ -98,7 +98,7 @@ def test_the_report_shows_the_comparison(study: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
-    found = compare_study(str(study), ComparisonPlan(features=("mean",), permutations=99, refits=19))
+    found = compare_study(str(study), Preregistration(features=("mean",), permutations=99, refits=19))
     assert repr(found) == f"<ComparisonFindings: {found.verdict.sentence}>"
     shown = found._repr_html_()
     assert shown is not None
@@ -106,7 +106,7 @@ def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
 
 
 def test_options_are_fields_of_the_plan() -> None:
-    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, ComparisonPlan))
+    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, Preregistration))
     assert options <= plan
     given = PlanOptions(features=["mean"], orders=[4], margin=0.3, collapse=True, match=[])
-    assert given.plan(None) == ComparisonPlan(features=("mean",), orders=(4,), margin=0.3, collapse=True)
+    assert given.plan(None) == Preregistration(features=("mean",), orders=(4,), margin=0.3, collapse=True)

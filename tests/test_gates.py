@@ -145,7 +145,7 @@ def leak(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[object] = []
     honest = meter.Meter.measured
 
-    def measured(self: meter.Meter) -> meter.Measured:
+    def measured(self: meter.Meter) -> meter.LayerMeasurements:
         found = honest(self)
         kept.append(found)
         return found

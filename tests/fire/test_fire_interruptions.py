@@ -18,7 +18,7 @@ import pytest
 from cli_examples import SCRIPT, failure
 from disk_examples import largest_file
 from fire_examples import World, arguments_of
-from softgap.analysis.preregistration import Tried
+from softgap.analysis.preregistration import ComparisonLog
 from softgap.cli import main
 from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder
@@ -83,7 +83,7 @@ def test_an_interrupted_look_does_not_use_up_the_confirmation(
     assert main([*start, "--open-confirmation"]) == 0
     capsys.readouterr()
     assert failure([*start, "--open-confirmation"], capsys).startswith("confirmation samples are opened once")
-    assert [entry["event"] for entry in Tried(Folder.at(study)).entries].count("opened") == 1
+    assert [entry["event"] for entry in ComparisonLog(Folder.at(study)).entries].count("opened") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 
 from softgap.analysis.comparison_data import BASELINES
 from softgap.analysis.features import FeatureTable
-from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.preregistration import Preregistration
 from softgap.stats import (
     OUTCOMES,
     Comparison,
@@ -73,7 +73,7 @@ class ComparisonFindings(Displayed):
         The largest units with Hedges' g and AUROC, both with intervals.
     """
 
-    plan: ComparisonPlan
+    plan: Preregistration
     status: str
     tried: tuple[dict[str, Any], ...]
     table: FeatureTable

@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from softgap.analysis.pattern_counts import HELD
-from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.pattern_counts import HELD_VALUES
+from softgap.analysis.preregistration import Preregistration
 from softgap.analysis.series import CONTROL, Cut
 from softgap.errors import ValueInputError, unknown_name
 from softgap.signal import pattern_counts
@@ -70,7 +70,7 @@ def feature_table(
     study: Study,
     steps: Sequence[int],
     used: Bool[np.ndarray, " sample"],
-    plan: ComparisonPlan,
+    plan: Preregistration,
     tell: Callable[[float], None],
 ) -> FeatureTable:
     """The features of the used samples of a study, whose parts have so many steps."""
@@ -94,11 +94,11 @@ def feature_table(
         ties = max(ties, _fill(values[row], part, real, modes, plan))
         row += 1
     held = sum(n for n, use in zip(steps, used, strict=True) if use)
-    again = partial(_used_parts, study, used, plan.part)
+    again = partial(_eligible_parts, study, used, plan.part)
     ties = max(ties, _fill_residuals(values, again, held, real, modes, plan))
     layers = np.array(first.layers)[layer]
     if plan.collapse:
-        values, layers, head = _collapsed(values, layers, first.kv_group[real])
+        values, layers, head = _collapse_groups(values, layers, first.kv_group[real])
     return FeatureTable(values, modes, skipped, layers, head, plan.collapse, used, ties)
 
 
@@ -112,11 +112,11 @@ def _part(run: Trajectories, part: str) -> Trajectories:
     return run.prompt
 
 
-def _used_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
+def _eligible_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
     return (_part(run, part) for run, use in zip(study, used, strict=True) if use)
 
 
-def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tuple[tuple[Mode, ...], dict[str, str]]:
+def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tuple[tuple[Mode, ...], dict[str, str]]:
     names = plan.mechanisms or run.mechanisms
     for name in names:
         if name not in run.mechanisms:
@@ -152,7 +152,7 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tup
     return tuple(found), skipped
 
 
-def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: ComparisonPlan, control: bool) -> np.ndarray:
+def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: Preregistration, control: bool) -> np.ndarray:
     def taken(name: str) -> np.ndarray:
         return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
 
@@ -172,7 +172,7 @@ def _fill(
     run: Trajectories,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: ComparisonPlan,
+    plan: Preregistration,
 ) -> float:
     """Fill in one sample, residuals aside; return the largest share of windows with equal values."""
     ties = 0.0
@@ -220,10 +220,10 @@ def _fill_residuals(
     steps: int,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: ComparisonPlan,
+    plan: Preregistration,
 ) -> float:
     """Fill in residuals, whose trend is fitted over all samples: some heads at a time where all would not fit."""
-    ties, at_once = 0.0, max(1, HELD // steps)
+    ties, at_once = 0.0, max(1, HELD_VALUES // steps)
     wanted = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
     for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in wanted):
         mine = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
@@ -238,7 +238,7 @@ def _fill_residuals(
     return ties
 
 
-def _collapsed(
+def _collapse_groups(
     values: np.ndarray, layer: np.ndarray, group: np.ndarray
 ) -> tuple[np.ndarray, Int64[np.ndarray, " head"], Int64[np.ndarray, " head"]]:
     """Means over the heads that share a KV head."""

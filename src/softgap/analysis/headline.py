@@ -35,8 +35,8 @@ FIRST, BLOCK, FEWEST = 64, 16, 32
 RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
-NAMED = 3
-ENDS = (0.025, 0.975)
+NAMED_HEADS = 3
+INTERVAL_QUANTILES = (0.025, 0.975)
 UNKNOWN = (
     "How much of this a linear attention could do is not known yet: fit one to each head of this model, once, with "
     "'softgap calibrate'."
@@ -67,7 +67,7 @@ class GapSums:
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
         """The share of its gap that the fitted map leaves to each head, NaN for a head without a gap."""
-        fitted, _ = _left(self.parts.sum(axis=0), self.steps)
+        fitted, _ = _remaining_gaps(self.parts.sum(axis=0), self.steps)
         return np.asarray(fitted)
 
     @property
@@ -118,15 +118,15 @@ class Headline:
     def sentence(self) -> str:
         """The whole in words."""
         return (
-            f"A linear attention fitted to each head goes {self.share:.2f}{_ends(self.low, self.high)} of the way from "
-            f"the mean of values to softmax here{self._classical}; {self._stubborn}."
+            f"A linear attention fitted to each head goes {self.share:.2f}{_interval_text(self.low, self.high)} of the "
+            f"way from the mean of values to softmax here{self._classical}; {self._stubborn}."
         )
 
     @property
     def _classical(self) -> str:
         if self.classical is None:
             return ""
-        return f", where elu1 goes {self.classical:.2f}{_ends(self.classical_low, self.classical_high)}"
+        return f", where elu1 goes {self.classical:.2f}{_interval_text(self.classical_low, self.classical_high)}"
 
     @property
     def _stubborn(self) -> str:
@@ -136,14 +136,14 @@ class Headline:
             return f"none of {self.heads} heads keeps more than half of its gap{beside}"
         named = ", ".join(
             f"layer {layer} head {head} ({share:.2f})"
-            for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED]
+            for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED_HEADS]
         )
         keep = "keeps" if len(self.stubborn) == 1 else "keep"
-        count = f"{len(self.stubborn)}{_ends(self.fewest, self.most, 0)}"
+        count = f"{len(self.stubborn)}{_interval_text(self.fewest, self.most, 0)}"
         return f"{count} of {self.heads} heads {keep} more than half of the gap{beside}, most of all {named}"
 
 
-def _ends(low: float | None, high: float | None, digits: int = 2) -> str:
+def _interval_text(low: float | None, high: float | None, digits: int = 2) -> str:
     return "" if low is None or high is None or np.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
 
 
@@ -222,7 +222,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     mine, uniform, classical = total.sum(axis=(1, 2))
     if not uniform > 0:
         return None
-    left = _left(total, gap.steps)
+    left = _remaining_gaps(total, gap.steps)
     keeps = left > HALF
     stubborn = gap.ranked[: int(keeps[0].sum())]
     (lows, highs), counts = _intervals(gap)
@@ -243,7 +243,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     )
 
 
-def _left(
+def _remaining_gaps(
     total: Float[np.ndarray, "*draw mechanism layer head"], steps: int
 ) -> Float[np.ndarray, "*draw two layer head"]:
     """The share of each head's gap that fitted and elu1 leave, NaN for a head without a gap."""
@@ -260,6 +260,6 @@ def _intervals(gap: GapSums) -> tuple[list[list[float]], list[float]]:
     taken = (drawn[:, :, None] == np.arange(count)).sum(axis=1)
     totals = np.tensordot(taken, gap.parts, axes=1)
     mine, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
-    shares = np.quantile(1 - np.stack([mine, classical], axis=1) / uniform[:, None], ENDS, axis=0)
-    heads = (_left(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
-    return shares.tolist(), np.quantile(heads, ENDS).tolist()
+    shares = np.quantile(1 - np.stack([mine, classical], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
+    heads = (_remaining_gaps(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
+    return shares.tolist(), np.quantile(heads, INTERVAL_QUANTILES).tolist()

@@ -10,16 +10,16 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 
 from softgap.analysis.dynamics_findings import SystemPoint
-from softgap.analysis.series import Cut, Samples, Settings, transformed
+from softgap.analysis.series import Cut, Samples, Settings, transform_series
 from softgap.signal import ordinal_patterns, pattern_counts, simulate, systems
 from softgap.signal.complexity import plane
 from softgap.signal.estimates import centred_interval, resampled_entropies, usual_block
 from softgap.signal.kernels import shannon_rows
 
 __all__ = [
-    "HELD",
-    "Counted",
+    "HELD_VALUES",
     "Geometry",
+    "HeadPatternCounts",
     "Moments",
     "Progress",
     "count_patterns",
@@ -203,7 +203,7 @@ _LEVEL, _REPLICATES = 0.95, 499
 
 # Numbers of a study that are held at once where a trend is fitted over all its samples (float64: 256 MiB), and
 # pattern counts of all its samples (int32: 256 MiB). Where the heads need more, the study is read again for the next.
-HELD = 2**25
+HELD_VALUES = 2**25
 
 
 _COUNTS = 2**26
@@ -222,7 +222,7 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class HeadPatternCounts:
     """The patterns of all samples of every head together, with the interval of their entropy.
 
     ``tied`` windows hold equal values, whether they were counted or not; ``possible`` is the number of all windows.
@@ -266,12 +266,12 @@ def moments_of(samples: Samples, segment: str) -> Moments:
     return Moments(total / max(n, 1), np.sqrt(squares / max(n, 1)), slope)
 
 
-def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generator, tell: Progress) -> Counted:
+def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generator, tell: Progress) -> HeadPatternCounts:
     """Count the windows of all used samples, some heads at a time where all would not fit into memory."""
     counts = np.zeros((samples.n_heads, settings.patterns), np.int64)
     tied = np.zeros(samples.n_heads, np.int64)
     low, high = np.full(samples.n_heads, np.nan), np.full(samples.n_heads, np.nan)
-    count = _counted_by_sample if sum(samples.used) >= _ENOUGH_SAMPLES else _counted_by_window
+    count = _count_by_sample if sum(samples.used) >= _ENOUGH_SAMPLES else _count_by_window
     step = _heads_at_once(samples, settings)
     for start in range(0, samples.n_heads, step):
         heads = slice(start, min(samples.n_heads, start + step))
@@ -282,13 +282,13 @@ def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generato
 
         counts[heads], tied[heads], low[heads], high[heads] = count(samples, settings, heads, rng, told)
     possible = sum(settings.windows(len(at)) for at in samples.used_positions())
-    return Counted(counts, tied, possible, low, high)
+    return HeadPatternCounts(counts, tied, possible, low, high)
 
 
 def _heads_at_once(samples: Samples, settings: Settings) -> int:
     room = samples.n_heads
     if settings.cut.fits_a_trend:
-        room = min(room, HELD // sum(map(len, samples.used_positions())))
+        room = min(room, HELD_VALUES // sum(map(len, samples.used_positions())))
     if sum(samples.used) >= _ENOUGH_SAMPLES:
         room = min(room, _COUNTS // (sum(samples.used) * settings.patterns))
     return max(1, room)
@@ -298,34 +298,34 @@ def _heads_at_once(samples: Samples, settings: Settings) -> int:
 Tally = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def _counted_by_sample(
+def _count_by_sample(
     samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     counts = np.empty((n, heads.stop - heads.start, settings.patterns), np.int32)
     tied = np.zeros(heads.stop - heads.start, np.int64)
-    for i, series in enumerate(transformed(samples, settings.cut, heads)):
+    for i, series in enumerate(transform_series(samples, settings.cut, heads)):
         told(i / n)
         found = pattern_counts(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
         counts[i] = found.counts
-        tied += _tied(found.tie_rate, series, settings)
+        tied += _tied_windows(found.tie_rate, series, settings)
     # Every group of heads is judged by the same drawn samples, however many groups there are.
     draws = np.random.default_rng([settings.seed, n])
     low, high = interval_over_samples(counts, level=_LEVEL, replicates=_REPLICATES, rng=draws)
     return counts.sum(axis=0, dtype=np.int64), tied, low, high
 
 
-def _counted_by_window(
+def _count_by_window(
     samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     indices: list[Int[np.ndarray, "head window"]] = []
     tied = np.zeros(heads.stop - heads.start, np.int64)
-    for i, series in enumerate(transformed(samples, settings.cut, heads)):
+    for i, series in enumerate(transform_series(samples, settings.cut, heads)):
         told(i / n)
         found = ordinal_patterns(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
         indices.append(found.index)
-        tied += _tied(found.tie_rate, series, settings)
+        tied += _tied_windows(found.tie_rate, series, settings)
     sequences = [np.concatenate([part[part >= 0] for part in parts]) for parts in zip(*indices, strict=True)]
     counts = np.stack([np.bincount(sequence, minlength=settings.patterns) for sequence in sequences])
     low, high = interval_within_samples(
@@ -334,7 +334,7 @@ def _counted_by_window(
     return counts, tied, low, high
 
 
-def _tied(
+def _tied_windows(
     rate: Float64[np.ndarray, " head"], series: Float64[np.ndarray, "head step"], settings: Settings
 ) -> Int64[np.ndarray, " head"]:
     return np.asarray(np.rint(rate * (series.shape[-1] - settings.span)), np.int64)

@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float64, Int
 
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
-from softgap.signal.patterns import checked_batch, least_windows
+from softgap.signal.patterns import check_batch, least_windows
 from softgap.signal.transforms import fewest_steps
 from softgap.signal.validation import checked_count, checked_share
 from softgap.trajectories import QUANTITIES, Trajectories
 
-__all__ = ["CONTROL", "Cut", "Samples", "Settings", "samples_of", "transformed"]
+__all__ = ["CONTROL", "Cut", "Samples", "Settings", "samples_of", "transform_series"]
 
 
 CONTROL = "control"
@@ -97,7 +97,7 @@ class Settings:
         # Order, delay, ties and eligibility by the rules of the signal room.
         rng = np.random.default_rng(0)
         options: Any = {"ties": self.ties, "rng": rng, "eligibility": self.eligibility}
-        checked_batch(np.zeros(1), self.order, self.delay, options, short=True)
+        check_batch(np.zeros(1), self.order, self.delay, options, short=True)
         Cut(self.transform, self.segment)
 
     @property
@@ -233,7 +233,7 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
     return found
 
 
-def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
+def transform_series(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
     """The series of some heads after the cut, one used sample after the other."""
     if cut.transform == CONTROL:
         samples = samples.controlled()

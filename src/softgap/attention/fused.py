@@ -19,7 +19,7 @@ import numpy as np
 
 from softgap.attention.mechanism import Mechanism
 
-__all__ = ["MOST_FEATURES", "compare_positions", "served"]
+__all__ = ["MOST_FEATURES", "compare_positions", "supports"]
 
 # 128 features of 64 values are 32 KiB.
 MOST_FEATURES = 128
@@ -27,7 +27,7 @@ MOST_FEATURES = 128
 Array = np.ndarray[Any, Any]
 
 
-def served(mechanism: Mechanism, d: int) -> bool:
+def supports(mechanism: Mechanism, d: int) -> bool:
     """Whether the pass can compute a mechanism for vectors of dimension d."""
     features = mechanism.feature_dim(d) if mechanism.kind == "features" else None
     plain = not mechanism.log and mechanism.rate is None and mechanism.normaliser == "sum"

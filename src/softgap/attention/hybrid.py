@@ -47,7 +47,7 @@ def attend_hybrid(
 
     The other arguments are those of :func:`attend`.
     """
-    chosen = _checked(resolve(mechanism), window)
+    chosen = _check_hybrid(resolve(mechanism), window)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     shown = (visible or Visible()).fitted_to(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     # Under a window of the model's own every key comes and goes: there is no state to gain.
@@ -80,7 +80,7 @@ class HybridState:
         dtype: torch.dtype = torch.float32,
         origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
-        chosen = _checked(resolve(mechanism), near)
+        chosen = _check_hybrid(resolve(mechanism), near)
         self.near = near
         self.dtype = dtype
         self._scale = scale
@@ -148,7 +148,7 @@ def _quadratic(
     if visible.key_valid is not None:
         v = v.masked_fill(~visible.key_valid[:, None, :, None], 0)
     softmax = attend(
-        "softmax", q, k, v, visible=_within(visible, window, q, k), scale=scale, dtype=q.dtype, check=False
+        "softmax", q, k, v, visible=_clip_to_window(visible, window, q, k), scale=scale, dtype=q.dtype, check=False
     )
     outputs, flags = [], []
     for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale):
@@ -163,7 +163,7 @@ def _quadratic(
     return Attention(torch.cat(outputs, dim=2), valid, torch.cat(flags, dim=2) & valid[:, None])
 
 
-def _within(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
+def _clip_to_window(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
     """The same set without what lies outside the window."""
     if visible.mask is None:
         return replace(visible, window=min(window, visible.window or window))
@@ -171,7 +171,7 @@ def _within(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
     return replace(visible, mask=visible.mask & (p - torch.arange(k.shape[2], device=k.device) < window))
 
 
-def _checked(mechanism: Mechanism, window: int) -> Mechanism:
+def _check_hybrid(mechanism: Mechanism, window: int) -> Mechanism:
     if window < 1:
         raise ValueInputError(f"window must be at least 1 key, got {window}; leave the hybrid out for none")
     if mechanism.signed or mechanism.normaliser != "sum" or mechanism.kind == "constant":

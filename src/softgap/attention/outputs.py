@@ -16,7 +16,7 @@ __all__ = [
     "compare_heads",
     "compare_outputs",
     "divergence",
-    "divided",
+    "divide",
     "norm_ratio",
     "relative_l2",
 ]
@@ -46,7 +46,7 @@ class Attention:
     flagged: Bool[Tensor, "batch head query"]
 
 
-def divided(
+def divide(
     numerator: Float[Tensor, "*rows value_dim"],
     denominator: Float[Tensor, "*rows 1"],
     terms: Float[Tensor, "*rows 1"] | None,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from softgap.attention.chunked import Carry, block_sums, empty_carry
 from softgap.attention.feature_maps import Features, featurise
-from softgap.attention.fused import compare_positions, served
+from softgap.attention.fused import compare_positions, supports
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.outputs import Attention, compare_heads, divided
+from softgap.attention.outputs import Attention, compare_heads, divide
 from softgap.attention.registry import resolve
 from softgap.errors import ShapeError, UnsupportedError
 
@@ -90,7 +90,7 @@ class LinearState:
         first = states[0]
         whole = cls(mechanism, window=first.window, near=first.near, scale=first._scale, dtype=first.dtype)
         whole.length = first.length
-        whole._carries = {name: _joined([state._carries[name] for state in states]) for name in first._carries}
+        whole._carries = {name: _join_carries([state._carries[name] for state in states]) for name in first._carries}
         whole._seen = _cat([state._seen for state in states])
         whole._tail_valid = _cat([state._tail_valid for state in states])
         rows = [len(state._next) for state in states if state._next is not None]
@@ -102,7 +102,7 @@ class LinearState:
         n = len(states)
         for i, state in enumerate(states):
             state.length = self.length
-            state._carries = {name: _part(carry, i, n) for name, carry in self._carries.items()}
+            state._carries = {name: _split_carry(carry, i, n) for name, carry in self._carries.items()}
             state._seen = None if self._seen is None else self._seen.chunk(n)[i]
             state._tail_valid = None if self._tail_valid is None else self._tail_valid.chunk(n)[i]
             state._next = None if self._next is None else self._next.chunk(n)[i]
@@ -155,7 +155,9 @@ class LinearState:
         Over all keys, and over the nearest ones alone.
         """
         found = list(self._blocks(q, k, v, key_valid))
-        whole, near = (_side_by_side([sums[name] for sums, _ in found], q.shape[1]) for name in ("weights", "near"))
+        whole, near = (
+            _concatenate_blocks([sums[name] for sums, _ in found], q.shape[1]) for name in ("weights", "near")
+        )
         return whole, near, torch.cat([seen for _, seen in found], dim=1)
 
     def _blocks(
@@ -190,7 +192,7 @@ class LinearState:
         """
         self._check(q, k)
         plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
-        if not plain or not served(self.mechanism, k.shape[-1]):
+        if not plain or not supports(self.mechanism, k.shape[-1]):
             return compare_heads(output, self.attend(q, k, v, key_valid, shared=True).output)
         return self._compared(q, k, v, output, key_valid)
 
@@ -310,7 +312,7 @@ class LinearState:
             mean = sums["count"].values / count
             output = mean + (weighted - total * mean) / count
             return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
-        output, flagged = divided(weighted, total, sums["terms"].totals if "terms" in sums else None)
+        output, flagged = divide(weighted, total, sums["terms"].totals if "terms" in sums else None)
         group = 1 if heads is None else heads // output.shape[1]
         if group == 1:
             return output, flagged
@@ -339,7 +341,7 @@ class LinearState:
         return count[:, self.window :] > count[:, :t]
 
 
-def _side_by_side(blocks: Sequence[Sums], heads: int) -> Sums:
+def _concatenate_blocks(blocks: Sequence[Sums], heads: int) -> Sums:
     """The sums of consecutive blocks as those of one, per query head: a mechanism that ignores queries gives fewer."""
     group = heads // blocks[0].values.shape[1]
     if len(blocks) == group == 1:
@@ -358,12 +360,12 @@ def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def _joined(carries: Sequence[Carry]) -> Carry:
+def _join_carries(carries: Sequence[Carry]) -> Carry:
     values: dict[str, Any] = {f.name: _cat([getattr(carry, f.name) for carry in carries]) for f in fields(Carry)}
     return Carry(**values)
 
 
-def _part(carry: Carry, i: int, n: int) -> Carry:
+def _split_carry(carry: Carry, i: int, n: int) -> Carry:
     values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
     parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
     return Carry(**parts)

@@ -74,16 +74,16 @@ def measure(head: SyntheticHead, names: Iterable[str] | None = None) -> tuple[Me
     """Measure the named mechanisms on a head, by default each one that waits for no parameters."""
     registry = mechanisms()
     chosen = as_items(names) if names is not None else [name for name, found in registry.items() if not found.missing]
-    softmax, uniform = (_attended(head, name)[0] for name in ("softmax", "uniform"))
+    softmax, uniform = (_attend_head(head, name)[0] for name in ("softmax", "uniform"))
     rows = []
     for name in chosen:
-        output, flagged = _attended(head, name)
+        output, flagged = _attend_head(head, name)
         from_softmax = compare_outputs(softmax, output).divergence.mean().item()
         from_uniform = compare_outputs(uniform, output).divergence.mean().item()
         rows.append(Measurement(name, from_softmax, from_uniform, flagged))
     return tuple(rows)
 
 
-def _attended(head: SyntheticHead, name: str) -> tuple[Float[Tensor, "1 1 query dim"], int]:
+def _attend_head(head: SyntheticHead, name: str) -> tuple[Float[Tensor, "1 1 query dim"], int]:
     result = attend(name, head.query, head.key, head.value, scale=1 / math.sqrt(head.dim))
     return result.output, int(result.flagged.sum())

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 
 from softgap.attention import Mechanism, attend, compare_outputs
-from softgap.calibration.activations import Gathered
+from softgap.calibration.activations import Activations
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
@@ -30,12 +30,12 @@ __all__ = [
     "Closed",
     "HeldLayer",
     "HeldOut",
-    "compared",
     "divergences",
     "feature_curve",
     "gap_closed",
     "held_layers",
     "judge",
+    "measure_sequence",
     "some_layers",
 ]
 
@@ -163,7 +163,7 @@ def gap_closed(
     return Closed(float(1 - top / bottom), float(low), float(high))
 
 
-def compared(
+def measure_sequence(
     model: Model, ids: Sequence[int], mechanisms: Sequence[str | Mechanism], *, offset: int = 0
 ) -> Trajectories:
     """One sequence measured against mechanisms, its first token at position ``offset``; no logits are computed."""
@@ -199,7 +199,7 @@ def judge(
     divergence: dict[str, list[np.ndarray]] = {}
     energy: dict[str, list[np.ndarray]] = {}
     for number, ids in enumerate(sequences):
-        run = compared(model, ids, mechanisms)
+        run = measure_sequence(model, ids, mechanisms)
         for name in run.mechanisms:
             divergence.setdefault(name, []).append(run.select(name).divergence)
             energy.setdefault(name, []).append(1 - np.square(run.select(name).relative_l2[..., FIRST:]))
@@ -207,7 +207,7 @@ def judge(
     both = [one for one, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
     beyond = []
     for number, ids in enumerate(far, start=len(sequences)):
-        beyond.append(compared(model, ids, both))
+        beyond.append(measure_sequence(model, ids, both))
         report(number + 1)
     rng = np.random.default_rng(seed)
     fitted, uniform = divergence["fitted"], divergence["uniform"]
@@ -230,21 +230,21 @@ def judge(
     explained = {name: np.nanmean(np.concatenate(found, axis=-1), axis=-1) for name, found in energy.items()}
     by_head = _by_head(fitted, uniform)
     return HeldOut(
-        gap_closed=_present(closed),
-        against=_present(against),
-        by_position=_present(positions),
-        by_sink=_present(sinks),
+        gap_closed=_drop_missing(closed),
+        against=_drop_missing(against),
+        by_position=_drop_missing(positions),
+        by_sink=_drop_missing(sinks),
         by_head=by_head,
         explained=float(np.nanmedian(explained["fitted"])),
         texts=len(sequences),
         tokens=sum(map(len, sequences)),
         explained_by={name: float(np.nanmedian(found)) for name, found in explained.items()},
-        explained_by_head=_known(explained["fitted"]),
+        explained_by_head=_finite_rows(explained["fitted"]),
         rank_correlation=_rank_correlation(by_head, explained["fitted"]),
     )
 
 
-def _present(found: Mapping[str, Closed | None]) -> dict[str, Closed]:
+def _drop_missing(found: Mapping[str, Closed | None]) -> dict[str, Closed]:
     return {name: closed for name, closed in found.items() if closed is not None}
 
 
@@ -257,7 +257,7 @@ def _by_head(fitted: Sequence[np.ndarray], uniform: Sequence[np.ndarray]) -> tup
     )
 
 
-def _known(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:
+def _finite_rows(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:
     return tuple(tuple(float(x) if np.isfinite(x) else None for x in row) for row in values)
 
 
@@ -330,7 +330,7 @@ def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) ->
 
 def feature_curve(
     layers: Sequence[HeldLayer],
-    gathered: Gathered,
+    gathered: Activations,
     recipe: Recipe,
     *,
     workers: int = 1,

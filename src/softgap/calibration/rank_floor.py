@@ -99,7 +99,7 @@ def _growth(data: Mapping[str, Any]) -> RankGrowth:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _LayerErrors:
     """Per mechanism: features and, per head, divergence, weight error and floor; and the spectra of softmax."""
 
     features: tuple[int | None, ...]
@@ -118,8 +118,8 @@ def ladders(
     """Measure every rung over one text; memory grows with the square of its length, one layer at a time."""
     compared = [resolve("uniform"), *map(resolve, FIXED), fitted]
 
-    def visit(layer: LayerTensors) -> _Layer:
-        found = _measured(layer, compared)
+    def visit(layer: LayerTensors) -> _LayerErrors:
+        found = _measure_layer(layer, compared)
         report(layer.layer + 1)
         return found
 
@@ -141,7 +141,7 @@ def ladders(
     )
 
 
-def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
+def _measure_layer(layer: LayerTensors, compared: Sequence[Mechanism]) -> _LayerErrors:
     heads, length, d = layer.query.shape
     value = layer.value.repeat_interleave(heads // layer.value.shape[0], dim=0)
 
@@ -159,4 +159,6 @@ def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
         features = mechanism.feature_dim(d)
         floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
         rows.append((features, np.stack([found.double().numpy(), block_error(weights, exact), floor])))
-    return _Layer(tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest)
+    return _LayerErrors(
+        tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest
+    )

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, divergence, resolve
 from softgap.attention.rotary import Rotation
-from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gather
-from softgap.calibration.conditions import elsewhere
+from softgap.calibration.activations import Activations, LayerSample, LayerSite, gather
+from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import Maps, Recipe, fit_maps
 from softgap.calibration.held_out import Closed, HeldOut, feature_curve, judge, some_layers
 from softgap.calibration.parts import Parts
 from softgap.calibration.rank_floor import Ladders, ladders
-from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
+from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.errors import StoreError, ValueInputError
 from softgap.models.calibrations import calibration_path
 from softgap.models.console import Report
@@ -153,10 +153,10 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
-JUDGED_BY = ("elu1", "uniform")
+REFERENCE_MECHANISMS = ("elu1", "uniform")
 
 
-CONTROLS = ("mean_ablation", "profile")
+BASELINES = ("mean_ablation", "profile")
 
 
 # What features see: without and with a rotation.
@@ -200,7 +200,7 @@ def calibrate(
     if texts is None:
         given, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
         check_positions(model, positions)
-        texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
+        texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
@@ -218,23 +218,23 @@ def calibrate(
         )
         if minutes is not None:
             recipe = replace(recipe, steps=parts.steps() or parts.steps(_steps_for(minutes, gathered, recipe)) or 0)
-        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, parts, progress))
+        tensors = _tensors(gathered, _fit_layers(gathered, recipe, parts, progress))
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
-    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
+    calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
     parts.remove()
     return calibration
 
 
-def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
+def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Report) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
     wanted = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
-    return own_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
+    return generate_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
 
 
-def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
+def _steps_for(minutes: float, gathered: Activations, recipe: Recipe) -> int:
     """How many steps fit into the time, by the speed of a few in the first layer."""
     site, texts = gathered.sites[0], gathered.layer(0)
     times: list[float] = []
@@ -254,13 +254,13 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
+def _fit_layers(gathered: Activations, recipe: Recipe, parts: Parts, progress: Report) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
     """
     layers = len(gathered.sites)
-    state = _Progress(layers, recipe.steps, progress)
+    state = _FitProgress(layers, recipe.steps, progress)
 
     def fitted(layer: int) -> Maps:
         maps, site = parts.load(layer), gathered.sites[layer]
@@ -292,7 +292,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, parts: Parts, progress: R
             raise
 
 
-def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
+def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
     """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
     visible = Visible(window=site.window)
     q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
@@ -303,7 +303,7 @@ def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
     return mine.sum().item(), uniform.sum().item()
 
 
-class _Progress:
+class _FitProgress:
     """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
 
     def __init__(self, layers: int, steps: int, progress: Report) -> None:
@@ -351,7 +351,7 @@ def _one_thread_each() -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
+def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]:
     """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
     by_layer = [maps.parameters() for maps in layers]
     return {
@@ -383,7 +383,7 @@ def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _judged(
+def _evaluate(
     model: Model,
     tokenizer: Tokenizer,
     corpus: Corpus,
@@ -394,17 +394,17 @@ def _judged(
     progress: Report,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
-    fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
+    fitted, *controls = (stored.equip(name) for name in ("fitted", *BASELINES))
     held_out = judge(
         model,
         corpus.held_out,
-        [fitted, *JUDGED_BY, *controls],
+        [fitted, *REFERENCE_MECHANISMS, *controls],
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / (len(corpus.held_out) + len(corpus.far))),
     )
-    other = elsewhere(
+    other = evaluate_conditions(
         model,
         tokenizer,
         corpus,
@@ -422,7 +422,9 @@ def _judged(
     return Calibration(tensors, metadata, held_out, other, climbed, curve)
 
 
-def _curve(model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Report) -> Mapping[str, Closed]:
+def _curve(
+    model: Model, gathered: Activations, recipe: Recipe, corpus: Corpus, progress: Report
+) -> Mapping[str, Closed]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with _one_thread_each() as workers:

@@ -12,7 +12,7 @@ from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.analysis import ComparisonFindings, ComparisonPlan
+    from softgap.analysis import ComparisonFindings, Preregistration
 
 __all__ = ["PlanOptions", "compare_command"]
 
@@ -80,19 +80,19 @@ class PlanOptions:
     ] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Of relabellings and intervals.", show_default=False)] = None
 
-    def plan(self, path: str | None) -> ComparisonPlan:
+    def plan(self, path: str | None) -> Preregistration:
         """The plan in a file, which decides everything; or the default one with what was given here."""
-        from softgap.analysis import ComparisonPlan, read_plan
+        from softgap.analysis import Preregistration, read_preregistration
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
         if path is None:
             values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-            return ComparisonPlan(**values)
+            return Preregistration(**values)
         if given:
             raise ValueInputError(
                 f"a plan decides everything, got {', '.join(given)} on the command line too; write it into '{path}'"
             )
-        return read_plan(path)
+        return read_preregistration(path)
 
 
 @grouped
@@ -136,7 +136,7 @@ def compare_command(
 
 
 def _compared(
-    study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
+    study: str, plan: Preregistration, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
     from softgap.cli.render.output import waiting_share

@@ -173,7 +173,7 @@ def _found(
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
-    from softgap.models.calibrations import calibrated
+    from softgap.models.calibrations import calibrated_mechanisms
     from softgap.models.console import quiet_transformers, reporter
     from softgap.probe.layout import attention_layers
 
@@ -182,7 +182,7 @@ def _found(
     loaded, tokenizer = load_model(model, **options)
     parts = out.with_name(f"{out.name}.parts")
     with quiet_transformers(downloads=False), reporter(True) as report:
-        default = (*calibrated(loaded), "elu1")[0]
+        default = (*calibrated_mechanisms(loaded), "elu1")[0]
         chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)

@@ -15,7 +15,7 @@ import typer
 
 from softgap.cli.measurement import with_control
 from softgap.errors import StoreError, ValueInputError
-from softgap.tasks.text_files import decoded, file_text, some_text
+from softgap.tasks.text_files import check_text, decode_utf8, file_text
 
 if TYPE_CHECKING:
     from softgap.study import StudySettings
@@ -202,7 +202,7 @@ _STANDARD_INPUT = "standard input"
 def given_prompt(prompt: str) -> str:
     """The prompt itself, or for ``-`` what standard input holds, without the line's end that a shell adds."""
     text = _standard_input().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
-    return some_text(text, "the prompt")
+    return check_text(text, "the prompt")
 
 
 def given_text(file: str) -> tuple[str, str]:
@@ -214,10 +214,10 @@ def given_text(file: str) -> tuple[str, str]:
 
 def plain_text(name: str, text: str) -> str:
     """The text, if it is one."""
-    return some_text(text, name)
+    return check_text(text, name)
 
 
 def _standard_input() -> str:
     if sys.stdin is None:
         raise ValueInputError("standard input is closed, so that nothing can be read from it; give a file, or a pipe")
-    return decoded(sys.stdin.buffer.read(), _STANDARD_INPUT)
+    return decode_utf8(sys.stdin.buffer.read(), _STANDARD_INPUT)

@@ -72,9 +72,9 @@ def _sampling(seed: int | None, temperature: float | None) -> tuple[int | None, 
     """The seed, None for greedy search, and the settings of sampling."""
     if temperature is None:
         return seed, {"do_sample": seed is not None}
-    from softgap.probe.capture import checked_temperature
+    from softgap.probe.capture import check_temperature
 
-    return seed or 0, {"do_sample": True, "temperature": checked_temperature(temperature, "--temperature")}
+    return seed or 0, {"do_sample": True, "temperature": check_temperature(temperature, "--temperature")}
 
 
 def _generated(task: Task, text: str, max_new_tokens: int, raw: bool, sampling: dict[str, Any]) -> Trajectories:

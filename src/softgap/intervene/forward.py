@@ -18,7 +18,7 @@ from softgap.probe.arguments import by_name, cache_length
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["Forward", "followed"]
+__all__ = ["Forward", "follow_forwards"]
 
 
 class Forward:
@@ -75,7 +75,7 @@ class Forward:
 
 
 @contextmanager
-def followed(model: PreTrainedModel) -> Iterator[Forward]:
+def follow_forwards(model: PreTrainedModel) -> Iterator[Forward]:
     """Follow the forwards of a model while the block runs."""
     forward = Forward()
     before = model.register_forward_pre_hook(forward._begin, with_kwargs=True)

@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from softgap.errors import UnsupportedError
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.tap import AttentionCall, replaced, tapped
-from softgap.probe.token_scores import answering
+from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
+from softgap.probe.token_scores import return_constant
 
-__all__ = ["Blocks", "Walk"]
+__all__ = ["Blocks", "LayerwiseRun"]
 
 
 class Blocks:
     """The blocks of a model that hold its attention layers, and what they passed on in one forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.blocks, self._places = _found(model, attention_layers(model))
+        self.blocks, self._places = _find_blocks(model, attention_layers(model))
         self._kept: list[Any] = []
 
     def place(self, layer: AttentionLayer) -> int:
@@ -57,13 +57,13 @@ class Blocks:
         place = self._places[layer.index]
         with ExitStack() as stack:
             if place:
-                answer = _repeated(self._kept[place - 1], copies)
+                answer = _repeat(self._kept[place - 1], copies)
                 for block in self.blocks[:place]:
-                    stack.enter_context(answering(block, answer))
+                    stack.enter_context(return_constant(block, answer))
             yield
 
 
-def _found(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tuple[list[nn.Module], list[int]]:
+def _find_blocks(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tuple[list[nn.Module], list[int]]:
     """The outermost list of blocks that holds every attention layer, one in a block at most; and each one's place."""
     for candidate in model.modules():
         if not isinstance(candidate, nn.ModuleList):
@@ -77,23 +77,23 @@ def _found(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tuple[li
     return [], []
 
 
-def _repeated(kept: Any, copies: int) -> Any:
+def _repeat(kept: Any, copies: int) -> Any:
     """What a block passed on, for several copies of its batch."""
     if isinstance(kept, Tensor):
         return kept if copies == 1 else kept.repeat(copies, *[1] * (kept.dim() - 1))
     if isinstance(kept, tuple):
-        return tuple(_repeated(part, copies) for part in kept)
+        return tuple(_repeat(part, copies) for part in kept)
     return kept
 
 
 Result = TypeVar("Result")
 
 
-class _Reached(Exception):
+class _StopForward(Exception):
     """What was asked for has been seen: the rest of the forward is not needed."""
 
 
-class Walk:
+class LayerwiseRun:
     """Where each text stands: what the last block passed on for it.
 
     Parameters
@@ -125,9 +125,9 @@ class Walk:
         def listen(call: AttentionCall) -> None:
             if call.module is layer.module:
                 found.append(visit(call))
-                raise _Reached
+                raise _StopForward
 
-        with tapped(self._model, listen):
+        with observe_attention(self._model, listen):
             self._run(text)
         return found[0]
 
@@ -137,21 +137,21 @@ class Walk:
 
             def hook(module: nn.Module, args: Any, output: Any, text: int = text) -> None:
                 self._kept[text] = output
-                raise _Reached
+                raise _StopForward
 
             with ExitStack() as stack:
                 stack.callback(self._blocks.blocks[self._place].register_forward_hook(hook).remove)
                 if replace is not None:
-                    stack.enter_context(replaced(self._model, replace))
+                    stack.enter_context(replace_attention(self._model, replace))
                 self._run(text)
         self._place += 1
 
     def _run(self, text: int) -> None:
         with ExitStack() as stack:
             for block in self._blocks.blocks[: self._place]:
-                stack.enter_context(answering(block, self._kept[text]))
+                stack.enter_context(return_constant(block, self._kept[text]))
             try:
                 with torch.inference_mode():
                     self._model(self._rows[text][None], use_cache=False)
-            except _Reached:
+            except _StopForward:
                 pass

@@ -17,25 +17,25 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
 from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
-from softgap.intervene.forward import Forward, followed
+from softgap.intervene.forward import Forward, follow_forwards
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.recording import ready
-from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.recording import prepare_mechanism
+from softgap.probe.tap import AttentionCall, replace_attention
 
 __all__ = [
     "Head",
-    "Part",
     "Readout",
     "Substitute",
+    "SwappedLayer",
     "check_substitute",
     "heads_by_layer",
     "heads_of_group",
     "heads_of_layer",
-    "part_of",
     "substitute",
     "swap",
+    "swapped_layer",
 ]
 
 
@@ -190,11 +190,11 @@ def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window:
     check_substitute(None, window)
     if isinstance(mechanism, Substitute):
         return mechanism if window is None else replace(mechanism, window=window)
-    return Substitute(ready(mechanism, model), window)
+    return Substitute(prepare_mechanism(mechanism, model), window)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SwappedLayer:
     """The swapped heads of one layer, and their mechanism with the parameters of these heads only.
 
     ``kv_heads`` are the KV heads that they need: each once where all serve equally many swapped heads, else one for
@@ -238,7 +238,7 @@ class Part:
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
         # One row over all keys costs less than the state they would make; and the chunked form writes over what a
         # gradient needs.
-        explicit = q.shape[2] == 1 or _differentiated(q, k, v, *self.mechanism.parameters.values())
+        explicit = q.shape[2] == 1 or _needs_gradient(q, k, v, *self.mechanism.parameters.values())
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         form = "quadratic" if explicit else "auto"
         if self.window is not None:
@@ -248,11 +248,11 @@ class Part:
         return attend(self.mechanism, q, k, v, visible=visible, scale=scale, form=form, dtype=dtype, check=False).output
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def part_of(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_layers: int) -> Part:
+def swapped_layer(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_layers: int) -> SwappedLayer:
     """These heads of a layer, ready to be computed by a substitute."""
     size = layer.heads // layer.kv_heads
     owners = [head // size for head in heads]
@@ -269,7 +269,7 @@ def part_of(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_l
     }
     mechanism = dataclasses.replace(own, parameters=MappingProxyType(parameters))
     weight, bias = _readout(chosen.readout, layer, queries, n_layers)
-    return Part(layer, queries, keys, mechanism, chosen.window, weight, bias)
+    return SwappedLayer(layer, queries, keys, mechanism, chosen.window, weight, bias)
 
 
 def _readout(
@@ -335,8 +335,8 @@ def swap(
     layers = attention_layers(model)
     chosen = heads_by_layer(layers, heads)
     prepared = substitute(mechanism, model, window=window)
-    parts = {id(layer.module): part_of(layer, own, prepared, len(layers)) for layer, own in chosen}
-    with followed(model) as forward, replaced(model, _Swap(parts, forward, span).output):
+    parts = {id(layer.module): swapped_layer(layer, own, prepared, len(layers)) for layer, own in chosen}
+    with follow_forwards(model) as forward, replace_attention(model, _Swap(parts, forward, span).output):
         yield
 
 
@@ -344,7 +344,7 @@ def swap(
 class _Swap:
     """What the swapped layers pass on instead of their own output."""
 
-    parts: Mapping[int, Part]
+    parts: Mapping[int, SwappedLayer]
     forward: Forward
     span: range | None
 

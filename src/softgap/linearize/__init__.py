@@ -1,15 +1,18 @@
-"""Which heads can live without softmax: swap them, measure what it costs, and find a plan."""
+"""Find the heads that need no softmax: swap them, measure the cost, and search for a plan."""
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.intervene.swap import Readout, Substitute, heads_of_group, heads_of_layer, substitute, swap
-from softgap.linearize.distil import tuned
+from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
 from softgap.linearize.impact import Impact, impact
-from softgap.linearize.output_correction import repaired
+from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Applied, Plan, apply, load_plan
 from softgap.linearize.ranking import Ranking, rank_agreement
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.search import find_plan
-from softgap.linearize.sequences import Passages, lookups, passages_of
+from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences
 
 __all__ = [
     "SCORES",
@@ -17,26 +20,38 @@ __all__ = [
     "Budget",
     "Frontier",
     "Impact",
-    "Passages",
     "Plan",
     "Point",
     "Ranking",
     "Readout",
     "Scores",
+    "Sequences",
     "Substitute",
     "apply",
+    "distil_substitute",
     "find_plan",
+    "fit_output_correction",
     "frontier",
     "head_scores",
     "heads_of_group",
     "heads_of_layer",
     "impact",
     "load_plan",
-    "lookups",
-    "passages_of",
     "rank_agreement",
-    "repaired",
+    "recall_sequences",
+    "split_sequences",
     "substitute",
     "swap",
-    "tuned",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(
+        __name__,
+        {
+            "Passages": "Sequences",
+            "lookups": "recall_sequences",
+            "passages_of": "split_sequences",
+            "repaired": "fit_output_correction",
+            "tuned": "distil_substitute",
+        },
+    )

@@ -27,14 +27,14 @@ from torch import Tensor
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
-from softgap.linearize.output_correction import repaired
-from softgap.linearize.sequences import Passages
+from softgap.linearize.output_correction import fit_output_correction
+from softgap.linearize.sequences import Sequences
 from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import digest_of
 
-__all__ = ["tuned"]
+__all__ = ["distil_substitute"]
 
 STEPS = 96
 LEARNING_RATE = 6e-4
@@ -43,13 +43,13 @@ WARM_UP = 5
 PACE = {"query_weight": 0.5, "key_weight": 0.5, "query_bias": 5.0, "key_bias": 5.0}
 
 
-def tuned(
+def distil_substitute(
     model: Model,
-    read: Passages,
+    read: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Passages | None = None,
+    asked: Sequences | None = None,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     maps: bool = True,
@@ -78,18 +78,18 @@ def tuned(
         raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
     one = substitute(mechanism, model)
     if one.readout is None:
-        one = repaired(model, read, heads, one, progress=lambda stage, share: progress(stage, 0.2 * share))
-    free = _Free(one, cast(Readout, one.readout), maps)
+        one = fit_output_correction(model, read, heads, one, progress=lambda stage, share: progress(stage, 0.2 * share))
+    free = _TrainableSubstitute(one, cast(Readout, one.readout), maps)
     optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     both = [part for part in (read, asked) if part is not None]
-    rows = zip(*(_rows(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
+    rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
     for step, drawn in enumerate(rows):
         eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * eased
         optimiser.zero_grad()
-        with _frozen(model):
+        with _freeze(model):
             apart = [
                 _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
                 for part, row in zip(both, drawn, strict=True)
@@ -99,7 +99,7 @@ def tuned(
     return free.substitute(detached=True)
 
 
-class _Free:
+class _TrainableSubstitute:
     """The numbers of a substitute that are trained, as copies."""
 
     def __init__(self, one: Substitute, readout: Readout, maps: bool) -> None:
@@ -127,7 +127,7 @@ class _Free:
         return replace(self._one, mechanism=mechanism, readout=Readout(**readout))
 
 
-def _rows(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
+def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
     """A passage for every step: all of them, then all of them in another order, and so on."""
     order: list[int] = []
     for _ in range(steps):
@@ -135,19 +135,19 @@ def _rows(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
         yield order.pop()
 
 
-def _divergence(model: Model, text: Passages, heads: Sequence[Head], chosen: Substitute) -> float:
+def _divergence(model: Model, text: Sequences, heads: Sequence[Head], chosen: Substitute) -> float:
     """KL from the original model on one passage, its gradient added to the free numbers."""
     with torch.no_grad():
-        wanted = _logs(model, text)
+        wanted = _log_probabilities(model, text)
     with torch.enable_grad(), swap(model, heads, chosen):
-        found = _logs(model, text)
+        found = _log_probabilities(model, text)
         # A token that the model rules out counts as 0.
         apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - found), 0.0).sum(dim=-1).mean()
         apart.backward()
     return apart.item()
 
 
-def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
+def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next vocabulary"]:
     """Log-probabilities where the next token counts."""
     logits: Tensor = model(text.ids[:, :-1], use_cache=False).logits[0]
     if not bool(text.scored.all()):
@@ -156,7 +156,7 @@ def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
 
 
 @contextmanager
-def _frozen(model: Model) -> Iterator[None]:
+def _freeze(model: Model) -> Iterator[None]:
     """The model's weights collect no gradients while the block runs."""
     loose = [x for x in model.parameters() if x.requires_grad]
     for parameter in loose:

@@ -11,7 +11,7 @@ from softgap.errors import ValueInputError
 from softgap.intervene.swap import Substitute
 from softgap.linearize.impact import impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.sequences import Passages
+from softgap.linearize.sequences import Sequences
 from softgap.models.console import Report
 from softgap.models.loading import Model
 
@@ -20,7 +20,7 @@ __all__ = ["with_finite_steps"]
 
 def with_finite_steps(
     model: Model,
-    read: Passages,
+    read: Sequences,
     mechanism: str | Mechanism | Substitute,
     scores: Scores,
     name: str = "gradient+fisher",

@@ -17,18 +17,29 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
-from softgap.linearize.distil import tuned
+from softgap.linearize.distil import distil_substitute
 from softgap.linearize.impact import mean_outputs
-from softgap.linearize.output_correction import repaired
+from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.scores import SCORES, Scores, head_scores
-from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
+from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, read_swapped
 from softgap.models.console import Report
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 
-__all__ = ["BEST", "Budget", "Frontier", "Point", "Unit", "frontier", "ordered", "random_order", "taken", "units_of"]
+__all__ = [
+    "DEFAULT_SCORE",
+    "Budget",
+    "Frontier",
+    "Point",
+    "Unit",
+    "first_heads",
+    "frontier",
+    "order_units",
+    "random_order",
+    "units_of",
+]
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ def units_of(model: Model, by: str) -> list[Unit]:
     return [tuple(heads_of_group(model, x.number, group)) for x in layers for group in range(x.kv_heads)]
 
 
-def ordered(units: Sequence[Unit], heads: Sequence[Head], score: Float[np.ndarray, " head"]) -> list[Unit]:
+def order_units(units: Sequence[Unit], heads: Sequence[Head], score: Float[np.ndarray, " head"]) -> list[Unit]:
     """Units by the sum of their heads' scores, the cheapest first; units with heads that have no score are left out."""
     known = dict(zip(heads, map(float, score), strict=True))
     scored = [(sum(known[head] for head in unit), unit) for unit in units if all(head in known for head in unit)]
@@ -196,7 +207,7 @@ def random_order(units: Sequence[Unit], *, rng: np.random.Generator) -> list[Uni
     return [units[i] for i in rng.permutation(len(units))]
 
 
-def taken(order: Sequence[Unit], n: int) -> list[Head]:
+def first_heads(order: Sequence[Unit], n: int) -> list[Head]:
     """The heads of the first n units."""
     return sorted(head for unit in order[:n] for head in unit)
 
@@ -204,14 +215,14 @@ def taken(order: Sequence[Unit], n: int) -> list[Head]:
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
-BEST = "gradient+fisher"
+DEFAULT_SCORE = "gradient+fisher"
 
 
 RANDOM = "random"
 
 
 # Settings that only what is measured depends on.
-MEASURED = {"held_out", "length", "tokens", "by"}
+EVALUATION_SETTINGS = {"held_out", "length", "tokens", "by"}
 
 
 PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
@@ -219,19 +230,19 @@ PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 def frontier(
     model: Model,
-    fit: Passages,
-    held_out: Passages,
-    asked: Passages | None,
+    fit: Sequences,
+    held_out: Sequences,
+    asked: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
     by: str = "heads",
-    orders: Sequence[str] = (BEST, "divergence", RANDOM),
+    orders: Sequence[str] = (DEFAULT_SCORE, "divergence", RANDOM),
     shares: Sequence[float] = SHARES,
     greedy: bool = True,
     repair: bool = True,
     tune: int = 0,
     ablation: bool = True,
-    fit_asked: Passages | None = None,
+    fit_asked: Sequences | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Report = lambda stage, fraction: None,
@@ -273,11 +284,11 @@ def frontier(
     one = substitute(mechanism, model)
     settings = _settings(model, fit, held_out, asked, one, by, seed)
     if fit_asked is not None:
-        settings["fit_asked"] = digest_of_passages(fit_asked)
+        settings["fit_asked"] = digest_of_sequences(fit_asked)
     expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
-    scored = Kept(folder, {name: value for name, value in settings.items() if name not in MEASURED})
-    walk = _Walk(
+    scored = Kept(folder, {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS})
+    walk = _FrontierRun(
         model, fit, fit_asked, held_out, asked, one, units, Kept(folder, settings), scored, seed, tune, progress,
         expected,
     )  # fmt: skip
@@ -296,14 +307,14 @@ def _counts(units: int, shares: Sequence[float]) -> list[int]:
 
 
 @dataclass(eq=False)
-class _Walk:
+class _FrontierRun:
     """Points that are measured one after the other, each once."""
 
     model: Model
-    fit: Passages
-    fit_asked: Passages | None
-    held_out: Passages
-    asked: Passages | None
+    fit: Sequences
+    fit_asked: Sequences | None
+    held_out: Sequences
+    asked: Sequences | None
     one: Substitute
     units: Sequence[Unit]
     kept: Kept
@@ -349,9 +360,9 @@ class _Walk:
             if name == RANDOM or scores is None:
                 order = random_order(self.units, rng=np.random.default_rng(self.seed))
             else:
-                order = ordered(self.units, scores.heads, scores.mean(name))
+                order = order_units(self.units, scores.heads, scores.mean(name))
             for n in counts:
-                self.measure(name, taken(order, n), n, (PLAIN,) if place else kinds)
+                self.measure(name, first_heads(order, n), n, (PLAIN,) if place else kinds)
 
     def greedy(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
         """Sets that grow, each by the cheapest of what remains under the ones before; by the first of the scores."""
@@ -359,9 +370,9 @@ class _Walk:
         for name in [name for name in orders if name != RANDOM][:1]:
             for n in counts:
                 rest = [unit for unit in self.units if unit not in gone]
-                scores = self.scores([name], taken(gone, len(gone)))
-                gone += ordered(rest, scores.heads, scores.mean(name))[: n - len(gone)]
-                self.measure("greedy", taken(gone, len(gone)), n, kinds)
+                scores = self.scores([name], first_heads(gone, len(gone)))
+                gone += order_units(rest, scores.heads, scores.mean(name))[: n - len(gone)]
+                self.measure("greedy", first_heads(gone, len(gone)), n, kinds)
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
         """Measure one set, plain, repaired, tuned or ablated, and note it."""
@@ -383,25 +394,25 @@ class _Walk:
             return self.ablation
         if kind == PLAIN:
             return self.one
-        mended = repaired(self.model, self.fit, heads, self.one)
+        mended = fit_output_correction(self.model, self.fit, heads, self.one)
         if kind == REPAIRED:
             return mended
-        return tuned(
+        return distil_substitute(
             self.model, self.fit, heads, mended, asked=self.fit_asked, steps=self.tune, seed=self.seed,
             progress=lambda stage, share: self._tell(stage),
         )  # fmt: skip
 
 
 def _settings(
-    model: Model, fit: Passages, held_out: Passages, asked: Passages | None, one: Substitute, by: str, seed: int
+    model: Model, fit: Sequences, held_out: Sequences, asked: Sequences | None, one: Substitute, by: str, seed: int
 ) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
         "parameters": one.digest,
-        "fit": digest_of_passages(fit),
-        "held_out": digest_of_passages(*([held_out] if asked is None else [held_out, asked])),
+        "fit": digest_of_sequences(fit),
+        "held_out": digest_of_sequences(*([held_out] if asked is None else [held_out, asked])),
         "length": int(held_out.ids.shape[1]),
         "fit_tokens": fit.tokens,
         "tokens": held_out.tokens,

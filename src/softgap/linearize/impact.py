@@ -21,23 +21,23 @@ from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of, resampled
 from softgap.intervene.layerwise import Blocks
-from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute, swap
+from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swap, swapped_layer
 from softgap.linearize.sequences import (
     LENGTH,
     Original,
-    Passages,
-    digest_of_passages,
-    judge_forward,
-    lookups,
-    passages_of,
+    Sequences,
+    digest_of_sequences,
     read_original,
+    recall_sequences,
+    score_forward,
+    split_sequences,
 )
 from softgap.models.console import Report
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.tap import AttentionCall, replace_attention
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
 
@@ -153,7 +153,7 @@ class Impact:
         return found
 
 
-def mean_outputs(model: Model, read: Passages) -> Mechanism:
+def mean_outputs(model: Model, read: Sequences) -> Mechanism:
     """``mean_ablation`` with the mean output of each head over these passages."""
     sums: list[Tensor] = []
 
@@ -178,7 +178,7 @@ BATCH_TOKENS = 1024
 
 
 # Two computations of one model differ by rounding; a forward that begins in the middle may not differ by more.
-SAME = 1e-3
+TOLERANCE = 1e-3
 
 
 def impact(
@@ -220,8 +220,8 @@ def impact(
         Called with the stage in words and the share that is done.
     """
     check_measurable(model)
-    read = passages_of(model, tokenizer, texts, length=length, tokens=tokens)
-    asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
+    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
+    asked = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
         model, read, asked, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
     )
@@ -229,8 +229,8 @@ def impact(
 
 def impact_on(
     model: Model,
-    read: Passages,
-    asked: Passages | None,
+    read: Sequences,
+    asked: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
     controls: Sequence[str | Mechanism | Substitute] | None = None,
@@ -271,7 +271,7 @@ def impact_on(
         settings={
             "model": model.name_or_path or model.config.model_type,
             "fingerprint": model_fingerprint(model),
-            "passages": digest_of_passages(*([read] if asked is None else [read, asked])),
+            "passages": digest_of_sequences(*([read] if asked is None else [read, asked])),
             "length": int(read.ids.shape[1]),
             "tokens": read.tokens,
             "recall_tokens": 0 if asked is None else asked.tokens,
@@ -293,13 +293,15 @@ class _Sweep:
         reuse: bool,
     ) -> None:
         self._model, self._chosen, self._swapped = model, chosen, swapped
-        self._parts = [[part_of(layer, own, one, len(layers)) for one in swapped] for layer, own in chosen]
+        self._parts = [[swapped_layer(layer, own, one, len(layers)) for one in swapped] for layer, own in chosen]
         self._blocks = Blocks(model)
         self._last = layers[-1]
         self._reuse = reuse and self._blocks.known
         self._checked = False
 
-    def over(self, passages: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+    def over(
+        self, passages: Sequences, report: Callable[[float], None]
+    ) -> Float[np.ndarray, "quantity swap head text"]:
         """Loss, KL and accuracy of every text: of the original (first), then of each substitute."""
         widest = max(len(own) for _, own in self._chosen)
         size = max(1, BATCH_TOKENS // (widest * passages.ids.shape[1]))
@@ -312,7 +314,7 @@ class _Sweep:
                 found.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
         return np.concatenate(found, axis=-1)
 
-    def _batch(self, part: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+    def _batch(self, part: Sequences, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
         with self._blocks.remembered():
             original = read_original(self._model, part.ids)
         if self._reuse and not self._checked:
@@ -326,7 +328,7 @@ class _Sweep:
         return torch.cat(columns, dim=2).double().numpy()
 
     def _layer(
-        self, layer: AttentionLayer, own: list[int], one: int, part: Passages, original: Original
+        self, layer: AttentionLayer, own: list[int], one: int, part: Sequences, original: Original
     ) -> Float[Tensor, "quantity head text"]:
         if not self._reuse:
             return torch.cat([self._alone((layer.number, head), one, part, original) for head in own], dim=1)
@@ -337,27 +339,27 @@ class _Sweep:
         for first in range(0, len(own), step):
             side.places = range(first, min(len(own), first + step))
             copies = len(side.places)
-            with self._blocks.beginning_at(layer, copies), replaced(self._model, side.output):
-                found.append(judge_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
+            with self._blocks.beginning_at(layer, copies), replace_attention(self._model, side.output):
+                found.append(score_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
         return torch.cat(found, dim=1)
 
-    def _alone(self, head: Head, one: int, part: Passages, original: Original) -> Float[Tensor, "quantity 1 text"]:
+    def _alone(self, head: Head, one: int, part: Sequences, original: Original) -> Float[Tensor, "quantity 1 text"]:
         with swap(self._model, [head], self._swapped[one]):
-            return judge_forward(self._model, part.ids, original).means(part).cpu()
+            return score_forward(self._model, part.ids, original).means(part).cpu()
 
-    def _check(self, part: Passages, original: Original) -> None:
+    def _check(self, part: Sequences, original: Original) -> None:
         """A model that keeps more than hidden states between its blocks is read by whole forwards."""
         self._checked = True
         with self._blocks.beginning_at(self._last):
-            again = judge_forward(self._model, part.ids, None).loss.to(original.judged.loss)
-        if float((again - original.judged.loss).abs().max()) > SAME * max(1.0, float(original.judged.loss.max())):
+            again = score_forward(self._model, part.ids, None).loss.to(original.judged.loss)
+        if float((again - original.judged.loss).abs().max()) > TOLERANCE * max(1.0, float(original.judged.loss.max())):
             self._reuse = False
 
 
 class _SideBySide:
     """Copies of one batch, the i-th with the i-th of the chosen heads swapped: all below is the same in every copy."""
 
-    def __init__(self, part: Part, texts: int) -> None:
+    def __init__(self, part: SwappedLayer, texts: int) -> None:
         self._part, self._texts = part, texts
         self._found: Tensor | None = None
         self.places = range(0)

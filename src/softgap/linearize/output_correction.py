@@ -21,9 +21,9 @@ from torch import Tensor
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.intervene.layerwise import Walk
-from softgap.intervene.swap import Head, Part, Readout, Substitute, heads_by_layer, part_of, substitute
-from softgap.linearize.sequences import Passages
+from softgap.intervene.layerwise import LayerwiseRun
+from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.linearize.sequences import Sequences
 from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
@@ -31,14 +31,14 @@ from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["RIDGE", "repaired", "ridge_map"]
+__all__ = ["RIDGE", "fit_output_correction", "ridge_map"]
 
 RIDGE = 0.1
 
 
-def repaired(
+def fit_output_correction(
     model: Model,
-    read: Passages,
+    read: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
@@ -61,9 +61,9 @@ def repaired(
     chosen = heads_by_layer(layers, heads)
     one = substitute(mechanism, model)
     bare = Substitute(one.mechanism, one.window)
-    own, swapped = Walk(model, read.ids), Walk(model, read.ids)
+    own, swapped = LayerwiseRun(model, read.ids), LayerwiseRun(model, read.ids)
     readout: Readout | None = None
-    done: dict[int, Part] = {}
+    done: dict[int, SwappedLayer] = {}
 
     def repaired_so_far(call: AttentionCall) -> Tensor:
         part = done.get(id(call.module))
@@ -74,19 +74,19 @@ def repaired(
     for number, (layer, some) in enumerate(chosen):
         own.climb(layer)
         swapped.climb(layer, repaired_so_far)
-        part = part_of(layer, some, bare, len(layers))
-        weight, bias = _fitted(own, swapped, part, len(read), ridge)
+        part = swapped_layer(layer, some, bare, len(layers))
+        weight, bias = _fit_layer(own, swapped, part, len(read), ridge)
         if readout is None:
             readout = one.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
-        done[id(layer.module)] = part_of(layer, some, replace(bare, readout=readout), len(layers))
+        done[id(layer.module)] = swapped_layer(layer, some, replace(bare, readout=readout), len(layers))
         progress("repairing layers", (number + 1) / len(chosen))
     return replace(bare, readout=readout)
 
 
-def _fitted(
-    own: Walk, swapped: Walk, part: Part, texts: int, ridge: float
+def _fit_layer(
+    own: LayerwiseRun, swapped: LayerwiseRun, part: SwappedLayer, texts: int, ridge: float
 ) -> tuple[Float[Tensor, "swapped value_dim value_dim"], Float[Tensor, "swapped value_dim"]]:
     """The maps of one layer's heads, over all texts."""
 

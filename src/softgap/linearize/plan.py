@@ -20,12 +20,12 @@ from softgap.attention import HybridState, LinearState, Visible, attend, resolve
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
-from softgap.intervene.swap import Head, Part, Readout, Substitute, heads_by_layer, part_of, swap
+from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, swap, swapped_layer
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.tap import AttentionCall, stood_in
+from softgap.probe.tap import AttentionCall, override_attention
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
 __all__ = ["Applied", "Plan", "apply", "freed_groups", "load_plan", "memory_of", "streams"]
@@ -246,7 +246,7 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     plan.check(model)
     applied = Applied(model, plan.heads, plan.substitute)
     try:
-        with swap(model, plan.heads, plan.substitute), stood_in(model, applied._stand):
+        with swap(model, plan.heads, plan.substitute), override_attention(model, applied._stand):
             yield applied
     finally:
         applied._close()
@@ -268,8 +268,8 @@ class _Split:
     """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones."""
 
     kept: Tensor
-    among_kept: Part | None
-    freed: Part
+    among_kept: SwappedLayer | None
+    freed: SwappedLayer
     groups: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -331,7 +331,7 @@ class Applied:
         call = AttentionCall(module, query, key, value, mask, kwargs, query)
         freed = self._freed(split.freed, layer, call, new_key, new_value)
         batch, heads, n, _ = query.shape
-        kept = _kept(split, original, call, args, kwargs) if len(split.kept) else None
+        kept = _attend_remaining(split, original, call, args, kwargs) if len(split.kept) else None
         output = (query if kept is None else kept).new_empty(batch, n, heads, freed.shape[-1])
         output[:, :, split.freed.heads] = freed.to(output.dtype)
         if kept is not None:
@@ -347,7 +347,7 @@ class Applied:
                 return layer, fresh
         return None
 
-    def _freed(self, part: Part, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
+    def _freed(self, part: SwappedLayer, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
         dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
         q = call.query.index_select(1, part.heads.to(k.device))
         valid = None
@@ -363,7 +363,7 @@ class Applied:
 
     def _state(
         self,
-        part: Part,
+        part: SwappedLayer,
         layer: StateLayer,
         call: AttentionCall,
         valid: Bool[Tensor, "batch key"] | None,
@@ -372,7 +372,7 @@ class Applied:
     ) -> LinearState | HybridState:
         """The state of a layer's freed heads, made when it is first asked for."""
         if layer.state is None:
-            origin = _origin(call, valid, n_keys)
+            origin = _first_position(call, valid, n_keys)
             layer.state = (
                 LinearState(part.mechanism, scale=call.scale, dtype=dtype, origin=origin)
                 if self._window is None
@@ -382,7 +382,7 @@ class Applied:
         return made
 
 
-def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
+def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
     """The position of the first key that a new state sees."""
     told = call.options.get("position_ids")
     if not isinstance(told, Tensor):
@@ -390,7 +390,7 @@ def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | 
     return with_origin(Visible(key_valid=valid), told, call.query.shape[0], call.query.shape[2], n_keys).origin
 
 
-def _kept(
+def _attend_remaining(
     split: _Split, original: Callable[..., Any], call: AttentionCall, args: tuple[Any, ...], kwargs: Any
 ) -> Tensor:
     """The kept heads: the model's own attention on what the cache holds, some of them swapped."""
@@ -415,11 +415,11 @@ def _split(
     size = layer.heads // layer.kv_heads
     kept_groups = [g for g in range(layer.kv_heads) if g not in groups]
     kept = [head for g in kept_groups for head in range(g * size, (g + 1) * size)]
-    freed = part_of(layer, [head for head in own if head // size in groups], chosen, n_layers)
+    freed = swapped_layer(layer, [head for head in own if head // size in groups], chosen, n_layers)
     some = [head for head in own if head in kept]
     among = None
     if some:
-        part = part_of(layer, some, chosen, n_layers)
+        part = swapped_layer(layer, some, chosen, n_layers)
         smaller = dataclasses.replace(layer, heads=len(kept), kv_heads=len(kept_groups))
         among = dataclasses.replace(
             part,

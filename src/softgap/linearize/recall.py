@@ -15,7 +15,7 @@ import numpy as np
 from softgap.checkpoints import Kept
 from softgap.intervals import interval_of
 from softgap.intervene.swap import Head, Substitute
-from softgap.linearize.sequences import Passages, Reading, digest_of_passages, joined_readings, read_swapped
+from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, join_readings, read_swapped
 from softgap.models.loading import Model
 
 __all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "half_widths"]
@@ -44,12 +44,12 @@ class RecallTest:
     """
 
     model: Model
-    draw: Callable[[int, int], Passages]
+    draw: Callable[[int, int], Sequences]
     lists: int | None = None
     kept: Kept = field(default_factory=lambda: Kept(None, {}))
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
-    _drawn: list[Passages] = field(default_factory=list, init=False)
+    _drawn: list[Sequences] = field(default_factory=list, init=False)
     _read: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
@@ -70,14 +70,14 @@ class RecallTest:
         while len(found) < blocks:
             block = self._block(len(found))
 
-            def make(block: Passages = block) -> dict[str, list[float]]:
+            def make(block: Sequences = block) -> dict[str, list[float]]:
                 return read_swapped(self.model, None, block, heads, chosen() if heads else None).to_json()
 
-            found.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_passages(block)], make)))
+            found.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_sequences(block)], make)))
             self.report(sum(len(part.recall) for part in found))
-        return joined_readings(found[:blocks])
+        return join_readings(found[:blocks])
 
-    def _block(self, number: int) -> Passages:
+    def _block(self, number: int) -> Sequences:
         while len(self._drawn) <= number:
             skip = len(self._drawn) * BLOCK_LISTS
             self._drawn.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))

@@ -15,17 +15,17 @@ from torch.nn import functional
 from softgap.attention import Mechanism, compare_outputs
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
-from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute
-from softgap.linearize.sequences import Passages
+from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.linearize.sequences import Sequences
 from softgap.models.console import Report
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.softmax import softmax_rows
-from softgap.probe.tap import AttentionCall, replaced, tapped
+from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["SCORES", "Scores", "beside", "head_scores"]
+__all__ = ["SCORES", "Scores", "add_recall_scores", "head_scores"]
 
 
 SHAPES: Mapping[str, str] = {
@@ -126,10 +126,10 @@ class Scores:
 
 def head_scores(
     model: Model,
-    read: Passages,
+    read: Sequences,
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Passages | None = None,
+    asked: Sequences | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -173,20 +173,22 @@ def head_scores(
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     chosen = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
     one = substitute(mechanism, model)
-    parts = [part_of(layer, own, one, len(layers)) for layer, own in chosen]
-    under = [part_of(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
+    parts = [swapped_layer(layer, own, one, len(layers)) for layer, own in chosen]
+    under = (
+        [swapped_layer(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
+    )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for number in range(len(read)):
         one_text = read.part(slice(number, number + 1))
-        columns.append(_of_text(model, one_text, parts, under, set(names), samples, steps, generator))
+        columns.append(_score_sequence(model, one_text, parts, under, set(names), samples, steps, generator))
         progress("scoring heads", (number + 1) / len(read))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
     if asked is not None:
         more = head_scores(
             model, asked, one, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
         )
-        values = {name: beside(values[name], more.mean(name)) for name in names}
+        values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, own in chosen for head in own),
         values,
@@ -194,7 +196,9 @@ def head_scores(
     )
 
 
-def beside(text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]) -> Float[np.ndarray, "head text"]:
+def add_recall_scores(
+    text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]
+) -> Float[np.ndarray, "head text"]:
     """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
     total = float(np.abs(lookups).sum())
     scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
@@ -210,11 +214,11 @@ def _passes(name: str, samples: int, steps: int) -> float:
     return 1 + slopes.get(name, 0)
 
 
-def _of_text(
+def _score_sequence(
     model: Model,
-    text: Passages,
-    parts: Sequence[Part],
-    under: Sequence[Part],
+    text: Sequences,
+    parts: Sequence[SwappedLayer],
+    under: Sequence[SwappedLayer],
     names: set[str],
     samples: int,
     steps: int,
@@ -244,7 +248,7 @@ def _of_text(
         if "fisher" in found:
             found["integrated+fisher"] = way + found["fisher"]
     if names - set(found):
-        found |= _looked_at(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+        found |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
     return {name: values.detach().cpu() for name, values in found.items() if name in names}
 
 
@@ -257,7 +261,9 @@ def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]
 class _Gates:
     """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
 
-    def __init__(self, model: Model, parts: Sequence[Part], under: Sequence[Part], place: float = 0.0) -> None:
+    def __init__(
+        self, model: Model, parts: Sequence[SwappedLayer], under: Sequence[SwappedLayer], place: float = 0.0
+    ) -> None:
         self._model, self._place = model, place
         self._parts = {id(part.layer.module): part for part in parts}
         self._under = {id(part.layer.module): part for part in under}
@@ -270,7 +276,7 @@ class _Gates:
         self._frozen = [x for x in self._model.parameters() if x.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-        self._replaced = replaced(self._model, self._gated)
+        self._replaced = replace_attention(self._model, self._gated)
         self._replaced.__enter__()
         return self
 
@@ -281,7 +287,7 @@ class _Gates:
         self._outputs.clear()
         self._steps.clear()
 
-    def logits(self, text: Passages) -> Float[Tensor, "next vocabulary"]:
+    def logits(self, text: Sequences) -> Float[Tensor, "next vocabulary"]:
         """Logits of the next tokens that count."""
         counted = text.scored[0]
         with torch.enable_grad():
@@ -296,15 +302,15 @@ class _Gates:
         for module, gradient in zip(self._order, gradients, strict=True):
             at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
             # Sums over tokens, and then squared: more than half precision holds.
-            found.append((_wide(at_heads) * _wide(self._steps[module])).sum(dim=(0, 1, 3)))
+            found.append((_as_float(at_heads) * _as_float(self._steps[module])).sum(dim=(0, 1, 3)))
         return torch.cat(found)
 
     def _gated(self, call: AttentionCall) -> Tensor:
-        output = _stepped(call, self._under.get(id(call.module)))[0]
+        output = _step_towards(call, self._under.get(id(call.module)))[0]
         part = self._parts.get(id(call.module))
         if part is None:
             return output
-        whole, step = _stepped(call._replace(output=output), part, self._place)
+        whole, step = _step_towards(call._replace(output=output), part, self._place)
         output = whole if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
@@ -312,11 +318,11 @@ class _Gates:
         return output
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
+def _step_towards(call: AttentionCall, part: SwappedLayer | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
     """The output with the heads of a part moved towards their substitute by a constant step, and the whole step."""
     if part is None:
         return call.output, call.output[:, :, :0]
@@ -326,8 +332,13 @@ def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tupl
     return call.output.index_add(2, heads, step, alpha=place), step
 
 
-def _looked_at(
-    model: Model, ids: Int[Tensor, "1 time"], parts: Sequence[Part], under: Sequence[Part], *, shapes: bool
+def _forward_scores(
+    model: Model,
+    ids: Int[Tensor, "1 time"],
+    parts: Sequence[SwappedLayer],
+    under: Sequence[SwappedLayer],
+    *,
+    shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
     """Scores that only look at what a forward without gradients shows."""
     own = {id(part.layer.module): part for part in parts}
@@ -354,9 +365,9 @@ def _looked_at(
     below = {id(part.layer.module): part for part in under}
 
     def swapped(call: AttentionCall) -> Tensor:
-        return _stepped(call, below.get(id(call.module)))[0]
+        return _step_towards(call, below.get(id(call.module)))[0]
 
-    with torch.inference_mode(), replaced(model, swapped), tapped(model, listen):
+    with torch.inference_mode(), replace_attention(model, swapped), observe_attention(model, listen):
         model(ids[:, :-1], use_cache=False)
     columns = [rows[id(part.layer.module)] for part in parts]
     return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}

@@ -20,23 +20,23 @@ from softgap.checkpoints import Kept
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
-from softgap.linearize.distil import tuned
-from softgap.linearize.frontier import BEST, Budget, Unit, ordered, taken, units_of
-from softgap.linearize.output_correction import repaired
+from softgap.linearize.distil import distil_substitute
+from softgap.linearize.frontier import DEFAULT_SCORE, Budget, Unit, first_heads, order_units, units_of
+from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Plan, freed_groups, memory_of, streams
 from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.sequences import (
     LENGTH,
     PAIRS,
-    Passages,
     Reading,
+    Sequences,
     check_length,
-    digest_of_passages,
-    joined_readings,
-    lookups,
-    passages_of,
+    digest_of_sequences,
+    join_readings,
     read_swapped,
+    recall_sequences,
+    split_sequences,
 )
 from softgap.models.console import Report
 from softgap.models.fingerprint import library_versions, model_fingerprint
@@ -63,7 +63,7 @@ def find_plan(
     budget: float,
     recall_budget: float | None = None,
     by: str = "heads",
-    score: str = BEST,
+    score: str = DEFAULT_SCORE,
     repair: bool = True,
     tune: int = 0,
     length: int = LENGTH,
@@ -105,21 +105,21 @@ def find_plan(
         budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
     )
     one = substitute(mechanism, model)
-    read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
+    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
         raise ValueInputError("a recall budget needs lookups, got recalls=0; leave recalls or the recall budget out")
 
-    def lists(kind: int, skip: int, n: int) -> Passages:
-        return lookups(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
+    def lists(kind: int, skip: int, n: int) -> Sequences:
+        return recall_sequences(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
 
     limited = limits.recall is not None
-    text = _parts(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
+    text = _split_text(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
     settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
     kept = Kept(folder, settings)
     choose = RecallTest(model, partial(lists, CHOOSE), recalls, kept, seed) if limited else None
     search = _Search(model, text, one, settings, kept, progress, choose)
-    order = _order(model, text, one, settings, kept, progress)
-    heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
+    order = _order_by_score(model, text, one, settings, kept, progress)
+    heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
     check = None
@@ -127,17 +127,17 @@ def find_plan(
         check = RecallTest(model, partial(lists, CHECK), recalls, kept, seed)
         check.report = lambda n: progress(f"{stage}, {n} lists of lookups", 0.97)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    return _checked(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
+    return _evaluate_plan(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
 
 
-def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> dict[str, Any]:
+def _settings(model: Model, read: Sequences, one: Substitute, **chosen: Any) -> dict[str, Any]:
     """Everything that scores and costs of sets depend on; a budget does not change them."""
     return {
         "fingerprint": model_fingerprint(model),
         "mechanism": one.name,
         "calibration": one.mechanism.origin,
         "parameters": one.digest,
-        "text": digest_of_passages(read),
+        "text": digest_of_sequences(read),
         "tokens": read.tokens,
         **chosen,
     }
@@ -168,25 +168,25 @@ def check_search(
 
 
 @dataclass(frozen=True, eq=False)
-class _Text:
+class _SearchText:
     """Passages to fit on, to choose on and to check on, and lookups to fit on."""
 
-    fit: Passages
-    choose: Passages
-    check: Passages
-    fit_asked: Passages | None = None
+    fit: Sequences
+    choose: Sequences
+    check: Sequences
+    fit_asked: Sequences | None = None
 
 
-def _parts(read: Passages, asked: Passages | None) -> _Text:
+def _split_text(read: Sequences, asked: Sequences | None) -> _SearchText:
     """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
-    return _Text(fit, choose, check, asked)
+    return _SearchText(fit, choose, check, asked)
 
 
-def _order(
-    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+def _order_by_score(
+    model: Model, text: _SearchText, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
@@ -206,9 +206,9 @@ def _order(
         )
         return {"heads": found.heads, "score": found.mean(name).tolist()}
 
-    scores = kept.made(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
+    scores = kept.made(["scores", digest_of_sequences(text.fit_asked)] if text.fit_asked else "scores", scored)
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
-    return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
+    return order_units(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
 
 class _Search:
@@ -217,7 +217,7 @@ class _Search:
     def __init__(
         self,
         model: Model,
-        text: _Text,
+        text: _SearchText,
         one: Substitute,
         settings: dict[str, Any],
         kept: Kept,
@@ -238,9 +238,9 @@ class _Search:
             return self._one
         key = tuple(heads)
         if key not in self._made:
-            self._made[key] = repaired(self._model, self._text.fit, heads, self._one)
+            self._made[key] = fit_output_correction(self._model, self._text.fit, heads, self._one)
             if self._settings["tune"]:
-                self._made[key] = tuned(
+                self._made[key] = distil_substitute(
                     self._model, self._text.fit, heads, self._made[key], asked=self._text.fit_asked,
                     steps=self._settings["tune"], seed=self._settings["seed"],
                     progress=lambda stage, share: self._progress(stage, self.share),
@@ -254,7 +254,7 @@ class _Search:
             original, swapped = self._recall.compare(heads, lambda: self.substitute(heads))
             before.append(original)
             after.append(swapped)
-        means = joined_readings(before).means(), joined_readings(after).means()
+        means = join_readings(before).means(), join_readings(after).means()
         return {name: means[1][name] - means[0][name] for name in means[0]}
 
     def lists(self, heads: Sequence[Head]) -> int:
@@ -271,7 +271,7 @@ class _Search:
         return Reading.from_json(self._kept.made(["set", heads], make))
 
 
-def _largest(
+def _largest_set(
     search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Report
 ) -> Sequence[Head]:
     """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
@@ -292,9 +292,9 @@ def _largest(
     return sets[low]
 
 
-def _checked(
+def _evaluate_plan(
     model: Model,
-    text: _Text,
+    text: _SearchText,
     heads: Sequence[Head],
     used: Substitute,
     provenance: dict[str, Any],
@@ -309,7 +309,7 @@ def _checked(
     about: dict[str, float] = {}
     if recall is not None:
         before, after = recall.compare(heads, lambda: used, fewest=max(FEWEST_LISTS, decided_on))
-        original, swapped = joined_readings([original, before]), joined_readings([swapped, after])
+        original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
         about = {
             "lists": len(before.recall),

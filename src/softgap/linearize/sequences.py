@@ -24,16 +24,16 @@ from softgap.tasks.generators import draw_pairs
 
 __all__ = [
     "Original",
-    "Passages",
     "Reading",
-    "digest_of_passages",
-    "joined_readings",
-    "judge_forward",
-    "lookups",
-    "passages_of",
+    "Sequences",
+    "correct_tokens",
+    "digest_of_sequences",
+    "join_readings",
     "read_original",
     "read_swapped",
-    "right_tokens",
+    "recall_sequences",
+    "score_forward",
+    "split_sequences",
 ]
 
 
@@ -47,7 +47,7 @@ PAIRS = 12
 
 
 @dataclass(frozen=True, eq=False)
-class Passages:
+class Sequences:
     """Token sequences of one length, and which of their next tokens count: place t stands for the token behind it.
 
     ``first`` marks the first token of every answer, where there are answers.
@@ -65,9 +65,9 @@ class Passages:
         """Next tokens that count."""
         return int(self.scored.sum())
 
-    def part(self, chosen: slice) -> Passages:
+    def part(self, chosen: slice) -> Sequences:
         """Some of them."""
-        return Passages(self.ids[chosen], self.scored[chosen], None if self.first is None else self.first[chosen])
+        return Sequences(self.ids[chosen], self.scored[chosen], None if self.first is None else self.first[chosen])
 
     def answered(
         self, right: Float[Tensor, "*copies text next"]
@@ -86,7 +86,7 @@ class Passages:
         return (right * first).sum(dim=-1) / asked, ((wrong == 0) & answers).to(right).sum(dim=-1) / asked
 
 
-def passages_of(
+def split_sequences(
     model: Model,
     tokenizer: Tokenizer,
     texts: Sequence[str],
@@ -94,7 +94,7 @@ def passages_of(
     length: int = LENGTH,
     tokens: int | None = None,
     fewest: int = 1,
-) -> Passages:
+) -> Sequences:
     """Cut texts into passages of ``length`` tokens; what is left over at their end is not used.
 
     Parameters
@@ -122,7 +122,7 @@ def passages_of(
     wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
     chosen = np.linspace(0, whole - 1, wanted).round().astype(int)
     rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(chosen)].to(model.device)
-    return Passages(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+    return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
 
 
 def check_length(length: int) -> None:
@@ -131,9 +131,9 @@ def check_length(length: int) -> None:
         raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
 
 
-def lookups(
+def recall_sequences(
     model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0, skip: int = 0
-) -> Passages:
+) -> Sequences:
     """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
 
     They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
@@ -141,7 +141,9 @@ def lookups(
     """
     if n < 1:
         raise ValueInputError(f"lookups need at least 1 list, got {n}")
-    made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)]
+    made = [
+        _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
+    ]
     longest = max(len(ids) for ids, _, _ in made)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest > context:
@@ -153,10 +155,10 @@ def lookups(
     for number, (_, answers, beginnings) in enumerate(made):
         scored[number, torch.tensor(answers, device=scored.device) - 1] = True
         first[number, torch.tensor(beginnings, device=first.device) - 1] = True
-    return Passages(rows, scored, first)
+    return Sequences(rows, scored, first)
 
 
-def digest_of_passages(*passages: Passages) -> str:
+def digest_of_sequences(*passages: Sequences) -> str:
     """Hash of the tokens and of which of them count."""
     whole = hashlib.sha256()
     for part in passages:
@@ -168,7 +170,9 @@ def digest_of_passages(*passages: Passages) -> str:
     return whole.hexdigest()[:32]
 
 
-def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+def _recall_sequence(
+    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator
+) -> tuple[list[int], list[int], list[int]]:
     """Tokens, the places of those that count, and of the first token of every answer."""
     drawn = draw_pairs(pairs, "words", rng=rng)
     ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
@@ -177,16 +181,16 @@ def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple
     for turn in range(2):
         for i in rng.permutation(pairs):
             key, value = drawn[i]
-            ids += _bare(tokenizer, f"{key}:")
-            answer = _bare(tokenizer, f" {value}")
+            ids += _token_ids(tokenizer, f"{key}:")
+            answer = _token_ids(tokenizer, f" {value}")
             if turn:
                 beginnings.append(len(ids))
                 answers += range(len(ids), len(ids) + len(answer))
-            ids += [*answer, *_bare(tokenizer, "\n")]
+            ids += [*answer, *_token_ids(tokenizer, "\n")]
     return ids, answers, beginnings
 
 
-def _bare(tokenizer: Tokenizer, text: str) -> list[int]:
+def _token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -199,14 +203,14 @@ ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class PredictionScores:
     """Per next token: -log p of the right one, KL(original || this), and whether the top token is the right one."""
 
     loss: Float[Tensor, "sequence next"]
     kl: Float[Tensor, "sequence next"]
     right: Float[Tensor, "sequence next"]
 
-    def means(self, passages: Passages, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
+    def means(self, passages: Sequences, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
         """Means over the next tokens that count, for every copy and text: of loss, KL and accuracy.
 
         Where passages ask for answers, two more follow: the shares of answers whose first token is right, and that are
@@ -226,7 +230,7 @@ class Original:
 
     probability: Float[Tensor, "text next vocabulary"]
     negative_entropy: Float[Tensor, "text next"]
-    judged: Judged
+    judged: PredictionScores
 
 
 def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
@@ -240,10 +244,12 @@ def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
     probability = logs.exp()
     # A token that a model rules out has probability 0 and log-probability -inf, and counts as 0.
     entropy = (probability * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
-    return Original(probability, entropy, Judged(loss, torch.zeros_like(loss), right))
+    return Original(probability, entropy, PredictionScores(loss, torch.zeros_like(loss), right))
 
 
-def judge_forward(model: Model, ids: Int[Tensor, "text time"], original: Original | None, copies: int = 1) -> Judged:
+def score_forward(
+    model: Model, ids: Int[Tensor, "text time"], original: Original | None, copies: int = 1
+) -> PredictionScores:
     """One forward over ``copies`` of passages, one behind the other; KL is NaN where no original is given.
 
     With z the logits, Z = sum exp z and p the original distribution: loss = log Z - z_y, and
@@ -256,14 +262,14 @@ def judge_forward(model: Model, ids: Int[Tensor, "text time"], original: Origina
         stop = start + logits.shape[1]
         for row in range(len(many)):
             base = None if original is None else original.probability[row % len(ids), start:stop]
-            found[:, row, start:stop] = _judged_rows(logits[row], many[row, start + 1 : stop + 1], base)
+            found[:, row, start:stop] = _score_rows(logits[row], many[row, start + 1 : stop + 1], base)
     loss, cross, right = found
     if original is None:
-        return Judged(loss, torch.full_like(loss, torch.nan), right)
-    return Judged(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
+        return PredictionScores(loss, torch.full_like(loss, torch.nan), right)
+    return PredictionScores(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
 
 
-def right_tokens(model: Model, passages: Passages) -> Float[Tensor, "text next"]:
+def correct_tokens(model: Model, passages: Sequences) -> Float[Tensor, "text next"]:
     """1 where the top token is the right one and counts, else 0; logits are computed from the first such place on."""
     ids = passages.ids
     n = ids.shape[1] - 1
@@ -276,7 +282,7 @@ def right_tokens(model: Model, passages: Passages) -> Float[Tensor, "text next"]
     return found
 
 
-def _judged_rows(
+def _score_rows(
     logits: Float[Tensor, "next vocabulary"],
     wanted: Int[Tensor, " next"],
     base: Float[Tensor, "next vocabulary"] | None,
@@ -313,10 +319,10 @@ def _inputs(ids: Int[Tensor, "text time"]) -> dict[str, object]:
 BATCH_TOKENS = 2048
 
 
-OF_TEXTS = ("loss", "accuracy")
+TEXT_METRICS = ("loss", "accuracy")
 
 
-OF_LISTS = ("recall", "whole_answers")
+RECALL_METRICS = ("recall", "whole_answers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +341,7 @@ class Reading:
     def change_from(self, original: Reading, *, seed: int = 0) -> dict[str, Interval]:
         """Rise in loss and changes in accuracy and recall, with intervals over texts and lookups."""
         found = {}
-        for name in (*OF_TEXTS, *OF_LISTS):
+        for name in (*TEXT_METRICS, *RECALL_METRICS):
             values = getattr(self, name) - getattr(original, name)
             if len(values):
                 found[name] = interval_of(values, rng=np.random.default_rng(seed))
@@ -343,44 +349,46 @@ class Reading:
 
     def means(self) -> dict[str, float]:
         """Means over texts."""
-        values = {name: getattr(self, name) for name in (*OF_TEXTS, *OF_LISTS)}
+        values = {name: getattr(self, name) for name in (*TEXT_METRICS, *RECALL_METRICS)}
         return {name: float(x.mean()) for name, x in values.items() if len(x)}
 
     def to_json(self) -> dict[str, list[float]]:
         """As plain data."""
-        return {name: getattr(self, name).tolist() for name in (*OF_TEXTS, *OF_LISTS)}
+        return {name: getattr(self, name).tolist() for name in (*TEXT_METRICS, *RECALL_METRICS)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Reading:
         """From plain data."""
-        return cls(**{name: np.asarray(data[name], dtype=float) for name in (*OF_TEXTS, *OF_LISTS)})
+        return cls(**{name: np.asarray(data[name], dtype=float) for name in (*TEXT_METRICS, *RECALL_METRICS)})
 
 
 def read_swapped(
-    model: Model, read: Passages | None, asked: Passages | None, heads: Sequence[Head], chosen: Substitute | None
+    model: Model, read: Sequences | None, asked: Sequences | None, heads: Sequence[Head], chosen: Substitute | None
 ) -> Reading:
     """Read passages and lookups with these heads swapped, either where given; no heads is the original."""
     check_measurable(model)
     swapped = swap(model, heads, chosen) if heads and chosen is not None else nullcontext()
     with torch.inference_mode(), swapped:
-        text = [judge_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
-        lists = [] if asked is None else [part.answered(right_tokens(model, part)) for part in _batches(asked)]
-    loss, _, accuracy = _joined(text) if text else np.zeros((3, 0))
-    recall, whole = _joined([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
+        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
+        lists = [] if asked is None else [part.answered(correct_tokens(model, part)) for part in _batches(asked)]
+    loss, _, accuracy = _concatenate(text) if text else np.zeros((3, 0))
+    recall, whole = _concatenate([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
     return Reading(loss, accuracy, recall, whole)
 
 
-def joined_readings(readings: Sequence[Reading]) -> Reading:
+def join_readings(readings: Sequence[Reading]) -> Reading:
     """Several readings of one model as one, texts and lists one after the other."""
-    return Reading(**{name: np.concatenate([getattr(x, name) for x in readings]) for name in (*OF_TEXTS, *OF_LISTS)})
+    return Reading(
+        **{name: np.concatenate([getattr(x, name) for x in readings]) for name in (*TEXT_METRICS, *RECALL_METRICS)}
+    )
 
 
-def _batches(passages: Passages | None) -> list[Passages]:
+def _batches(passages: Sequences | None) -> list[Sequences]:
     if passages is None:
         return []
     size = max(1, BATCH_TOKENS // passages.ids.shape[1])
     return [passages.part(slice(start, start + size)) for start in range(0, len(passages), size)]
 
 
-def _joined(parts: Sequence[Float[torch.Tensor, "quantity text"]]) -> Float[np.ndarray, "quantity text"]:
+def _concatenate(parts: Sequence[Float[torch.Tensor, "quantity text"]]) -> Float[np.ndarray, "quantity text"]:
     return torch.cat(list(parts), dim=1).double().cpu().numpy()

@@ -77,7 +77,7 @@ def build_copy(
     waiting
         Called once if another process is building the same copy.
     """
-    with _explained(folder), _locked(folder, waiting):
+    with _explain_errors(folder), _lock(folder, waiting):
         record = read_record(folder)
         if record is not None:
             return record
@@ -121,7 +121,7 @@ def _publish(staging: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def _lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
@@ -136,7 +136,7 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explain_errors(folder: Path) -> Iterator[None]:
     """Turn what a file system refuses into one sentence."""
     remedy = "set SOFTGAP_CACHE to a folder with room that you may write to"
     try:

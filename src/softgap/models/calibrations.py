@@ -13,7 +13,7 @@ from softgap.models.cache import cache_dir
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.tensor_files import StoredCalibration, load_calibration
 
-__all__ = ["calibrated", "calibration_path", "default_mechanisms", "equipped"]
+__all__ = ["calibrated_mechanisms", "calibration_path", "default_mechanisms", "equip_mechanism"]
 
 
 DEFAULT_MECHANISMS = ("elu1", "uniform")
@@ -29,11 +29,11 @@ def calibration_path(fingerprint: str) -> Path:
     return folder / f"{fingerprint}.safetensors"
 
 
-def equipped(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """A mechanism ready for a model: by name, as ``name@file``, or itself; parameters come from its calibration."""
     if isinstance(mechanism, str) and "@" in mechanism:
         name, _, file = mechanism.partition("@")
-        return _of_model(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
+        return _check_fingerprint(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
     found = resolve(mechanism)
     if not found.missing:
         return found
@@ -43,20 +43,20 @@ def equipped(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
             f"mechanism '{found.name}' needs the parameters {', '.join(found.missing)}, and there is no calibration "
             f"for this model; make one with 'softgap calibrate', or name a file as in {found.name}@FILE"
         )
-    return _of_model(load_calibration(path), model, path).equip(found)
+    return _check_fingerprint(load_calibration(path), model, path).equip(found)
 
 
 def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
     """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
-    return (*DEFAULT_MECHANISMS, *calibrated(model))
+    return (*DEFAULT_MECHANISMS, *calibrated_mechanisms(model))
 
 
-def calibrated(model: PreTrainedModel) -> tuple[str, ...]:
+def calibrated_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
     """``fitted`` where the model has a calibration, else nothing."""
     return ("fitted",) if calibration_path(model_fingerprint(model)).is_file() else ()
 
 
-def _of_model(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
+def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
     fingerprint = model_fingerprint(model)
     if stored.metadata.get("fingerprint") != fingerprint:
         raise UnsupportedError(

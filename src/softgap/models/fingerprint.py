@@ -53,7 +53,7 @@ _SAMPLES = 64
 _State = tuple[Any, ...]
 
 
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
+_FINGERPRINTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
 
 
 def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
@@ -76,7 +76,7 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     tensors = _tensors(model)
     settings = _settings(model)
     state = (settings, tuple(_state(name, tensor) for name, tensor in tensors.items()))
-    known = _KNOWN.get(model)
+    known = _FINGERPRINTS.get(model)
     if known is not None and known[0] == state and not fresh:
         return known[1]
     whole = hashlib.sha256(settings.encode())
@@ -85,7 +85,7 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
         for digest in pool.map(_digest, tensors, tensors.values()):
             whole.update(digest)
     value = whole.hexdigest()[:32]
-    _KNOWN[model] = (state, value)
+    _FINGERPRINTS[model] = (state, value)
     return value
 
 
@@ -170,7 +170,7 @@ def manifest_of(
     return Manifest(
         model=model.name_or_path or model.config.model_type,
         weights=model_fingerprint(model),
-        mechanisms={mechanism.name: _described(mechanism) for mechanism in mechanisms},
+        mechanisms={mechanism.name: _describe_mechanism(mechanism) for mechanism in mechanisms},
         versions={**library_versions(), "python": sys.version.split()[0]},
         dtype=str(model.dtype).removeprefix("torch."),
         backend=str(model.config._attn_implementation),
@@ -179,7 +179,7 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
-        extra=_held_out(mechanisms),
+        extra=_held_out_report(mechanisms),
         command=shlex.join(sys.argv),
     )
 
@@ -189,12 +189,12 @@ def library_versions() -> dict[str, str]:
     return {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def _described(mechanism: Mechanism) -> dict[str, Any]:
+def _describe_mechanism(mechanism: Mechanism) -> dict[str, Any]:
     """Its numbers, and which calibration its parameters come from."""
     return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
 
 
-def _held_out(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+def _held_out_report(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
     """What held-out text said of the calibration in use, for the reader."""
     found = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
     return {} if found is None else {"held_out": found}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.calibrations import DEFAULT_MECHANISMS, equipped
+from softgap.models.calibrations import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
 from softgap.probe.arguments import (
@@ -33,11 +33,11 @@ from softgap.probe.arguments import (
 )
 from softgap.probe.meter import Meter
 from softgap.probe.stream import Stream
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "ready", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "prepare_mechanism", "record"]
 
 BLOCK = 32
 
@@ -87,7 +87,7 @@ class Recording:
         if drop_sinks < 0:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
-        self.mechanisms = tuple(ready(mechanism, model) for mechanism in mechanisms)
+        self.mechanisms = tuple(prepare_mechanism(mechanism, model) for mechanism in mechanisms)
         if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
@@ -177,7 +177,7 @@ class Recording:
         self._close()
         base = cache_length(cache)
         meter = Meter(self.mechanisms, block=self._block, focus=self._focus, drop_sinks=self._drop, base=base)
-        stream = Stream(meter, TokenScores(self._block), base=base, cache=_weakly(cache))
+        stream = Stream(meter, TokenScores(self._block), base=base, cache=_weak_reference(cache))
         if self._generating is not None:
             self._generating.started = True
             self._generating.stream = stream
@@ -200,7 +200,7 @@ class Recording:
             return
         cache = getattr(output, "past_key_values", None)
         if cache is not None:
-            stream.cache, stream.keys = _weakly(cache), _weakly(cached_keys(cache))
+            stream.cache, stream.keys = _weak_reference(cache), _weak_reference(cached_keys(cache))
         with _arithmetic(self.model.device):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
@@ -316,12 +316,12 @@ def record(
     )
     with ExitStack() as stack:
         stack.callback(recording._close)
-        stack.enter_context(tapped(model, recording._on_call))
+        stack.enter_context(observe_attention(model, recording._on_call))
         before = model.register_forward_pre_hook(recording._before_forward, with_kwargs=True)
         stack.callback(before.remove)
         after = model.register_forward_hook(recording._after_forward, with_kwargs=True)
         stack.callback(after.remove)
-        stack.enter_context(_own_generate(model, recording))
+        stack.enter_context(_wrap_generate(model, recording))
         yield recording
 
 
@@ -335,7 +335,7 @@ class _Generation:
 
 
 @contextmanager
-def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None]:
+def _wrap_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None]:
     """Wrap generate on this instance, and put back exactly what was there."""
     if not hasattr(model, "generate"):
         yield
@@ -352,9 +352,9 @@ def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None
             del model.__dict__["generate"]
 
 
-def ready(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """The mechanism as it is computed for this model, with every parameter that it needs."""
-    found = equipped(mechanism, model)
+    found = equip_mechanism(mechanism, model)
     if "context" in found.options:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         return found.configure(context=context) if context else found
@@ -371,7 +371,7 @@ def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
-def _weakly(thing: object) -> Callable[[], object]:
+def _weak_reference(thing: object) -> Callable[[], object]:
     """A reference that does not keep a cache or its keys alive."""
     try:
         return weakref.ref(thing)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softgap.errors import ModelError
 from softgap.probe.layout import layer_numbers
-from softgap.probe.meter import Measured, Meter
+from softgap.probe.meter import LayerMeasurements, Meter
 from softgap.probe.tap import AttentionCall
 from softgap.probe.token_scores import TokenScores
 from softgap.probe.visibility import VisibleSets
@@ -214,7 +214,7 @@ class _Layout:
 class _Row:
     """One row of a batch, from which parts of a trajectory are cut."""
 
-    measured: Measured
+    measured: LayerMeasurements
     layout: _Layout
     row: int
     tokens: Int[np.ndarray, " time"]

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from softgap.errors import ModelError, UnsupportedError
 from softgap.models.support import attention_modules, check_measurable, check_tappable
 
-__all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
+__all__ = ["AttentionCall", "observe_attention", "overridden_names", "override_attention", "replace_attention"]
 
 
 class AttentionCall(NamedTuple):
@@ -90,7 +90,7 @@ _overrides: dict[tuple[int, str], _Override] = {}
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
+def observe_attention(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
     """Show every attention call of this model to the listener, for as long as the block runs.
 
     ``alone`` hides the calls of the block from every other tap of this model, replacements included. Such a listener
@@ -98,35 +98,35 @@ def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -
     """
     if not alone:
         check_measurable(model)
-    with _attached(model, _Tap(listen=listener, alone=alone)):
+    with _attach(model, _Tap(listen=listener, alone=alone)):
         yield
 
 
 @contextmanager
-def replaced(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
+def replace_attention(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
     """Let the model go on with what ``replace`` returns for each of its attention calls, while the block runs.
 
     The result has the shape and dtype of ``call.output``, which must not be written to. Each replacement is shown the
     output of those entered before it, so the last one entered has the last word.
     """
-    with _attached(model, _Tap(replace=replace)):
+    with _attach(model, _Tap(replace=replace)):
         yield
 
 
 @contextmanager
-def stood_in(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
+def override_attention(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
     """Ask ``stand(original, module, query, key, value, *args, **kwargs)`` before the model's own attention runs.
 
     Where it gives a result, the model's attention is not computed. There are no keys then to show to a listener, and no
     softmax output for a second replacement to start from: both are refused. The one replacement that may be there is
     what the stand computes in its own way.
     """
-    with _attached(model, _Tap(stand=stand)):
+    with _attach(model, _Tap(stand=stand)):
         yield
 
 
 @contextmanager
-def _attached(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
+def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     check_tappable(model)
     entries = attention_modules(model)
     # Keyed by identity: no two live modules share an id, and the entries keep these alive.

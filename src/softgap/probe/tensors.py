@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Visible
 from softgap.errors import ValueInputError
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
 from softgap.probe.visibility import VisibleSets
 
@@ -67,7 +67,7 @@ def visit_layers(
             visit(LayerTensors(len(found), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
         )
 
-    with torch.inference_mode(), tapped(model, listen):
+    with torch.inference_mode(), observe_attention(model, listen):
         inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
         # The logits of a long text would be the largest tensor of all, and nobody asks for them.
         forward_then_logits(model, inputs, len(token_ids))

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["TokenScores", "answering", "forward_then_logits", "score"]
+__all__ = ["TokenScores", "forward_then_logits", "return_constant", "score"]
 
 ROWS = 128
 # Logits scored at once: few enough to stay in the cache from one pass to the next.
@@ -168,7 +168,7 @@ def forward_then_logits(
         return lambda: iter([(0, whole)])
 
     def blocks() -> Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]:
-        with answering(base, kept[-1]):
+        with return_constant(base, kept[-1]):
             for start in range(begin, n, rows):
                 positions = torch.arange(start, min(n, start + rows), device=model.device)
                 yield start, model.forward(**inputs, logits_to_keep=positions).logits
@@ -177,7 +177,7 @@ def forward_then_logits(
 
 
 @contextmanager
-def answering(module: torch.nn.Module, answer: Any) -> Iterator[None]:
+def return_constant(module: torch.nn.Module, answer: Any) -> Iterator[None]:
     """A module that returns one answer whatever it is asked."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = lambda *args, **kwargs: answer

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
 from softgap.signal.kernels import compiled
-from softgap.signal.validation import checked_count, checked_rng, checked_series, checked_share
+from softgap.signal.validation import check_series, checked_count, checked_rng, checked_share
 
 __all__ = ["ChangePoints", "change_points"]
 
@@ -76,7 +76,7 @@ def change_points(
     """
     checked_rng(rng)
     _check_options(level, permutations, shortest)
-    series = checked_series(x, least=2 * shortest, use="a change point")
+    series = check_series(x, least=2 * shortest, use="a change point")
     rows = series.reshape(-1, series.shape[-1])
     starts, p_value, mean = np.zeros(rows.shape, dtype=bool), np.full(rows.shape, np.nan), np.empty(rows.shape)
     whole_p, statistic, null = np.empty(len(rows)), np.empty(len(rows)), np.empty((len(rows), permutations))
@@ -84,11 +84,11 @@ def change_points(
         segments = [(0, len(row))]
         while segments:
             begin, end = segments.pop()
-            p, best, arc, null_here = _tested(row[begin:end], permutations, shortest, rng)
+            p, best, arc, null_here = _test_segment(row[begin:end], permutations, shortest, rng)
             if end - begin == len(row):
                 whole_p[i], statistic[i], null[i] = p, best, null_here
             if p <= level:
-                cuts = begin + _kept_ends(row[begin:end], arc, level, permutations, rng)
+                cuts = begin + _significant_ends(row[begin:end], arc, level, permutations, rng)
                 starts[i, cuts], p_value[i, cuts] = True, p
                 edges = [begin, *cuts, end]
                 # From the left: the stack gives the last one first.
@@ -116,7 +116,7 @@ def _check_options(level: float, permutations: int, shortest: int) -> None:
         )
 
 
-def _tested(
+def _test_segment(
     segment: Float64[np.ndarray, " time"], permutations: int, shortest: int, rng: np.random.Generator
 ) -> tuple[float, float, tuple[int, int], Float64[np.ndarray, " permutation"]]:
     """p-value, statistic and ends of the best arc of a segment, and the statistic of each random order."""
@@ -127,7 +127,7 @@ def _tested(
     return p, float(statistics[0]), (int(arcs[0, 0]), int(arcs[0, 1])), statistics[1:]
 
 
-def _kept_ends(
+def _significant_ends(
     segment: Float64[np.ndarray, " time"],
     arc: tuple[int, int],
     level: float,

@@ -12,17 +12,17 @@ from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ValueInputError
 from softgap.signal.kernels import shannon_rows
-from softgap.signal.patterns import Batch, Block, Options, checked_batch
+from softgap.signal.patterns import Block, Options, SeriesBatch, check_batch
 from softgap.signal.results import Entropy
-from softgap.signal.validation import checked_count, checked_series
+from softgap.signal.validation import check_series, checked_count
 
 __all__ = [
     "WindowedEntropy",
-    "checked_q",
-    "measured",
+    "check_q",
     "multiscale_entropy",
     "permutation_entropy",
     "probabilities",
+    "reduce_blocks",
     "renyi",
     "renyi_entropy",
     "shannon",
@@ -42,8 +42,13 @@ Reducer = Callable[[np.ndarray], np.ndarray]
 _LARGEST_Q = 500.0
 
 
-def measured(
-    batch: Batch, blocks: Iterable[Block], reduce: Reducer, trailing: tuple[int, ...] = (), *, weighted: bool = False
+def reduce_blocks(
+    batch: SeriesBatch,
+    blocks: Iterable[Block],
+    reduce: Reducer,
+    trailing: tuple[int, ...] = (),
+    *,
+    weighted: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Apply ``reduce`` [series, pattern] -> [series, *trailing] to the eligible series; NaN for the others.
 
@@ -85,8 +90,8 @@ def permutation_entropy(
     The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
     compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
     """
-    batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.entropies(), _in_unit(batch, normalised)))
+    batch = check_batch(x, order, delay, options)
+    return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))
 
 
 def weighted_permutation_entropy(
@@ -97,7 +102,7 @@ def weighted_permutation_entropy(
     p_i is the summed variance of the windows with pattern i over that of all windows (Fadlallah et al., Phys. Rev. E
     87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     unit = batch.unit(normalised)
 
     def reduce(weights: np.ndarray) -> np.ndarray:
@@ -105,7 +110,7 @@ def weighted_permutation_entropy(
         shannon_rows(weights, entropy)
         return entropy / unit
 
-    return Entropy(*measured(batch, batch.weights(), reduce, weighted=True))
+    return Entropy(*reduce_blocks(batch, batch.weights(), reduce, weighted=True))
 
 
 def renyi_entropy(
@@ -157,7 +162,7 @@ def multiscale_entropy(
     Phys. Rev. Lett. 89, 068102 (2002)); an incomplete stretch at the end is dropped. A scale that leaves too
     few windows is not eligible.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     results = []
     for scale in scales:
         step = checked_count("a scale", scale)
@@ -166,8 +171,8 @@ def multiscale_entropy(
         parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
         coarse = parts.mean(axis=-1) if step > 1 else batch.rows
         kept: Options = {**options, "lengths": batch.lengths // step}
-        cut = checked_batch(coarse, order, delay, kept, short=True)
-        results.append(measured(cut, cut.entropies(), _in_unit(cut, normalised)))
+        cut = check_batch(coarse, order, delay, kept, short=True)
+        results.append(reduce_blocks(cut, cut.entropies(), _in_unit(cut, normalised)))
     if not results:
         raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
     return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
@@ -207,7 +212,7 @@ def tsallis(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
     return np.asarray(-(p * np.expm1((q - 1) * log_where_positive(p))).sum(axis=-1) / (q - 1))
 
 
-def checked_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
+def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     """``q`` as one number or a list of numbers from 0 to 500."""
     grid = np.asarray(q)
     if grid.dtype.kind not in "fiu" or grid.ndim > 1 or grid.size == 0:
@@ -227,15 +232,15 @@ def _over_q(
     entropy: Callable[[np.ndarray, float], np.ndarray],
     unit: Callable[[float, int], float],
 ) -> Entropy:
-    grid = checked_q(q)
-    batch = checked_batch(x, order, delay, options)
+    grid = check_q(q)
+    batch = check_batch(x, order, delay, options)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
         p = probabilities(counts)
         columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
         return np.stack(columns, axis=-1)
 
-    values, *rest = measured(batch, batch.counts(), reduce, (grid.size,))
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
     return Entropy(values if grid.ndim else values[..., 0], *rest)
 
 
@@ -243,7 +248,7 @@ def _tsallis_largest(q: float, patterns: int) -> float:
     return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
-def _in_unit(batch: Batch, normalised: bool) -> Reducer:
+def _in_unit(batch: SeriesBatch, normalised: bool) -> Reducer:
     unit = batch.unit(normalised)
     return lambda entropy: np.asarray(entropy[:, 0] / unit)
 
@@ -310,7 +315,7 @@ def windowed_entropy(
     order, delay, ties, eligibility, rng
         Of :func:`permutation_entropy`.
     """
-    series = checked_series(x, use="windowed entropy")
+    series = check_series(x, use="windowed entropy")
     checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
     step = checked_count("stride", width if stride is None else stride)
     views = np.lib.stride_tricks.sliding_window_view(series, width, axis=-1)[..., ::step, :]

@@ -9,16 +9,16 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.signal.entropy import measured, probabilities, shannon
+from softgap.signal.entropy import probabilities, reduce_blocks, shannon
 from softgap.signal.kernels import link_rows
-from softgap.signal.patterns import Block, Options, checked_batch, reversed_patterns
-from softgap.signal.results import Entropy, Measured
+from softgap.signal.patterns import Block, Options, check_batch, reversed_patterns
+from softgap.signal.results import Entropy, SeriesResult
 
 __all__ = ["Network", "TransitionEntropy", "irreversibility", "ordinal_network", "transition_entropy"]
 
 
 @dataclass(frozen=True, eq=False)
-class TransitionEntropy(Measured):
+class TransitionEntropy(SeriesResult):
     """Entropies in nats of the ordinal network of each series.
 
     ``link`` is that of the links, ``node`` the mean entropy of the next pattern given the present one, ``links`` the
@@ -60,7 +60,7 @@ def ordinal_network(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Op
     Pessa and Ribeiro, Phys. Rev. E 100, 042304 (2019). An excluded
     window breaks the chain. Series that are not eligible are in it too.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     parts = []
     for block in batch.indices():
         keys, counts, found = _links(block, batch.patterns)
@@ -79,7 +79,7 @@ def transition_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     node = sum_i w_i h_i, h_i = -sum_j (w_ij / w_i) log(w_ij / w_i) (Pessa and Ribeiro 2019). So
     link = node + the entropy of w_i. White noise at delay 1 has node = log(order + 1) - 2 log 2 / (order + 1).
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     link, node, links = np.full(series, np.nan), np.full(series, np.nan), np.empty(series, np.int64)
     windows, rate, eligible = np.empty(series, np.int64), np.empty(series), np.empty(series, bool)
@@ -106,14 +106,14 @@ def irreversibility(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Op
     comparison of Zanin et al., Entropy 20, 665 (2018), in a divergence that is finite where a pattern is missing).
     It is 0 for a reversible process only in the limit: compare it with noise of the same length by :func:`z_scores`.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     backwards = reversed_patterns(batch.order)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
         p = probabilities(counts)
         return np.asarray(np.clip((shannon((p + p[:, backwards]) / 2) - shannon(p)) / math.log(2), 0, 1))
 
-    return Entropy(*measured(batch, batch.counts(), reduce))
+    return Entropy(*reduce_blocks(batch, batch.counts(), reduce))
 
 
 def _links(block: Block, patterns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

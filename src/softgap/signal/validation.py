@@ -10,11 +10,11 @@ from jaxtyping import Float64
 from softgap.errors import ShapeError, ValueInputError
 
 __all__ = [
+    "check_delay",
+    "check_order",
+    "check_series",
     "checked_count",
-    "checked_delay",
-    "checked_order",
     "checked_rng",
-    "checked_series",
     "checked_share",
     "is_whole",
     "not_finite",
@@ -38,7 +38,7 @@ def real_array(x: Any) -> np.ndarray:
     return array
 
 
-def checked_series(x: Any, *, least: int = 1, use: str = "this") -> Float64[np.ndarray, "*batch time"]:
+def check_series(x: Any, *, least: int = 1, use: str = "this") -> Float64[np.ndarray, "*batch time"]:
     """``x`` as float64 with time last, or the error that says why it is no series for ``use``."""
     array = real_array(x)
     if array.shape[-1] < least:
@@ -77,7 +77,7 @@ def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = N
     return int(given)
 
 
-def checked_order(order: Any) -> int:
+def check_order(order: Any) -> int:
     """``order`` as a whole number from 2 to 8."""
     whole = is_whole(order)
     if not whole or not 2 <= order <= 8:
@@ -86,7 +86,7 @@ def checked_order(order: Any) -> int:
     return int(order)
 
 
-def checked_delay(delay: Any) -> int:
+def check_delay(delay: Any) -> int:
     """``delay`` as a whole number from 1."""
     return checked_count("delay", delay, remedy="1 takes neighbouring steps")
 

@@ -10,18 +10,18 @@ from jaxtyping import Float, Float64
 from scipy import stats
 
 from softgap.stats.design import Design, design_of
-from softgap.stats.effects import LEAST_RESIDUAL, Contrast, checked_basis, contrast_of, label_share, residual_rows
+from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
 from softgap.stats.equivalence import Power, detectable
-from softgap.stats.permutation import SLACK, Null, Omnibus, Prepared, omnibus_of, prepare, relabel
+from softgap.stats.permutation import SLACK, Null, Omnibus, StatisticTerms, omnibus_of, permute, statistic_terms
 from softgap.stats.validation import (
-    checked_codes,
+    check_codes,
+    check_groups,
+    check_labels,
+    check_strata,
+    check_values,
     checked_count,
-    checked_groups,
-    checked_labels,
     checked_rng,
     checked_share,
-    checked_strata,
-    checked_values,
 )
 
 __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
@@ -96,8 +96,8 @@ def compare(a: Any, b: Any, *, rng: np.random.Generator, **options: Unpack[Compa
 
     As :func:`compare_table`; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
     """
-    table, labels, shape = checked_groups(a, b)
-    return _compared(table, labels, ("a", "b"), shape, rng, **options)
+    table, labels, shape = check_groups(a, b)
+    return _compare_rows(table, labels, ("a", "b"), shape, rng, **options)
 
 
 def compare_table(
@@ -136,12 +136,12 @@ def compare_table(
     are residuals, and p is right in large samples (Freedman and Lane 1983).
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
     """
-    table, shape = checked_values(values)
-    chosen, groups = checked_labels(labels, len(table), first)
-    return _compared(table, chosen, groups, shape, rng, **options)
+    table, shape = check_values(values)
+    chosen, groups = check_labels(labels, len(table), first)
+    return _compare_rows(table, chosen, groups, shape, rng, **options)
 
 
-def _compared(
+def _compare_rows(
     table: Float64[np.ndarray, "sample unit"],
     labels: np.ndarray,
     groups: tuple[str, str],
@@ -159,15 +159,15 @@ def _compared(
     checked_rng(rng)
     count = checked_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
     alpha, power = checked_share("alpha", alpha, 0.05), checked_share("power", power, 0.8)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    design = design_of(labels, codes, checked_strata(strata, len(table)), exchange)
-    rows, basis = design.reduce(table), checked_basis(covariates, design, len(table))
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    design = design_of(labels, codes, check_strata(strata, len(table)), exchange)
+    rows, basis = design.reduce(table), check_covariates(covariates, design, len(table))
     contrast = contrast_of(rows, design, groups, shape, 1 - alpha, basis)
-    prepared = prepare(rows if basis is None else residual_rows(rows, design, basis), design)
+    prepared = statistic_terms(rows if basis is None else residual_rows(rows, design, basis), design)
     left = 1.0 if basis is None else label_share(design, basis)
-    t = _comparable(contrast).ravel()
-    bars = _bars(t, prepared, design)
-    relabelled = relabel(prepared, design, bars, count, rng)
+    t = _adjusted_t(contrast).ravel()
+    bars = _thresholds(t, prepared, design)
+    relabelled = permute(prepared, design, bars, count, rng)
     p = (relabelled.reached + 1) / (count + 1)
     p_max = (count - np.searchsorted(np.sort(relabelled.largest), bars, side="left") + 1) / (count + 1)
     maximum = Null(float(np.abs(t).max()), relabelled.largest, float(p_max.min()))
@@ -183,7 +183,7 @@ def _compared(
     )
 
 
-def _comparable(contrast: Contrast) -> np.ndarray:
+def _adjusted_t(contrast: Contrast) -> np.ndarray:
     """The observed t as it is held against relabelled ones: made smaller where the groups differ in spread.
 
     Relabelled samples have equal spread in both groups, so that their t has shorter tails than Welch's. Where the
@@ -197,7 +197,7 @@ def _comparable(contrast: Contrast) -> np.ndarray:
     return np.asarray(np.sign(contrast.t) * np.where(contrast.unequal & (p > 0), deviate, size))
 
 
-def _bars(t: np.ndarray, prepared: Prepared, design: Design) -> np.ndarray:
+def _thresholds(t: np.ndarray, prepared: StatisticTerms, design: Design) -> np.ndarray:
     """What |t| has to reach to count as large as observed: less by what single precision may have moved it.
 
     The variance is a difference, so its error grows as the share of it that is left shrinks.

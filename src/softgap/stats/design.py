@@ -11,7 +11,15 @@ from scipy.special import gammaln
 
 from softgap.errors import ValueInputError, unknown_name
 
-__all__ = ["EXCHANGES", "Design", "design_of", "drawn_weights", "mixed_clusters", "percentile_interval", "row_exchange"]
+__all__ = [
+    "EXCHANGES",
+    "Design",
+    "bootstrap_weights",
+    "design_of",
+    "mixed_clusters",
+    "percentile_interval",
+    "row_exchange",
+]
 
 
 EXCHANGES = ("auto", "between", "within", "whole")
@@ -219,7 +227,7 @@ def _log_orders(vectors: Bool[np.ndarray, "cluster member"]) -> float:
     return float(gammaln(len(vectors) + 1) - gammaln(counts + 1).sum())
 
 
-def drawn_weights(
+def bootstrap_weights(
     labels: Bool[np.ndarray, " sample"],
     clusters: Int64[np.ndarray, " sample"] | None,
     replicates: int,

@@ -12,7 +12,7 @@ from scipy import stats
 from softgap.errors import ValueInputError
 from softgap.stats.design import Design
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast
-from softgap.stats.permutation import Prepared, parts
+from softgap.stats.permutation import StatisticTerms, numerator_and_error
 from softgap.stats.validation import checked_share
 
 __all__ = ["Equivalence", "Power", "detectable", "equivalence"]
@@ -108,7 +108,7 @@ class Power:
 
 
 def detectable(
-    prepared: Prepared,
+    prepared: StatisticTerms,
     design: Design,
     critical: float,
     target: float,
@@ -124,7 +124,7 @@ def detectable(
     ``label_share`` is the share of the labels' variation that covariates leave: the error grows by its square root.
     """
     chosen = rng.permutation(prepared.units)[:_UNITS]
-    subset = Prepared(
+    subset = StatisticTerms(
         x=prepared.x[:, chosen],
         square=None if prepared.square is None else prepared.square[:, chosen],
         linear=None if prepared.linear is None else prepared.linear[:, chosen],
@@ -134,7 +134,7 @@ def detectable(
         total=prepared.total,
         scale=prepared.scale[chosen],
     )
-    s, root = (x.astype(np.float64) for x in parts(subset, design.relabelled(_STUDIES, rng), slice(None)))
+    s, root = (x.astype(np.float64) for x in numerator_and_error(subset, design.relabelled(_STUDIES, rng), slice(None)))
     total, left = prepared.total, design.rows - design.blocks - 1
     # x has mean square 1, so that its residual sum of squares is rows - s^2 / total.
     deviation = np.sqrt(np.maximum(design.rows - s**2 / total, LEAST_RESIDUAL * design.rows) / left)

@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from softgap.errors import UnsupportedError, ValueInputError, unknown_name
 from softgap.stats.design import design_of, mixed_clusters
 from softgap.stats.effects import centred_rows, weights_of
-from softgap.stats.validation import checked_codes, checked_count, checked_labels, checked_strata, checked_values
+from softgap.stats.validation import check_codes, check_labels, check_strata, check_values, checked_count
 
 __all__ = ["MATCHINGS", "JointControl", "Matched", "joint_control", "match"]
 
@@ -83,20 +83,20 @@ def match(
     """
     if method not in MATCHINGS:
         raise unknown_name("matching", method, MATCHINGS)
-    covariates = checked_values(on, "the covariates")[0]
-    chosen, _ = checked_labels(labels, len(covariates), first)
+    covariates = check_values(on, "the covariates")[0]
+    chosen, _ = check_labels(labels, len(covariates), first)
     if not caliper > 0:
         raise ValueInputError(
             f"caliper must be a positive number of standard deviations, got {caliper!r}; 0.1 is usual"
         )
     checked_count("bins", bins, least=2)
-    codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
+    codes = np.arange(len(chosen)) if clusters is None else check_codes("clusters", clusters, len(chosen))
     within = bool(mixed_clusters(chosen, codes).any())
     thing = np.arange(len(chosen)) if within else codes
     size = np.bincount(thing)
     means = np.stack([np.bincount(thing, weights=column) / size for column in covariates.T], axis=1)
     leading = np.unique(thing, return_index=True)[1]
-    stratum_of = checked_strata(strata, len(chosen))
+    stratum_of = check_strata(strata, len(chosen))
     if (stratum_of[leading][thing] != stratum_of).any():
         raise ValueInputError(
             "a cluster must lie in one stratum where whole clusters are matched, got clusters in several; use strata "
@@ -107,7 +107,9 @@ def match(
         allowed = np.unique(np.stack([codes[leading], allowed]), axis=1, return_inverse=True)[1].reshape(-1)
     spread = _pooled_deviation(covariates, chosen)
     stratum = _pairs(means / spread, label, allowed, caliper) if method == "caliper" else _cells(means, allowed, bins)
-    return _kept(stratum[thing], chosen, codes if clusters is not None else None, covariates / spread, method)
+    return _complete_strata(
+        stratum[thing], chosen, codes if clusters is not None else None, covariates / spread, method
+    )
 
 
 def _pooled_deviation(covariates: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -154,7 +156,7 @@ def _cells(
     return cell.astype(np.int64)
 
 
-def _kept(
+def _complete_strata(
     stratum: np.ndarray, labels: np.ndarray, clusters: np.ndarray | None, scaled: np.ndarray, method: str
 ) -> Matched:
     known = stratum >= 0
@@ -219,11 +221,11 @@ def joint_control(
     >>> bool(control.imbalance < 0.25)
     True
     """
-    chosen, _ = checked_labels(labels, len(np.asarray(labels)), first)
-    codes = checked_strata(strata, len(chosen))
+    chosen, _ = check_labels(labels, len(np.asarray(labels)), first)
+    codes = check_strata(strata, len(chosen))
     if not confounders:
         return JointControl(np.arange(len(chosen)), codes, None, 0.0)
-    columns = [checked_values(values, f"the confounder '{name}'")[0][:, 0] for name, values in confounders.items()]
+    columns = [check_values(values, f"the confounder '{name}'")[0][:, 0] for name, values in confounders.items()]
     scores = np.stack([_normal_scores(column) for column in columns], axis=1)
     matched = match(chosen, scores, clusters=clusters, strata=codes, caliper=_CALIPER)
     pairs = int(matched.stratum.max()) + 1

@@ -17,12 +17,12 @@ __all__ = [
     "THRESHOLDS",
     "Null",
     "Omnibus",
-    "Prepared",
+    "StatisticTerms",
     "null_of",
+    "numerator_and_error",
     "omnibus_of",
-    "parts",
-    "prepare",
-    "relabel",
+    "permute",
+    "statistic_terms",
     "tail_counts",
 ]
 
@@ -34,18 +34,18 @@ THRESHOLDS = 1 + 0.25 * np.arange(21)
 
 
 # Relabellings and units of one block: 2 MiB per array, so that a block stays in the second-level cache.
-_RELABELLINGS = 512
+_PERMUTATIONS = 512
 
 
 _UNITS = 1024
 
 
 # Random numbers drawn at a time for the orders of a block of relabellings.
-_DRAWN = 2**22
+_RANDOM_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class StatisticTerms:
     """A table made ready: x, its squares times (f - g), x times k, all in float32, and what is constant."""
 
     x: Float32[np.ndarray, "row unit"]
@@ -64,7 +64,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class Relabelled:
+class PermutationSample:
     """What is kept of all relabellings.
 
     Per relabelling: the largest |t|, the mean t, the number of positive t minus that of others, and how many |t| reach
@@ -78,7 +78,7 @@ class Relabelled:
     reached: Int64[np.ndarray, " unit"]
 
 
-def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
+def statistic_terms(rows: Float64[np.ndarray, "row unit"], design: Design) -> StatisticTerms:
     """Centre in blocks, scale to mean square 1, and fold all weights into the table."""
     weights = weights_of(design)
     centred = centred_rows(rows, design)
@@ -89,7 +89,7 @@ def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
     y = design.labels - weights.share
     curvature = float((np.where(design.labels, weights.first, weights.second) * y**2).sum())
     constant = np.ptp(k) <= 1e-12 * k.max()
-    return Prepared(
+    return StatisticTerms(
         x=x.astype(np.float32),
         square=None if np.abs(tilt).max() <= 1e-12 * k.max() else (tilt[:, None] * x**2).astype(np.float32),
         linear=None if constant else (k[:, None] * x).astype(np.float32),
@@ -101,8 +101,8 @@ def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
     )
 
 
-def parts(
-    prepared: Prepared, labels: Float32[np.ndarray, "relabelling row"], units: slice
+def numerator_and_error(
+    prepared: StatisticTerms, labels: Float32[np.ndarray, "relabelling row"], units: slice
 ) -> tuple[Float32[np.ndarray, "relabelling unit"], Float32[np.ndarray, "relabelling unit"]]:
     """``s`` and the square root below it, of some units: t is their quotient."""
     s = labels @ prepared.x[:, units]
@@ -124,23 +124,23 @@ def parts(
     return s, np.sqrt(variance, out=variance)
 
 
-def relabel(
-    prepared: Prepared,
+def permute(
+    prepared: StatisticTerms,
     design: Design,
     bars: Float64[np.ndarray, " unit"],
     count: int,
     rng: np.random.Generator,
-) -> Relabelled:
+) -> PermutationSample:
     """Reduce ``count`` relabellings, a block of them and of the units at a time; ``bars`` are what |t| has to reach."""
     largest, mean = np.zeros(count), np.zeros(count)
     asymmetry = np.zeros(count, np.int64)
     tails = np.zeros((count, len(THRESHOLDS)), np.int64)
     reached = np.zeros(prepared.units, np.int64)
     bar = bars.astype(np.float32)
-    for where, labels in _drawn(design, count, rng):
+    for where, labels in _label_blocks(design, count, rng):
         for start in range(0, prepared.units, _UNITS):
             units = slice(start, min(start + _UNITS, prepared.units))
-            t, root = parts(prepared, labels, units)
+            t, root = numerator_and_error(prepared, labels, units)
             t /= root
             mean[where] += t.sum(axis=1)
             asymmetry[where] += 2 * np.count_nonzero(t > 0, axis=1) - t.shape[1]
@@ -148,7 +148,7 @@ def relabel(
             np.maximum(largest[where], t.max(axis=1), out=largest[where])
             reached[units] += np.count_nonzero(t >= bar[units], axis=0)
             tails[where] += tail_counts(t)
-    return Relabelled(largest, mean / prepared.units, asymmetry, tails, reached)
+    return PermutationSample(largest, mean / prepared.units, asymmetry, tails, reached)
 
 
 def tail_counts(size: Float64[np.ndarray, "relabelling unit"]) -> Int64[np.ndarray, "relabelling threshold"]:
@@ -160,8 +160,8 @@ def tail_counts(size: Float64[np.ndarray, "relabelling unit"]) -> Int64[np.ndarr
     return counts[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
 
 
-def _drawn(design: Design, count: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
-    step = max(1, min(_RELABELLINGS, _DRAWN // design.rows))
+def _label_blocks(design: Design, count: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+    step = max(1, min(_PERMUTATIONS, _RANDOM_NUMBERS // design.rows))
     for start in range(0, count, step):
         where = slice(start, min(start + step, count))
         yield where, design.relabelled(where.stop - where.start, rng)
@@ -216,7 +216,7 @@ def null_of(value: float, sample: Float[np.ndarray, " relabelling"]) -> Null:
     return Null(float(value), np.asarray(sample, np.float64), (reached + 1) / (len(sample) + 1))
 
 
-def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, relabelled: Relabelled) -> Omnibus:
+def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, relabelled: PermutationSample) -> Omnibus:
     """The omnibus tests of observed ``t`` beside the relabelled ones."""
     mean = null_of(abs(float(t.mean())), np.abs(relabelled.mean))
     lean = abs(2 * int(np.count_nonzero(t > 0)) - t.size) / t.size

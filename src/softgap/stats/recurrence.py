@@ -11,15 +11,8 @@ from jaxtyping import Float32, Float64, Int64
 from softgap.errors import ShapeError
 from softgap.stats.design import design_of
 from softgap.stats.effects import contrast_of
-from softgap.stats.permutation import parts, prepare
-from softgap.stats.validation import (
-    checked_codes,
-    checked_count,
-    checked_labels,
-    checked_rng,
-    checked_strata,
-    checked_values,
-)
+from softgap.stats.permutation import numerator_and_error, statistic_terms
+from softgap.stats.validation import check_codes, check_labels, check_strata, check_values, checked_count, checked_rng
 
 __all__ = ["Recurrence", "recurrence"]
 
@@ -69,25 +62,25 @@ def recurrence(
     without any effect: far more often than if each mode drew its heads by lot. Each relabelling is therefore applied to
     all modes together, which keeps their resemblance, and the whole count is made anew.
     """
-    table, shape = checked_values(values)
+    table, shape = check_values(values)
     if len(shape) != 2:
         raise ShapeError(f"values must be [sample, mode, head], got {1 + len(shape)} axes; put other axes into one")
     modes, heads = shape
     checked_count("top", top, least=1, most=max(1, heads - 1), remedy="with all heads on top nothing can recur")
     count = checked_count("permutations", permutations, least=19)
     checked_rng(rng)
-    chosen, groups = checked_labels(labels, len(table), first)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    design = design_of(chosen, codes, checked_strata(strata, len(table)), exchange)
+    chosen, groups = check_labels(labels, len(table), first)
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    design = design_of(chosen, codes, check_strata(strata, len(table)), exchange)
     rows = design.reduce(table)
     observed = contrast_of(rows, design, groups, shape, 0.95).t
     counts = _on_top(np.abs(observed)[None].astype(np.float32), top)[0]
-    prepared = prepare(rows, design)
+    prepared = statistic_terms(rows, design)
     null = np.empty((count, modes), np.int64)
     step = max(1, _BLOCK // (modes * heads))
     for start in range(0, count, step):
         size = min(step, count - start)
-        s, root = parts(prepared, design.relabelled(size, rng), slice(None))
+        s, root = numerator_and_error(prepared, design.relabelled(size, rng), slice(None))
         null[start : start + size] = _recurring(_on_top(np.abs(s / root).reshape(size, modes, heads), top), modes)
     recurring = _recurring(counts[None], modes)[0]
     # A head that is on top in r modes is matched by a relabelling in which any head is.

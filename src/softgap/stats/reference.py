@@ -16,7 +16,7 @@ __all__ = [
     "reference_kappa",
     "reference_maximum",
     "reference_p_values",
-    "reference_relabellings",
+    "reference_permutations",
 ]
 
 
@@ -45,7 +45,7 @@ def reference_coefficient(x: Sequence[float], labels: Sequence[bool], blocks: Se
     return beta, math.sqrt(variance) / total
 
 
-def reference_relabellings(labels: Sequence[bool], blocks: Sequence[int]) -> list[tuple[bool, ...]]:
+def reference_permutations(labels: Sequence[bool], blocks: Sequence[int]) -> list[tuple[bool, ...]]:
     """Every way to exchange labels within blocks, the given one among them."""
     names = sorted(set(blocks))
     members = [[i for i, block in enumerate(blocks) if block == b] for b in names]
@@ -73,7 +73,7 @@ def reference_p_values(
 ) -> tuple[list[float], list[float]]:
     """Exact p and max-T p of every unit, over all relabellings."""
     observed, _ = reference_maximum(table, labels, blocks)
-    every = [reference_maximum(table, relabelled, blocks) for relabelled in reference_relabellings(labels, blocks)]
+    every = [reference_maximum(table, relabelled, blocks) for relabelled in reference_permutations(labels, blocks)]
     n = len(every)
     slack = 1 - 1e-9
     alone = [sum(abs(t[u]) >= abs(value) * slack for t, _ in every) / n for u, value in enumerate(observed)]

@@ -13,7 +13,7 @@ from scipy import stats
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.stats.design import mixed_clusters
-from softgap.stats.validation import checked_codes, checked_count, checked_labels, checked_rng, checked_share
+from softgap.stats.validation import check_codes, check_labels, checked_count, checked_rng, checked_share
 from softgap.stats.verdict import OUTCOMES, Verdict
 
 __all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]
@@ -80,7 +80,7 @@ def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
         )
     level = checked_share("level", level, 0.95)
     n = len(first)
-    codes = checked_codes("labels", np.concatenate([first, second]), 2 * n)
+    codes = check_codes("labels", np.concatenate([first, second]), 2 * n)
     categories = np.unique(np.concatenate([first, second]))
     if len(categories) < 2:
         raise ValueInputError(
@@ -119,25 +119,25 @@ def label_noise(
     if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
     values = np.asarray(labels)
-    chosen, _ = checked_labels(values, len(values) if values.ndim else 0, first)
+    chosen, _ = check_labels(values, len(values) if values.ndim else 0, first)
     checked_rng(rng)
     checked_count("draws", draws)
     for rate in rates:
         checked_share("each of rates", rate, 0.1)
-    codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
+    codes = np.arange(len(chosen)) if clusters is None else check_codes("clusters", clusters, len(chosen))
     things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
     found = set(judge(chosen).units)
     p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
     outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
-            again = judge(_flipped(chosen, things, rate, rng))
+            again = judge(_flip_labels(chosen, things, rate, rng))
             p[i, j], outcomes[i][j] = again.steps[0].p, again.outcome
             kept[i, j] = len(found & set(again.units)) / len(found) if found else math.nan
     return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
 
 
-def _flipped(
+def _flip_labels(
     labels: Bool[np.ndarray, " sample"], things: Int64[np.ndarray, " sample"], rate: float, rng: np.random.Generator
 ) -> Bool[np.ndarray, " sample"]:
     for _ in range(100):

@@ -11,18 +11,18 @@ from jaxtyping import Bool, Float64, Int64
 from softgap.errors import ShapeError, ValueInputError
 
 __all__ = [
-    "checked_codes",
+    "check_codes",
+    "check_groups",
+    "check_labels",
+    "check_strata",
+    "check_values",
     "checked_count",
-    "checked_groups",
-    "checked_labels",
     "checked_rng",
     "checked_share",
-    "checked_strata",
-    "checked_values",
 ]
 
 
-def checked_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarray, "sample unit"], tuple[int, ...]]:
+def check_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarray, "sample unit"], tuple[int, ...]]:
     """A table as float64 with its units in one axis, and the shape those units had."""
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":
@@ -42,9 +42,9 @@ def checked_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarra
     return array.reshape(len(array), -1).astype(np.float64, copy=False), array.shape[1:]
 
 
-def checked_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], np.ndarray, tuple[int, ...]]:
+def check_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], np.ndarray, tuple[int, ...]]:
     """Two groups as one table, True for the rows of ``a``, and the shape of the units."""
-    (first, shape), (second, other) = checked_values(a, "group a"), checked_values(b, "group b")
+    (first, shape), (second, other) = check_values(a, "group a"), check_values(b, "group b")
     if shape != other:
         raise ShapeError(
             f"the groups must hold the same units, got {list(shape)} in a and {list(other)} in b; "
@@ -59,7 +59,7 @@ def checked_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], 
     return np.concatenate([first, second]), labels, shape
 
 
-def checked_labels(
+def check_labels(
     labels: Any, samples: int, first: Any = None, least: int = 2
 ) -> tuple[Bool[np.ndarray, " sample"], tuple[str, str]]:
     """True for the samples of the first group, and the names of both; by default the first is the larger label."""
@@ -82,22 +82,22 @@ def checked_labels(
     return chosen, (str(leading), str(other))
 
 
-def checked_codes(name: str, given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_codes(name: str, given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """A number from 0 for each different entry of a column."""
     values = _column(name, given, samples)
     _distinct(name, values)
     return np.unique(values, return_inverse=True)[1].astype(np.int64)
 
 
-def checked_strata(given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_strata(given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """The stratum of each sample: of one column, or of several by name, crossed; all 0 without any."""
     if given is None:
         return np.zeros(samples, np.int64)
     if not isinstance(given, Mapping):
-        return checked_codes("strata", given, samples)
+        return check_codes("strata", given, samples)
     crossed = np.zeros(samples, np.int64)
     for name, column in given.items():
-        codes = checked_codes(f"stratum '{name}'", column, samples)
+        codes = check_codes(f"stratum '{name}'", column, samples)
         crossed = np.unique(crossed * (codes.max() + 1) + codes, return_inverse=True)[1].astype(np.int64)
     return crossed
 

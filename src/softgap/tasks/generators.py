@@ -181,7 +181,7 @@ def generate_prompts(name: str, n: int, *, seed: int = 0, difficulties: Sequence
     return prompts
 
 
-def _lookup(rng: np.random.Generator, pairs: int, number: int) -> dict[str, Any]:
+def _associative_recall(rng: np.random.Generator, pairs: int, number: int) -> dict[str, Any]:
     drawn = draw_pairs(pairs, "codes", rng=rng)
     asked = int(rng.integers(pairs))
     key, code = drawn[asked]
@@ -230,7 +230,7 @@ def _statements(rng: np.random.Generator, level: int, number: int) -> dict[str, 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        "lookup": Task(_lookup, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(WORDS)),
+        "lookup": Task(_associative_recall, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(WORDS)),
         "arithmetic": Task(_arithmetic, (1, 2, 3), "the number of digits", "numeric", 16, 9),
         "copying": Task(_copying, (4, 8, 16, 32), "the number of words", "contains", 96, 512),
         "statements": Task(_statements, (1,), "always 1", "choice", 8, 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items, refuse_string
-from softgap.tasks.text_files import encodable, short, some_text
+from softgap.tasks.text_files import check_text, encodable, shortened
 
 __all__ = ["Prompt", "check_ids", "prompt_from"]
 
@@ -72,19 +72,19 @@ def prompt_from(
     """A prompt from named fields; ``where`` begins the sentence about a field that cannot be used."""
     for name in needs:
         if not isinstance(entry.get(name), str) or not entry[name]:
-            raise ValueInputError(f"{where}: '{name}' must hold some text, got {short(entry.get(name))}; add it")
+            raise ValueInputError(f"{where}: '{name}' must hold some text, got {shortened(entry.get(name))}; add it")
     sample_id = entry.get("id", default_id)
     if isinstance(sample_id, bool) or not isinstance(sample_id, str | int) or sample_id == "":
-        raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {short(sample_id)}; change it")
+        raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {shortened(sample_id)}; change it")
     label = entry.get("label")
     if not isinstance(label, str | None):
-        raise ValueInputError(f"{where}: 'label' must be text, got {short(label)}; write it in quotes")
+        raise ValueInputError(f"{where}: 'label' must be text, got {shortened(label)}; write it in quotes")
     for name, value in entry.items():
         if isinstance(value, str):
             encodable(value, f"{where}: '{name}'")
     return Prompt(
         sample_id=str(sample_id),
-        prompt=some_text(entry["prompt"], f"{where}: 'prompt'"),
+        prompt=check_text(entry["prompt"], f"{where}: 'prompt'"),
         completion=_completion(entry.get("completion"), where),
         reference=_references(entry.get("reference"), where),
         label=label or None,
@@ -111,7 +111,7 @@ def _completion(given: Any, where: str) -> str | None:
     if given is None or given == "":
         return None
     if not isinstance(given, str):
-        raise ValueInputError(f"{where}: 'completion' must be text, got {short(given)}; write it in quotes")
+        raise ValueInputError(f"{where}: 'completion' must be text, got {shortened(given)}; write it in quotes")
     return given
 
 
@@ -120,7 +120,8 @@ def _references(given: Any, where: str) -> tuple[str, ...]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | float) or str(value).strip() == "":
             raise ValueInputError(
-                f"{where}: 'reference' must be an answer or a list of answers, got {short(given)}; write them as text"
+                f"{where}: 'reference' must be an answer or a list of answers, got {shortened(given)}; write them as "
+                "text"
             )
     return tuple(str(value) for value in values)
 
@@ -129,5 +130,5 @@ def _group(given: Any, where: str) -> str | None:
     if given is None or given == "":
         return None
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {short(given)}; change it")
+        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {shortened(given)}; change it")
     return str(given)

@@ -62,7 +62,7 @@ def resolve_scorer(name: str) -> Scorer:
         if name not in SCORERS:
             raise unknown_name("scoring", name, (*SCORERS, "module:function"))
         return SCORERS[name]
-    return Scorer(name, _judged_by(_imported(name)), needs_reference=False)
+    return Scorer(name, _judge_with(_import_function(name)), needs_reference=False)
 
 
 def _exact(answer: str, prompt: Prompt) -> str:
@@ -135,7 +135,7 @@ def _choices(prompt: Prompt) -> list[str]:
     return [str(choice) for choice in choices]
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_function(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     if not (module and function):
         raise ValueInputError(f"a scoring of one's own is written module:function, got '{path}'; name both")
@@ -159,7 +159,7 @@ def _imported(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _judged_by(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
+def _judge_with(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
     def judge(answer: str, prompt: Prompt) -> str | None:
         verdict = function(answer, prompt.to_json())
         if verdict is None or isinstance(verdict, str):

@@ -12,7 +12,7 @@ from typing import Any
 
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.tasks.prompts import Prompt, check_ids, prompt_from
-from softgap.tasks.text_files import file_text, short
+from softgap.tasks.text_files import file_text, shortened
 
 __all__ = ["TRUTHFULQA", "json_prompts", "read_labels", "read_prompts"]
 
@@ -107,7 +107,9 @@ def _object(where: str, line: str, what: str) -> dict[str, Any]:
             f'{where}: not JSON ({error}); write one object per line, such as {{"prompt": "a", "completion": "b"}}'
         ) from error
     if not isinstance(entry, dict):
-        raise ValueInputError(f"{where}: must be an object with {what}, got {short(entry)}; write one object per line")
+        raise ValueInputError(
+            f"{where}: must be an object with {what}, got {shortened(entry)}; write one object per line"
+        )
     return entry
 
 
@@ -229,9 +231,11 @@ def read_labels(source: str) -> dict[str, str | None]:
         where = f"{name}, line {line}"
         sample_id, label = row.get("id"), row.get("label", "")
         if isinstance(sample_id, bool) or not isinstance(sample_id, str | int) or sample_id == "":
-            raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {short(sample_id)}; add it")
+            raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {shortened(sample_id)}; add it")
         if "label" not in row or not isinstance(label, str | None):
-            raise ValueInputError(f"{where}: 'label' must be text, got {short(row.get('label'))}; write it in quotes")
+            raise ValueInputError(
+                f"{where}: 'label' must be text, got {shortened(row.get('label'))}; write it in quotes"
+            )
         if str(sample_id) in labels:
             raise ValueInputError(f"{where}: every id must be different, got '{sample_id}' again; leave one out")
         labels[str(sample_id)] = label or None

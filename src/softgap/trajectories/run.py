@@ -42,7 +42,7 @@ class Displayed:
         printer.text(repr(self))
 
 
-Part = Literal["prompt", "completion"]
+PartName = Literal["prompt", "completion"]
 
 
 _SAMPLE_FIELDS = ("sample_id", "prompt_text", "completion_text", "label", "n_prompt", "manifest")
@@ -97,7 +97,7 @@ class Trajectories(Displayed):
     entropy: Float32[np.ndarray, " step"]
     heads_per_layer: tuple[int, ...] = ()
     focus: Mapping[str, Float32[np.ndarray, "layer head step"]] = field(default_factory=dict)
-    part: Part = "completion"
+    part: PartName = "completion"
     prompt: Trajectories | None = None
     sample_id: str = "0"
     prompt_text: str = ""
@@ -107,7 +107,7 @@ class Trajectories(Displayed):
     manifest: Manifest = field(default_factory=Manifest)
 
     def __post_init__(self) -> None:
-        checked = validation.checked_fields({f.name: getattr(self, f.name) for f in fields(self)})
+        checked = validation.check_fields({f.name: getattr(self, f.name) for f in fields(self)})
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.prompt is not None:
@@ -172,7 +172,7 @@ class Trajectories(Displayed):
     def equals(self, other: object) -> bool:
         """Whether all values, texts and labels are the same, NaN equal to NaN, times in the manifest aside."""
         return isinstance(other, Trajectories) and all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+            _equal_values(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
 
     def to_xarray(self) -> xr.Dataset:
@@ -200,7 +200,7 @@ class Trajectories(Displayed):
         return f"<Trajectories {self.sample_id!r} ({self.part}): {', '.join(self.mechanisms)}; {shape}{prompt}{model}>"
 
 
-def _same(mine: Any, theirs: Any) -> bool:
+def _equal_values(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, np.ndarray):
         return np.array_equal(mine, theirs, equal_nan=True)
     if isinstance(mine, Trajectories):
@@ -208,7 +208,7 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Manifest):
         return mine.equals(theirs)
     if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
+        return mine.keys() == theirs.keys() and all(_equal_values(mine[key], theirs[key]) for key in mine)
     return bool(mine == theirs)
 
 

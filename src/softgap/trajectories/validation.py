@@ -15,7 +15,7 @@ from softgap.trajectories.manifest import Manifest
 if TYPE_CHECKING:
     from softgap.trajectories.run import Trajectories
 
-__all__ = ["FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+__all__ = ["FOCUS", "PARTS", "QUANTITIES", "check_fields", "check_prompt"]
 
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
 """Measured per mechanism, layer, head and step."""
@@ -28,7 +28,7 @@ PARTS = ("prompt", "completion")
 _INT32 = np.iinfo(np.int32)
 
 
-def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a Trajectories in their exact types, or the error that says which one does not fit."""
     mechanisms = _names("mechanisms", given["mechanisms"])
     layers = _increasing("layers", given["layers"])
