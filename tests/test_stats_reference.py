@@ -135,7 +135,7 @@ def test_labels_that_vary_within_clusters_are_compared_there() -> None:
 def test_relabelled_statistics_are_those_of_the_relabelled_study(kind: str) -> None:
     design = design_named(kind)
     rows = heads(RNG(5), design.rows, 7)
-    drawn = design.relabelled(20, RNG(6))
+    drawn = design.permuted_labels(20, RNG(6))
     s, root = numerator_and_error(statistic_terms(rows, design), drawn, slice(None))
     for labels, t in zip(drawn.astype(bool), s / root, strict=True):
         again = Design("samples", labels, design.block, design.index, design.starts, design.cluster, 0)
@@ -146,7 +146,7 @@ def test_relabelled_statistics_are_those_of_the_relabelled_study(kind: str) -> N
 @pytest.mark.parametrize("kind", ["samples", "strata", "between", "within", "whole"])
 def test_relabelling_keeps_the_numbers_of_every_block(kind: str) -> None:
     design = design_named(kind)
-    drawn = design.relabelled(50, RNG(7))
+    drawn = design.permuted_labels(50, RNG(7))
     for block in range(design.blocks):
         where = design.block == block
         assert (drawn[:, where].sum(axis=1) == design.labels[where].sum()).all()
@@ -156,7 +156,7 @@ def test_relabelling_keeps_the_numbers_of_every_block(kind: str) -> None:
 def test_whole_clusters_keep_their_label_vectors() -> None:
     design = design_named("whole")
     vectors = sorted(tuple(design.labels[design.cluster == c]) for c in np.unique(design.cluster))
-    for labels in design.relabelled(20, RNG(8)):
+    for labels in design.permuted_labels(20, RNG(8)):
         assert sorted(tuple(labels[design.cluster == c] > 0) for c in np.unique(design.cluster)) == vectors
 
 

@@ -101,16 +101,16 @@ def compare_study(
     kappa = None if second is None else _agreement(data, second)
     if split is not None and open_confirmation:  # everything that can be refused has been: this cannot be taken back
         log.open(split)
-    found = _run_tests(data, confirmation, plan, tell)
+    results = _run_tests(data, confirmation, plan, tell)
     tell("flipping labels", 0.0)
-    reliability = _reliability(data, confirmation, found.comparison.contrast.groups, plan, kappa)
+    reliability = _reliability(data, confirmation, results.comparison.contrast.groups, plan, kappa)
     seen = data.fingerprint
     status = log.status(plan, seen, from_file=planned is not None)
     log.add(
         "looked",
         hash=plan.hash,
         status=status,
-        outcome=found.verdict.outcome,
+        outcome=results.verdict.outcome,
         samples=len(data.labels),
         labels=seen,
         plan=plan.to_json(),
@@ -126,7 +126,7 @@ def compare_study(
         split=split,
         opened=open_confirmation,
         reliability=reliability,
-        **vars(found),
+        **vars(results),
     )
 
 
@@ -145,8 +145,8 @@ class _Results:
 def _run_tests(
     data: ComparisonSamples, confirmation: ComparisonSamples | None, plan: Preregistration, tell: Progress
 ) -> _Results:
-    judged = _decide(data, confirmation, plan, tell)
-    first, impossible = judged.comparison, dict(judged.impossible)
+    decision = _decide(data, confirmation, plan, tell)
+    first, impossible = decision.comparison, dict(decision.impossible)
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
         tell(name, 0.0)
@@ -158,10 +158,10 @@ def _run_tests(
 
     beyond = attempt("beyond baselines", lambda: _incremental_auroc(data, plan))
     recurring = attempt("recurrence", lambda: _head_recurrence(data, plan)) if len(data.table.modes) > 1 else None
-    tested = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
+    equivalence_test = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
     rng = np.random.default_rng([plan.seed, 5])
     top = top_units(first, data.values, data.labels == first.contrast.groups[0], data.clusters, rng)
-    return _Results(first, judged.controls, impossible, judged.verdict, tested, beyond, recurring, top)
+    return _Results(first, decision.controls, impossible, decision.verdict, equivalence_test, beyond, recurring, top)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +198,8 @@ def _decide(
         except SoftgapError as error:
             impossible[name] = str(error)
     joint = tuple(wanted) if control else ()
-    found = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
-    return _Decision(first, controls, impossible, found)
+    outcome = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
+    return _Decision(first, controls, impossible, outcome)
 
 
 def _lock_split(log: ComparisonLog, frame: pd.DataFrame, share: float) -> Split:
@@ -285,9 +285,9 @@ def _reliability(
     parts = [data] if confirmation is None else [data, confirmation]
 
     def judge(flipped: np.ndarray) -> Verdict:
-        given = np.where(flipped, *groups)
-        own, rest = data.relabelled(given[: len(data.labels)]), given[len(data.labels) :]
-        return _decide(own, None if confirmation is None else confirmation.relabelled(rest), quick).verdict
+        labels = np.where(flipped, *groups)
+        main, rest = data.with_labels(labels[: len(data.labels)]), labels[len(data.labels) :]
+        return _decide(main, None if confirmation is None else confirmation.with_labels(rest), quick).verdict
 
     try:
         noise = label_noise(

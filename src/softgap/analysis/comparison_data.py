@@ -67,18 +67,18 @@ class ComparisonSamples:
     labels: np.ndarray
     clusters: np.ndarray | None
 
-    def rows(self, chosen: np.ndarray) -> ComparisonSamples:
+    def rows(self, selection: np.ndarray) -> ComparisonSamples:
         """Some of the samples."""
-        clusters = None if self.clusters is None else self.clusters[chosen]
+        clusters = None if self.clusters is None else self.clusters[selection]
         return replace(
             self,
-            values=self.values[chosen],
-            frame=self.frame[chosen].reset_index(drop=True),
-            labels=self.labels[chosen],
+            values=self.values[selection],
+            frame=self.frame[selection].reset_index(drop=True),
+            labels=self.labels[selection],
             clusters=clusters,
         )
 
-    def relabelled(self, labels: np.ndarray) -> ComparisonSamples:
+    def with_labels(self, labels: np.ndarray) -> ComparisonSamples:
         """The same samples with other labels."""
         return replace(self, labels=labels)
 
@@ -139,8 +139,8 @@ def comparison_samples(
 
     Units are features that vary among the locked samples and among the others, so that both can be compared.
     """
-    given = _field(frame, plan.by)
-    labels = np.array([None if value is None or value != value else str(value) for value in given], dtype=object)
+    group_names = _field(frame, plan.by)
+    labels = np.array([None if value is None or value != value else str(value) for value in group_names], dtype=object)
     known = np.array([label is not None for label in labels])
     wanted = known & np.isin(labels, plan.between) if plan.between else known
     long_enough = (frame["steps"] >= plan.min_steps).to_numpy()
@@ -154,16 +154,16 @@ def comparison_samples(
     for name in (*plan.match, *plan.strata):
         _field(frame, name)
     table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
-    kept = _varying_units(table.values[locked[used]]) & _varying_units(table.values[~locked[used]])
-    if not kept.any():
+    varying = _varying_units(table.values[locked[used]]) & _varying_units(table.values[~locked[used]])
+    if not varying.any():
         raise ValueInputError(
             "every feature is the same in all samples, so that there is nothing to compare; choose another part, "
             "quantity or feature"
         )
-    chosen = frame[used].reset_index(drop=True)
+    samples = frame[used].reset_index(drop=True)
     names = labels[used].astype(str)
-    clusters = _clusters(chosen, names, plan)
-    return ComparisonSamples(table, table.values[:, kept], kept, chosen, names, clusters), left_out
+    clusters = _clusters(samples, names, plan)
+    return ComparisonSamples(table, table.values[:, varying], varying, samples, names, clusters), left_out
 
 
 def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: Preregistration) -> np.ndarray | None:
@@ -174,8 +174,8 @@ def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: Preregistration) ->
     """
     if plan.clusters in frame.columns and frame[plan.clusters].notna().any():
         # A sample without a group belongs to nobody but itself.
-        given = frame[plan.clusters]
-        clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(given)])
+        column = frame[plan.clusters]
+        clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(column)])
     else:
         prompts = repeated_prompts(frame)
         if prompts is None:
@@ -209,8 +209,8 @@ def drop_repeats(data: ComparisonSamples) -> tuple[ComparisonSamples, int]:
     if scaled.shape[1] >= _NEAR_UNITS and len(scaled) > _NEIGHBOUR:
         reach = max(reach, _NEAR * _typical_distance(scaled))
     first = _first_duplicate(scaled, codes, reach)
-    kept = first == np.arange(len(first))
-    return (data, 0) if kept.all() else (data.rows(kept), int((~kept).sum()))
+    distinct = first == np.arange(len(first))
+    return (data, 0) if distinct.all() else (data.rows(distinct), int((~distinct).sum()))
 
 
 def _check_groups(labels: np.ndarray, plan: Preregistration, left_out: Mapping[str, int]) -> None:
@@ -250,15 +250,15 @@ def _distances(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def _typical_distance(values: np.ndarray) -> float:
     """The median distance to a neighbour so far off that it is no copy."""
     place = max(_NEIGHBOUR, len(values) // _NEIGHBOUR)
-    found = [np.partition(distances, place, axis=1)[:, place] for _, distances in _distances(values)]
-    return float(np.median(np.concatenate(found)))
+    neighbour_distances = [np.partition(distances, place, axis=1)[:, place] for _, distances in _distances(values)]
+    return float(np.median(np.concatenate(neighbour_distances)))
 
 
 def _first_duplicate(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
     """The first row within reach of each row, among rows of the same code."""
     first = np.arange(len(values))
-    for start, found in _distances(values):
-        for row, distance in enumerate(found, start):
+    for start, distances in _distances(values):
+        for row, distance in enumerate(distances, start):
             like = np.flatnonzero((distance[:row] <= reach) & (codes[:row] == codes[row]))
             if len(like):
                 first[row] = first[like[0]]

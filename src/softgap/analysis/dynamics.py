@@ -120,8 +120,8 @@ def _test_against_noise(counted: HeadPatternCounts, geometry: Geometry, rng: np.
     entropy = plane(counted.frequencies())[0]
     eligible = counted.windows >= settings.least
     # Heads that lost about as many windows to ties share a null; half a percent of them moves nothing.
-    kept = np.round(counted.windows / counted.possible, 2)
-    shares = np.unique(kept[eligible])
+    share_counted = np.round(counted.windows / counted.possible, 2)
+    shares = np.unique(share_counted[eligible])
     # So many that one head alone, among all, can stand out: its p, 2 / (studies + 1), is multiplied by their number.
     wanted = math.ceil(2 * len(entropy) / settings.alpha)
     nulls = len({1.0, *shares})
@@ -129,7 +129,7 @@ def _test_against_noise(counted: HeadPatternCounts, geometry: Geometry, rng: np.
     z, p, q = (np.full(len(entropy), np.nan) for _ in range(3))
     for share in shares:
         values = null if share == 1 else noise_entropies(geometry, float(share), rng, wanted=wanted, nulls=nulls)
-        some = (kept == share) & eligible
+        some = (share_counted == share) & eligible
         z[some], p[some] = score_against_null(entropy[some], values)
     if eligible.any():
         q[eligible] = false_discovery_control(p[eligible], method="bh")
@@ -190,9 +190,9 @@ def _reason(windows: int, possible: int, least: int) -> str:
 
 def _source(study: Study | Trajectories | Iterable[Trajectories]) -> dict[str, Any]:
     manifest: Any = getattr(study, "manifest", None)
-    found: dict[str, Any] = {"study": getattr(study, "path", None), "softgap": __version__, "numpy": np.__version__}
+    source: dict[str, Any] = {"study": getattr(study, "path", None), "softgap": __version__, "numpy": np.__version__}
     if manifest is not None:
         names = ("model", "weights", "dtype", "backend", "seed", "inputs", "dropped_sinks")
-        found.update({name: getattr(manifest, name) for name in names})
-        found["versions"] = dict(manifest.versions)
-    return found
+        source.update({name: getattr(manifest, name) for name in names})
+        source["versions"] = dict(manifest.versions)
+    return source

@@ -62,7 +62,7 @@ class GapSums:
     @classmethod
     def of_samples(cls, samples: Sequence[GapSums]) -> GapSums:
         """Every sample as one part."""
-        return cls(np.stack([one.parts.sum(axis=0) for one in samples]), sum(one.steps for one in samples))
+        return cls(np.stack([sums.parts.sum(axis=0) for sums in samples]), sum(sums.steps for sums in samples))
 
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
@@ -148,21 +148,24 @@ def _interval_text(low: float | None, high: float | None, digits: int = 2) -> st
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
-    """The sums of one run by blocks of steps; None where fitted or its control was not measured."""
+    """The divergences of one run by blocks of steps; None where fitted or its control was not measured."""
     if not {FITTED, CONTROL} <= set(run.mechanisms):
         return None
-    kept = gap_steps(run)
+    steps = gap_steps(run)
     absent = np.full((len(run.layers), run.divergence.shape[1], run.n_steps), np.nan)
-    found = np.stack(
+    divergences = np.stack(
         [run.select(name).divergence if name in run.mechanisms else absent for name in (FITTED, CONTROL, CLASSICAL)]
-    )[..., kept].astype(np.float64)
-    if not found.shape[-1]:
+    )[..., steps].astype(np.float64)
+    if not divergences.shape[-1]:
         return None
     parts = np.stack(
-        [np.nansum(found[..., start : start + BLOCK], axis=-1) for start in range(0, found.shape[-1], BLOCK)]
+        [
+            np.nansum(divergences[..., start : start + BLOCK], axis=-1)
+            for start in range(0, divergences.shape[-1], BLOCK)
+        ]
     )
-    parts[:, np.isnan(found).all(axis=(1, 2, 3))] = np.nan
-    return GapSums(parts, found.shape[-1])
+    parts[:, np.isnan(divergences).all(axis=(1, 2, 3))] = np.nan
+    return GapSums(parts, divergences.shape[-1])
 
 
 def gap_steps(run: Trajectories) -> Bool[np.ndarray, " step"]:
@@ -219,7 +222,7 @@ def _signed(value: float) -> str:
 def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     """The headline of a run or a study; None where nothing lies between softmax and the mean of values."""
     total = gap.parts.sum(axis=0)
-    mine, uniform, classical = total.sum(axis=(1, 2))
+    fitted, uniform, classical = total.sum(axis=(1, 2))
     if not uniform > 0:
         return None
     left = _remaining_gaps(total, gap.steps)
@@ -228,7 +231,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     (lows, highs), counts = _intervals(gap)
     measured = not np.isnan(classical)
     return Headline(
-        share=float(1 - mine / uniform),
+        share=float(1 - fitted / uniform),
         low=lows[0],
         high=highs[0],
         classical=float(1 - classical / uniform) if measured else None,
@@ -256,10 +259,10 @@ def _intervals(gap: GapSums) -> tuple[list[list[float]], list[float]]:
     if count < 2:
         return [[np.nan, np.nan], [np.nan, np.nan]], [np.nan, np.nan]
     rng = np.random.default_rng(0)
-    drawn = rng.integers(count, size=(RESAMPLES, count))
-    taken = (drawn[:, :, None] == np.arange(count)).sum(axis=1)
-    totals = np.tensordot(taken, gap.parts, axes=1)
-    mine, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
-    shares = np.quantile(1 - np.stack([mine, classical], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
+    resampled = rng.integers(count, size=(RESAMPLES, count))
+    times = (resampled[:, :, None] == np.arange(count)).sum(axis=1)
+    totals = np.tensordot(times, gap.parts, axes=1)
+    fitted, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
+    shares = np.quantile(1 - np.stack([fitted, classical], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
     heads = (_remaining_gaps(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
     return shares.tolist(), np.quantile(heads, INTERVAL_QUANTILES).tolist()

@@ -63,14 +63,14 @@ class Geometry:
         """Steps of every sample."""
         return tuple(map(len, self.positions))
 
-    def windows(self, kept: float) -> list[int]:
+    def windows(self, share: float) -> list[int]:
         """Windows of every sample if a share of all is kept; rounded so that those of short samples add up."""
         total = np.cumsum([self.settings.windows(length) for length in self.lengths])
-        return [int(windows) for windows in np.diff(np.round(kept * total), prepend=0)]
+        return [int(windows) for windows in np.diff(np.round(share * total), prepend=0)]
 
 
 def noise_entropies(
-    geometry: Geometry, kept: float, rng: np.random.Generator, *, wanted: int, nulls: int = 1
+    geometry: Geometry, share: float, rng: np.random.Generator, *, wanted: int, nulls: int = 1
 ) -> Float64[np.ndarray, " study"]:
     """Normalised entropy of simulated studies of white noise: the same lengths, the same cut, all windows together.
 
@@ -81,7 +81,7 @@ def noise_entropies(
     usual = min(_USUAL, _USUAL_STEPS // steps)
     entropies = np.empty(max(_FEWEST, usual, min(wanted, _MOST_STEPS // steps)))
     add = _add_residual_noise if geometry.settings.cut.fits_a_trend else _add_noise
-    windows = geometry.windows(kept)
+    windows = geometry.windows(share)
     step = max(1, _BLOCK // patterns)
     for start in range(0, len(entropies), step):
         part = entropies[start : start + step]
@@ -130,10 +130,10 @@ def interval_over_samples(
     times = rng.multinomial(n, np.full(n, 1 / n), size=replicates).astype(np.float64)
     low, high = np.full(heads, np.nan), np.full(heads, np.nan)
     for head in range(heads):
-        drawn = times @ counts[:, head]
-        if (drawn.sum(axis=1) > 0).all():
+        resampled = times @ counts[:, head]
+        if (resampled.sum(axis=1) > 0).all():
             pooled = counts[:, head].sum(axis=0, dtype=np.int64)
-            low[head], high[head] = _interval(pooled, _entropies(drawn), level, patterns)
+            low[head], high[head] = _interval(pooled, _entropies(resampled), level, patterns)
     return low, high
 
 
@@ -183,8 +183,8 @@ def known_points(geometry: Geometry, rng: np.random.Generator) -> tuple[SystemPo
         for parameters in _VARIANTS.get(name, ({},)):
             series = simulate(name, steps, rng=rng, size=_GROUPS * pooled, **parameters)
             left = settings.cut([series], [np.arange(steps)])[0]
-            found = pattern_counts(left, settings.order, settings.delay, ties=ties, rng=rng)
-            counts = found.counts.reshape(_GROUPS, pooled, -1).sum(axis=1)
+            patterns = pattern_counts(left, settings.order, settings.delay, ties=ties, rng=rng)
+            counts = patterns.counts.reshape(_GROUPS, pooled, -1).sum(axis=1)
             # What ties leave of a series that repeats itself may be too little to place it.
             if (counts.sum(axis=1) < min(settings.least, pooled * settings.windows(steps))).any():
                 continue
@@ -299,16 +299,16 @@ Tally = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def _count_by_sample(
-    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
+    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     counts = np.empty((n, heads.stop - heads.start, settings.patterns), np.int32)
     tied = np.zeros(heads.stop - heads.start, np.int64)
     for i, series in enumerate(transform_series(samples, settings.cut, heads)):
-        told(i / n)
-        found = pattern_counts(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
-        counts[i] = found.counts
-        tied += _tied_windows(found.tie_rate, series, settings)
+        report(i / n)
+        patterns = pattern_counts(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
+        counts[i] = patterns.counts
+        tied += _tied_windows(patterns.tie_rate, series, settings)
     # Every group of heads is judged by the same drawn samples, however many groups there are.
     draws = np.random.default_rng([settings.seed, n])
     low, high = interval_over_samples(counts, level=_LEVEL, replicates=_REPLICATES, rng=draws)
@@ -316,16 +316,16 @@ def _count_by_sample(
 
 
 def _count_by_window(
-    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
+    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     indices: list[Int[np.ndarray, "head window"]] = []
     tied = np.zeros(heads.stop - heads.start, np.int64)
     for i, series in enumerate(transform_series(samples, settings.cut, heads)):
-        told(i / n)
-        found = ordinal_patterns(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
-        indices.append(found.index)
-        tied += _tied_windows(found.tie_rate, series, settings)
+        report(i / n)
+        patterns = ordinal_patterns(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
+        indices.append(patterns.index)
+        tied += _tied_windows(patterns.tie_rate, series, settings)
     sequences = [np.concatenate([part[part >= 0] for part in parts]) for parts in zip(*indices, strict=True)]
     counts = np.stack([np.bincount(sequence, minlength=settings.patterns) for sequence in sequences])
     low, high = interval_within_samples(

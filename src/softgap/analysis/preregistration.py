@@ -100,16 +100,16 @@ class Preregistration:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if isinstance(one.default, tuple):
-                object.__setattr__(self, one.name, as_items(getattr(self, one.name)))
-        for name, given, known in (
+        for field in fields(self):
+            if isinstance(field.default, tuple):
+                object.__setattr__(self, field.name, as_items(getattr(self, field.name)))
+        for name, names, known in (
             ("feature", self.features, FEATURES),
             ("quantity", (self.quantity,), QUANTITIES),
             ("part", (self.part,), PARTS),
             ("exchange", (self.exchange,), EXCHANGES),
         ):
-            for value in given:
+            for value in names:
                 if value not in known:
                     raise unknown_name(name, value, known)
         for order in self.orders:

@@ -225,23 +225,23 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
             "steps; use longer runs or a lower order"
         )
     real = first.kv_group >= 0
-    found = Samples(
+    samples = Samples(
         runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
     )
     if settings.transform == CONTROL:
-        found.controlled()  # refused before anything is read
-    return found
+        samples.controlled()  # refused before anything is read
+    return samples
 
 
 def transform_series(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
     """The series of some heads after the cut, one used sample after the other."""
     if cut.transform == CONTROL:
         samples = samples.controlled()
-    chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
-    kept = ((sample.series[heads], sample.positions) for sample in chosen)
+    used = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
+    selected = ((sample.series[heads], sample.positions) for sample in used)
     if cut.fits_a_trend:
-        series, positions = zip(*kept, strict=True)
+        series, positions = zip(*selected, strict=True)
         yield from cut(series, positions)
         return
-    for one, at in kept:
-        yield cut([one], [at])[0]
+    for values, at in selected:
+        yield cut([values], [at])[0]

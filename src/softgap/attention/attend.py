@@ -55,13 +55,13 @@ def attend(
     check
         Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
     """
-    chosen = resolve(mechanism)
+    resolved = resolve(mechanism)
     q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)
     scaling = _scaling(scale, q.shape[-1])
-    if _resolve_form(chosen, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
-        return quadratic(chosen, q, k, v, visible=shown, scale=scaling)
+    if _resolve_form(resolved, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
+        return quadratic(resolved, q, k, v, visible=shown, scale=scaling)
     stop = (shown.offset or 0) + q.shape[2]
-    state = LinearState(chosen, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
+    state = LinearState(resolved, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 

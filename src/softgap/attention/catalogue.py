@@ -90,9 +90,9 @@ def _options(**options: float) -> Options:
     return MappingProxyType(options)
 
 
-def _require(fine: bool, what: str, given: float) -> None:
+def _require(fine: bool, requirement: str, value: float) -> None:
     if not fine:
-        raise ValueInputError(f"{what}, got {given:g}")
+        raise ValueInputError(f"{requirement}, got {value:g}")
 
 
 def _check_lam(options: Options) -> None:

@@ -142,8 +142,8 @@ def block_sums(
     total = _total(parts)
 
     def by_position(x: Tensor) -> Tensor:
-        found: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
-        return found
+        joined: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+        return joined
 
     scale = None if total.scale is None else by_position(total.scale)
     return by_position(total.sums), by_position(total.totals), scale, carry
@@ -175,9 +175,9 @@ def _one_step(
     else:
         carried = carry.scale if rate is None else carry.scale - rate * carry.age
         top = torch.maximum(carried, key)
-        kept, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
-        states = torch.baddbmm(carry.sums * kept[:, :, None], new[:, :, None], value[:, None])
-        totals = carry.totals * kept + new
+        carried_weight, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
+        states = torch.baddbmm(carry.sums * carried_weight[:, :, None], new[:, :, None], value[:, None])
+        totals = carry.totals * carried_weight + new
         # The larger of the two sets the scale, and its age is counted to the position behind this one.
         newer = key > carried
         after = replace(

@@ -126,8 +126,8 @@ def compare_heads(
 ) -> Float[Tensor, "quantity batch head time"]:
     """The three quantities of every head, stacked; a mechanism that ignores the query may answer once per KV head."""
     grouped = softmax_output.unflatten(1, (linear_output.shape[1], -1))
-    found = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
-    return torch.stack([found.divergence, found.relative_l2, found.norm_ratio]).flatten(2, 3)
+    comparison = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
+    return torch.stack([comparison.divergence, comparison.relative_l2, comparison.norm_ratio]).flatten(2, 3)
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:

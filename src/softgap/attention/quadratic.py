@@ -205,8 +205,10 @@ def _decayed_products(
     # Where one side likes only what the other does not, the product has lost its digits.
     lost = ((product < VANISHED) & seen).any(dim=-1).any(dim=1).any(dim=0)
     for row in lost.nonzero()[:, 0].tolist():
-        one = slice(row, row + 1)
-        exponent[:, :, one] = _decayed_exponents(query[:, :, one], key, rate, p[one], j, seen[..., one, :])
+        single_row = slice(row, row + 1)
+        exponent[:, :, single_row] = _decayed_exponents(
+            query[:, :, single_row], key, rate, p[single_row], j, seen[..., single_row, :]
+        )
     return exponent
 
 

@@ -154,11 +154,11 @@ class LinearState:
 
         Over all keys, and over the nearest ones alone.
         """
-        found = list(self._blocks(q, k, v, key_valid))
+        blocks = list(self._blocks(q, k, v, key_valid))
         whole, near = (
-            _concatenate_blocks([sums[name] for sums, _ in found], q.shape[1]) for name in ("weights", "near")
+            _concatenate_blocks([sums[name] for sums, _ in blocks], q.shape[1]) for name in ("weights", "near")
         )
-        return whole, near, torch.cat([seen for _, seen in found], dim=1)
+        return whole, near, torch.cat([seen for _, seen in blocks], dim=1)
 
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
@@ -172,8 +172,8 @@ class LinearState:
         for start, stop in itertools.pairwise(bounds):
             part = slice(start, stop)
             valid = None if key_valid is None else key_valid[:, part]
-            asked = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
-            sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
+            queries = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
+            sums = self._block(queries, k[:, :, part], v[:, :, part], valid)
             seen = self._advance(k.shape[0], stop - start, valid, k.device)
             if start >= ahead:
                 yield sums, seen
@@ -194,9 +194,9 @@ class LinearState:
         plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
         if not plain or not supports(self.mechanism, k.shape[-1]):
             return compare_heads(output, self.attend(q, k, v, key_valid, shared=True).output)
-        return self._compared(q, k, v, output, key_valid)
+        return self._compare_features(q, k, v, output, key_valid)
 
-    def _compared(
+    def _compare_features(
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
     ) -> Float[Tensor, "quantity batch head time"]:
         features = self._features(q, k, key_valid)
@@ -208,13 +208,13 @@ class LinearState:
             carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
         self._carries["weights"] = carry  # the pass writes into it
         valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
-        found = torch.empty(batch, output.shape[1], t, 3)
+        quantities = torch.empty(batch, output.shape[1], t, 3)
         by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
         queries, keys, values, outputs = by_time
         state = (carry.sums.numpy(), carry.totals.numpy())
-        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, quantities.numpy())
         self._advance(batch, t, key_valid, k.device)
-        return found.movedim(-1, 0)
+        return quantities.movedim(-1, 0)
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         if not self.mechanism.factorable(k.shape[-1]):
@@ -283,9 +283,9 @@ class LinearState:
         batch, heads, t, r = features.key.shape
         if heads > values.shape[1]:  # one key map per query head: every head has its own state
             values = values.repeat_interleave(heads // values.shape[1], dim=1)
-        asked = features.query.shape[2] > 0
-        group = features.query.shape[1] // heads if asked else 0
-        query = features.query if asked else features.key[:, :0]
+        has_queries = features.query.shape[2] > 0
+        group = features.query.shape[1] // heads if has_queries else 0
+        query = features.query if has_queries else features.key[:, :0]
         key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
         carry, window = self._carries.get(name), near or self.window
         if carry is None:

@@ -122,7 +122,7 @@ class Activations:
     first: Float[Tensor, "layer head"]
     by_distance: Float[Tensor, "layer head distance"]
 
-    def shown(self, layer: int) -> LayerSample:
+    def sample(self, layer: int) -> LayerSample:
         """The same layer over the short text that progress is judged by."""
         tensors = np.load(_sample_path(self.folder, layer))
         return LayerSample(**{name: torch.from_numpy(tensors[name]).float() for name in tensors.files})
@@ -130,11 +130,11 @@ class Activations:
     def layer(self, layer: int) -> list[LayerText]:
         """Queries and keys of one layer, in float32."""
         heads = self.sites[layer].heads
-        found = []
+        texts = []
         for text in range(self.texts):
             both = torch.from_numpy(np.load(_path(self.folder, layer, text))).float()
-            found.append(LayerText(both[:heads], both[heads:]))
-        return found
+            texts.append(LayerText(both[:heads], both[heads:]))
+        return texts
 
 
 def gather(
@@ -142,7 +142,7 @@ def gather(
     texts: Sequence[Sequence[int]],
     folder: Path,
     *,
-    shown: Sequence[int],
+    sample: Sequence[int],
     distances: int,
     rotations: Sequence[Rotation] | None = None,
     report: Callable[[int], None] = lambda done: None,
@@ -153,7 +153,7 @@ def gather(
     ----------
     texts
         Token ids, one sequence at a time; the whole context of a sequence is seen.
-    shown
+    sample
         A short text that is not fitted on, to show progress by.
     distances
         How far the mean weight by distance reaches; the last entry serves everything beyond.
@@ -176,7 +176,7 @@ def gather(
         visit_layers(model, ids, visit)
         report(number + 1)
     _require_one_shape([means.site for means in sums])
-    visit_layers(model, shown, lambda layer: _save_sample(folder, layer))
+    visit_layers(model, sample, lambda layer: _save_sample(folder, layer))
     profiles = [means.profile.result() for means in sums]
     return Activations(
         folder=folder,
@@ -223,8 +223,8 @@ def _require_one_shape(sites: Sequence[LayerSite]) -> None:
 
 
 def _save_sample(folder: Path, layer: LayerTensors) -> None:
-    kept = {field.name: getattr(layer, field.name).half().cpu().numpy() for field in fields(LayerSample)}
-    np.savez(_sample_path(folder, layer.layer), **kept)
+    tensors = {field.name: getattr(layer, field.name).half().cpu().numpy() for field in fields(LayerSample)}
+    np.savez(_sample_path(folder, layer.layer), **tensors)
 
 
 def _sample_path(folder: Path, layer: int) -> Path:

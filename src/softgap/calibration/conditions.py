@@ -195,13 +195,13 @@ def evaluate_conditions(
     length = min(LONGEST, corpus.longest // 2)
     rng = np.random.default_rng(seed)
     readings = list(_conditions(model, tokenizer, corpus, length, rng))
-    found = {}
+    by_condition = {}
     for number, reading in enumerate(readings):
         closed = _gap_closed(model, reading, fitted, rng)
         if closed is not None:
-            found[reading.name] = closed
+            by_condition[reading.name] = closed
         report((number + 1) / len(readings))
-    return found
+    return by_condition
 
 
 def _conditions(
@@ -233,5 +233,5 @@ def _gap_closed(model: Model, reading: _Condition, fitted: Mechanism, rng: np.ra
         measure_sequence(model, ids, [fitted, "uniform"], offset=offset)
         for ids, offset in zip(reading.sequences, offsets, strict=True)
     ]
-    mine, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
-    return gap_closed(mine, uniform, rng=rng)
+    fitted_divergence, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
+    return gap_closed(fitted_divergence, uniform, rng=rng)

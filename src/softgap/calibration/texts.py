@@ -120,10 +120,10 @@ def check_positions(model: Model, positions: int) -> None:
 
 def _fit_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
     """One sequence of the full length, then shorter ones of as many tokens in all, as far as the text reaches."""
-    found = [tuple(ids[:positions])]
+    sequences = [tuple(ids[:positions])]
     rest, length = ids[positions : 2 * positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
-    found += [tuple(rest[i : i + length]) for i in range(0, len(rest) - length + 1, length)]
-    return tuple(found)
+    sequences += [tuple(rest[i : i + length]) for i in range(0, len(rest) - length + 1, length)]
+    return tuple(sequences)
 
 
 def _held_out_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
@@ -191,10 +191,10 @@ def generate_texts(
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
         with torch.inference_mode(), fixed_seed(seed + batch, model):
             write: Any = model.generate
-            found = write(
+            generated = write(
                 ids, attention_mask=mask, max_new_tokens=each, min_new_tokens=each, do_sample=True, pad_token_id=pad
             )
-        texts += tokenizer.batch_decode(found, skip_special_tokens=True)
+        texts += tokenizer.batch_decode(generated, skip_special_tokens=True)
         written += len(rows) * each
         batch += 1
         report(min(1.0, written / tokens))

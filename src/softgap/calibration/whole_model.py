@@ -73,7 +73,7 @@ class Calibration:
     curve: Mapping[str, Closed]
 
     def __repr__(self) -> str:
-        found = held_out_summary(self.held_out.to_json())
+        summary = held_out_summary(self.held_out.to_json())
         words = {
             "gap_closed": "gap closed",
             "against_profile": "of the gap that profile leaves",
@@ -81,7 +81,7 @@ class Calibration:
             "explained_uniform": "by uniform",
             "rank_correlation": "rank correlation of the two over heads",
         }
-        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in found.items())
+        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in summary.items())
         return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
 
     def mechanism(self, name: str = "fitted") -> Mechanism:
@@ -150,7 +150,7 @@ OWN_POSITIONS = 2048
 LADDER_TOKENS = 512
 
 
-SHOWN_TOKENS = 256
+SAMPLE_TOKENS = 256
 
 
 REFERENCE_MECHANISMS = ("elu1", "uniform")
@@ -196,14 +196,14 @@ def calibrate(
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
-    given = "given"
+    source = "given"
     if texts is None:
-        given, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
+        source, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
         check_positions(model, positions)
         texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     rotations = layer_rotations(model)
-    metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
+    metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
     parts = Parts(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
@@ -211,7 +211,7 @@ def calibrate(
             model,
             corpus.fitted,
             Path(scratch),
-            shown=corpus.held_out[-1][:SHOWN_TOKENS],
+            sample=corpus.held_out[-1][:SAMPLE_TOKENS],
             distances=min(DISTANCES, corpus.longest),
             rotations=rotations,
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
@@ -266,7 +266,7 @@ def _fit_layers(gathered: Activations, recipe: Recipe, parts: Parts, progress: R
         maps, site = parts.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
-            state.layer_done(*_gap(gathered.shown(layer), site, maps))
+            state.layer_done(*_gap(gathered.sample(layer), site, maps))
             return maps
         maps = fit_maps(
             gathered.layer(layer),
@@ -279,7 +279,7 @@ def _fit_layers(gathered: Activations, recipe: Recipe, parts: Parts, progress: R
             report=state.step,
         )
         parts.save(layer, maps)
-        state.layer_done(*_gap(gathered.shown(layer), site, maps))
+        state.layer_done(*_gap(gathered.sample(layer), site, maps))
         return maps
 
     with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
@@ -292,15 +292,15 @@ def _fit_layers(gathered: Activations, recipe: Recipe, parts: Parts, progress: R
             raise
 
 
-def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
+def _gap(sample: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
     """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
     visible = Visible(window=site.window)
-    q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
-    mine, uniform = (
-        divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
+    q, k, v = (x[None] for x in (sample.query, sample.key, sample.value))
+    fitted, uniform = (
+        divergence(sample.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
         for mechanism in (maps.mechanism(site.rotation), resolve("uniform"))
     )
-    return mine.sum().item(), uniform.sum().item()
+    return fitted.sum().item(), uniform.sum().item()
 
 
 class _FitProgress:
@@ -309,7 +309,7 @@ class _FitProgress:
     def __init__(self, layers: int, steps: int, progress: Report) -> None:
         self._layers, self._steps, self._progress = layers, layers * steps, progress
         self._done, self._finished = 0, 0
-        self._mine, self._uniform = 0.0, 0.0
+        self._fitted, self._uniform = 0.0, 0.0
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -320,10 +320,10 @@ class _FitProgress:
     def stop(self) -> None:
         self._stopped = True
 
-    def layer_done(self, mine: float, uniform: float) -> None:
+    def layer_done(self, fitted: float, uniform: float) -> None:
         with self._lock:
             self._finished += 1
-            self._mine += mine
+            self._fitted += fitted
             self._uniform += uniform
             self._tell()
 
@@ -335,7 +335,7 @@ class _FitProgress:
             self._tell()
 
     def _tell(self) -> None:
-        closed = f", {1 - self._mine / self._uniform:.2f} of the gap closed" if self._uniform else ""
+        closed = f", {1 - self._fitted / self._uniform:.2f} of the gap closed" if self._uniform else ""
         stage = f"fitted {self._finished} of {self._layers} layers{closed}"
         self._progress(stage, 0.2 + 0.5 * self._done / self._steps)
 
@@ -366,9 +366,9 @@ def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]
 def _rotation_tensors(rotations: Sequence[Rotation]) -> dict[str, Tensor]:
     """What undoes the rotary embedding, once for all layers where they are alike."""
     by_layer = [rotation.parameters() for rotation in rotations]
-    found = {name: torch.cat([layer[name] for layer in by_layer]) for name in (by_layer[0] if by_layer else ())}
-    alike = all(bool((x == x[:1]).all()) for x in found.values())
-    return {f"fitted.{name}": x[:1] if alike else x for name, x in found.items()}
+    tensors = {name: torch.cat([layer[name] for layer in by_layer]) for name in (by_layer[0] if by_layer else ())}
+    alike = all(bool((x == x[:1]).all()) for x in tensors.values())
+    return {f"fitted.{name}": x[:1] if alike else x for name, x in tensors.items()}
 
 
 def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def _evaluate(
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / (len(corpus.held_out) + len(corpus.far))),
     )
-    other = evaluate_conditions(
+    conditions = evaluate_conditions(
         model,
         tokenizer,
         corpus,
@@ -413,13 +413,13 @@ def _evaluate(
         report=lambda share: progress("reading other text", 0.92 + 0.04 * share),
     )
     layers = len(tensors["profile.first"])
-    climbed = ladders(
+    rank_ladders = ladders(
         model,
         corpus.held_out[0][:LADDER_TOKENS],
         fitted,
         report=lambda n: progress("comparing weights", 0.96 + 0.04 * n / layers),
     )
-    return Calibration(tensors, metadata, held_out, other, climbed, curve)
+    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, curve)
 
 
 def _curve(

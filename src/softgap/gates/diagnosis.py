@@ -162,7 +162,9 @@ def _packages() -> Iterator[InstallationCheck]:
         unmet = [problem for problem in map(_problem, requirements) if problem]
         name = "required packages" if not extra else f"extra '{extra}'"
         if not unmet:
-            yield InstallationCheck(name, "fine", ", ".join(f"{one.name} {version(one.name)}" for one in requirements))
+            yield InstallationCheck(
+                name, "fine", ", ".join(f"{package.name} {version(package.name)}" for package in requirements)
+            )
             continue
         target = f"'softgap[{extra}]'" if extra else "--upgrade softgap"
         yield InstallationCheck(name, "absent" if extra else "wrong", "; ".join(unmet), f"pip install {target}")
@@ -176,10 +178,14 @@ def _extra(requirement: Requirement) -> str:
 
 def _problem(requirement: Requirement) -> str:
     try:
-        found = version(requirement.name)
+        installed = version(requirement.name)
     except PackageNotFoundError:
         return f"{requirement.name} is missing"
-    return "" if requirement.specifier.contains(found, prereleases=True) else f"{requirement} wanted, {found} found"
+    return (
+        ""
+        if requirement.specifier.contains(installed, prereleases=True)
+        else f"{requirement} wanted, {installed} found"
+    )
 
 
 def _embedded() -> InstallationCheck:
@@ -197,9 +203,9 @@ def _embedded() -> InstallationCheck:
 
 
 def _browser() -> InstallationCheck:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is not None:
-        return InstallationCheck("browser", "fine", found)
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is not None:
+        return InstallationCheck("browser", "fine", browser)
     return InstallationCheck(
         "browser", "absent", "none on the path", "reports are files: open them on any machine with a browser"
     )
@@ -209,19 +215,19 @@ def _disk_space() -> InstallationCheck:
     place = cache_dir()
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    found = f"{free / 1e9:.1f} GB free at {place}"
+    detail = f"{free / 1e9:.1f} GB free at {place}"
     if free >= DISK_SPACE:
-        return InstallationCheck("disk", "fine", found)
+        return InstallationCheck("disk", "fine", detail)
     return InstallationCheck(
-        "disk", "wrong", found, f"make {DISK_SPACE / 1e9:.0f} GB of room, or name another folder in SOFTGAP_CACHE"
+        "disk", "wrong", detail, f"make {DISK_SPACE / 1e9:.0f} GB of room, or name another folder in SOFTGAP_CACHE"
     )
 
 
 def _memory() -> InstallationCheck:
     free = psutil.virtual_memory().available
-    found = f"{free / 1e9:.1f} GB available, {psutil.cpu_count()} cores"
+    detail = f"{free / 1e9:.1f} GB available, {psutil.cpu_count()} cores"
     if free >= MEMORY:
-        return InstallationCheck("memory", "fine", found)
+        return InstallationCheck("memory", "fine", detail)
     return InstallationCheck(
-        "memory", "wrong", found, "the embedded model takes about 1.5 GB while it runs; close other programs"
+        "memory", "wrong", detail, "the embedded model takes about 1.5 GB while it runs; close other programs"
     )

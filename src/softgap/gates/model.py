@@ -74,10 +74,10 @@ class Subject:
 
     def generate(self, ids: Tensor | None = None, **settings: Any) -> Any:
         """Generate exactly ``new_tokens`` tokens, greedily unless told otherwise."""
-        given = self.prompt if ids is None else ids
+        prompt = self.prompt if ids is None else ids
         write: Any = self.model.generate
-        asked: dict[str, Any] = {
-            "attention_mask": torch.ones_like(given),
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt),
             "max_new_tokens": self.new_tokens,
             "do_sample": False,
             "pad_token_id": 0,
@@ -85,17 +85,15 @@ class Subject:
             "return_dict_in_generate": True,
             "output_logits": True,
         }
-        return write(given, **{**asked, **settings})
+        return write(prompt, **{**arguments, **settings})
 
-    def recorded(
-        self, ids: Tensor | None = None, *, block: int = 32, **settings: Any
-    ) -> tuple[list[Trajectories], Any]:
+    def record(self, ids: Tensor | None = None, *, block: int = 32, **settings: Any) -> tuple[list[Trajectories], Any]:
         """The trajectories of a recorded generation, and what it returned."""
         with record(self.model, DEFAULT_MECHANISMS, block=block) as recording:
             result = self.generate(ids, **settings)
         return recording.trajectories(), result
 
-    def replayed(self, sequences: Tensor, n_prompt: int) -> Trajectories:
+    def replay(self, sequences: Tensor, n_prompt: int) -> Trajectories:
         """The same tokens, read."""
         tokens = sequences[0].tolist()
         return read_ids(self.model, [tokens[:n_prompt]], [tokens[n_prompt:]])[0]
@@ -110,7 +108,7 @@ def non_interference(subject: Subject) -> Gate:
         for recorded in (False, True):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(11)
-                outputs.append(subject.recorded(**settings)[1] if recorded else subject.generate(**settings))
+                outputs.append(subject.record(**settings)[1] if recorded else subject.generate(**settings))
         plain, tapped_output = outputs
         same = torch.equal(plain.sequences, tapped_output.sequences)
         difference = max((_bits(a, b) for a, b in zip(plain.logits, tapped_output.logits, strict=False)), default=0.0)
@@ -126,8 +124,12 @@ def mask(subject: Subject) -> Gate:
     first, second = (read_ids(subject.model, [ids])[0] for ids in (list(subject.ids), changed))
     before = slice(0, len(subject.ids) - 1)
     difference = _largest_difference(_values(first)[..., before], _values(second)[..., before])
-    own = _largest_difference(first.entropy[: len(subject.ids) - 1], second.entropy[: len(subject.ids) - 1])
-    return _compare_runs("mask", difference, own, subject, "mask", "largest change before a changed last token")
+    model_difference = _largest_difference(
+        first.entropy[: len(subject.ids) - 1], second.entropy[: len(subject.ids) - 1]
+    )
+    return _compare_runs(
+        "mask", difference, model_difference, subject, "mask", "largest change before a changed last token"
+    )
 
 
 def padding(subject: Subject) -> Gate:
@@ -137,18 +139,20 @@ def padding(subject: Subject) -> Gate:
     hidden = len(ids) - len(short)
     batch = torch.tensor([ids, [0] * hidden + short], device=subject.model.device)
     attention_mask = torch.tensor([[1] * len(ids), [0] * hidden + [1] * len(short)], device=subject.model.device)
-    rows, result = subject.recorded(batch, attention_mask=attention_mask)
-    difference, own = 0.0, 0.0
+    rows, result = subject.record(batch, attention_mask=attention_mask)
+    difference, model_difference = 0.0, 0.0
     for row, tokens in zip(rows, ([*ids], [*short]), strict=True):
         new = result.sequences[rows.index(row), len(ids) :].tolist()
         alone = read_ids(subject.model, [tokens], [new])[0]
         if row.n_steps != alone.n_steps or row.positions.tolist() != alone.positions.tolist():
             return Gate("batch = single", "fail", None, subject.limit("batch"), "a padded row has other steps")
         difference = max(difference, _largest_difference(_values(row), _values(alone)))
-        own = max(own, _score_difference(row, alone))
+        model_difference = max(model_difference, _score_difference(row, alone))
     if difference > subject.limit("batch"):
-        own = max(own, _query_difference(subject, batch, attention_mask, short))
-    return _compare_runs("batch = single", difference, own, subject, "batch", "padded rows against each row read alone")
+        model_difference = max(model_difference, _query_difference(subject, batch, attention_mask, short))
+    return _compare_runs(
+        "batch = single", difference, model_difference, subject, "batch", "padded rows against each row read alone"
+    )
 
 
 def parity(subject: Subject) -> Gate:
@@ -169,13 +173,13 @@ def parity(subject: Subject) -> Gate:
 
 def oracle(subject: Subject) -> Gate:
     """A replayed trajectory is what float64 loops over the same tensors give."""
-    found = read_ids(subject.model, [list(subject.ids)])[0]
+    run = read_ids(subject.model, [list(subject.ids)])[0]
     worst = 0.0
     for layer, call in enumerate(_calls(subject)):
         for index, name in enumerate(DEFAULT_MECHANISMS):
             expected = _reference(name, call)
             heads = expected.shape[0]
-            worst = max(worst, _largest_difference(found.quantities["divergence"][index, layer, :heads], expected))
+            worst = max(worst, _largest_difference(run.quantities["divergence"][index, layer, :heads], expected))
     return _gate_of("oracle", worst, subject.limit("oracle"), "largest difference from the float64 reference")
 
 
@@ -199,7 +203,7 @@ def block_size(subject: Subject) -> Gate:
     difference = 0.0
     first: Trajectories | None = None
     for block in (1, 5, 1000):
-        run = subject.recorded(block=block)[0][0]
+        run = subject.record(block=block)[0][0]
         first = first or run
         difference = max(difference, _largest_difference(_values(first), _values(run)))
     return _gate_of("block size", difference, subject.limit("block"), "blocks of 1, 5 and 1000 steps")
@@ -210,7 +214,7 @@ def stability(subject: Subject) -> Gate:
     short = Subject(subject.model, subject.ids[:8], new_tokens=2)
     sizes = []
     for i in range(subject.repeats):
-        short.recorded()
+        short.record()
         if i in (2, subject.repeats - 1):
             gc.collect()
             sizes.append(sum(x.nbytes for x in gc.get_objects() if type(x) is Tensor))
@@ -221,7 +225,7 @@ def stability(subject: Subject) -> Gate:
 def restore(subject: Subject) -> Gate:
     """Afterwards the model and the registry are as they were found."""
     before = _state(subject.model)
-    subject.recorded()
+    subject.record()
     try:
         with record(subject.model):
             raise KeyboardInterrupt
@@ -247,8 +251,8 @@ GATES: dict[str, Callable[[Subject], Gate]] = {
 
 
 def _live(subject: Subject, name: str, detail: str, **settings: Any) -> Gate:
-    runs, result = subject.recorded(**settings)
-    replay = subject.replayed(result.sequences, len(subject.ids))
+    runs, result = subject.record(**settings)
+    replay = subject.replay(result.sequences, len(subject.ids))
     live = runs[0]
     if live.positions.tolist() != replay.positions.tolist() or live.token_ids.tolist() != replay.token_ids.tolist():
         return Gate(name, "fail", None, subject.limit("live"), "live and replay have other steps")
@@ -300,10 +304,10 @@ def _reference(name: str, call: AttentionCall) -> np.ndarray:
         scale=call.scale,
         offset=n_keys - n,
     )
-    own = call.output.transpose(1, 2).double().cpu()
+    model_output = call.output.transpose(1, 2).double().cpu()
     return np.array(
         [
-            [reference_comparison(own[0, h, t].numpy(), linear[0, h, t].numpy())[0] for t in range(n)]
+            [reference_comparison(model_output[0, h, t].numpy(), linear[0, h, t].numpy())[0] for t in range(n)]
             for h in range(heads)
         ]
     )
@@ -356,11 +360,15 @@ def _gate_of(name: str, measured: float, threshold: float, detail: str) -> Gate:
     return Gate(name, "pass" if measured <= threshold else "fail", measured, threshold, detail)
 
 
-def _compare_runs(name: str, difference: float, own: float, subject: Subject, limit: str, detail: str) -> Gate:
+def _compare_runs(
+    name: str, difference: float, model_difference: float, subject: Subject, limit: str, detail: str
+) -> Gate:
     """The verdict on two runs of the model, its own difference considered."""
     threshold = subject.limit(limit)
     if difference <= threshold:
         return Gate(name, "pass", difference, threshold, detail)
-    if own > subject.limit("model"):
-        return Gate(name, "model", difference, threshold, f"{detail}; the model's own outputs differ by {own:.2g}")
+    if model_difference > subject.limit("model"):
+        return Gate(
+            name, "model", difference, threshold, f"{detail}; the model's own outputs differ by {model_difference:.2g}"
+        )
     return Gate(name, "fail", difference, threshold, detail)

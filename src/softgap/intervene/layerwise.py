@@ -24,25 +24,25 @@ class Blocks:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.blocks, self._places = _find_blocks(model, attention_layers(model))
-        self._kept: list[Any] = []
+        self._outputs: list[Any] = []
 
     def place(self, layer: AttentionLayer) -> int:
         """Which of the blocks holds this layer."""
         return self._places[layer.index]
 
     @property
-    def known(self) -> bool:
+    def is_stack(self) -> bool:
         """Whether the model is a row of blocks with one attention layer in each, at most."""
         return bool(self.blocks)
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
+    def keep_outputs(self) -> Iterator[None]:
         """Keep what every block passes on in the forward of this block of code."""
-        self._kept = [None] * len(self.blocks)
+        self._outputs = [None] * len(self.blocks)
 
         def keep(place: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                self._kept[place] = output
+                self._outputs[place] = output
 
             return hook
 
@@ -52,12 +52,12 @@ class Blocks:
             yield
 
     @contextmanager
-    def beginning_at(self, layer: AttentionLayer, copies: int = 1) -> Iterator[None]:
+    def start_at(self, layer: AttentionLayer, copies: int = 1) -> Iterator[None]:
         """Forwards over ``copies`` of the remembered batch, one behind the other, begin in the block of this layer."""
         place = self._places[layer.index]
         with ExitStack() as stack:
             if place:
-                answer = _repeat(self._kept[place - 1], copies)
+                answer = _repeat(self._outputs[place - 1], copies)
                 for block in self.blocks[:place]:
                     stack.enter_context(return_constant(block, answer))
             yield
@@ -69,7 +69,7 @@ def _find_blocks(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tu
         if not isinstance(candidate, nn.ModuleList):
             continue
         inside = [{id(module) for module in block.modules()} for block in candidate]
-        places = [[i for i, own in enumerate(inside) if id(layer.module) in own] for layer in layers]
+        places = [[i for i, modules in enumerate(inside) if id(layer.module) in modules] for layer in layers]
         if all(len(place) == 1 for place in places):
             flat = [place[0] for place in places]
             if flat == sorted(set(flat)):
@@ -77,13 +77,13 @@ def _find_blocks(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> tu
     return [], []
 
 
-def _repeat(kept: Any, copies: int) -> Any:
+def _repeat(output: Any, copies: int) -> Any:
     """What a block passed on, for several copies of its batch."""
-    if isinstance(kept, Tensor):
-        return kept if copies == 1 else kept.repeat(copies, *[1] * (kept.dim() - 1))
-    if isinstance(kept, tuple):
-        return tuple(_repeat(part, copies) for part in kept)
-    return kept
+    if isinstance(output, Tensor):
+        return output if copies == 1 else output.repeat(copies, *[1] * (output.dim() - 1))
+    if isinstance(output, tuple):
+        return tuple(_repeat(part, copies) for part in output)
+    return output
 
 
 Result = TypeVar("Result")
@@ -105,38 +105,38 @@ class LayerwiseRun:
     def __init__(self, model: PreTrainedModel, rows: Int[Tensor, "text time"]) -> None:
         self._model, self._rows = model, rows
         self._blocks = Blocks(model)
-        if not self._blocks.known:
+        if not self._blocks.is_stack:
             raise UnsupportedError(
                 f"model type '{model.config.model_type}' is no row of blocks with one attention layer each, so it "
                 "cannot be repaired block by block; leave the repair out"
             )
-        self._kept: list[Any] = [None] * len(rows)
+        self._outputs: list[Any] = [None] * len(rows)
         self._place = 0
 
-    def climb(self, layer: AttentionLayer, replace: Callable[[AttentionCall], Tensor] | None = None) -> None:
+    def advance_to(self, layer: AttentionLayer, replace: Callable[[AttentionCall], Tensor] | None = None) -> None:
         """Go on to just below the block of this layer."""
         while self._place < self._blocks.place(layer):
             self.step(replace)
 
-    def look(self, layer: AttentionLayer, text: int, visit: Callable[[AttentionCall], Result]) -> Result:
+    def observe(self, layer: AttentionLayer, text: int, visit: Callable[[AttentionCall], Result]) -> Result:
         """What ``visit`` makes of the attention call of a layer in the next block, for one text; nothing moves."""
-        found: list[Result] = []
+        results: list[Result] = []
 
         def listen(call: AttentionCall) -> None:
             if call.module is layer.module:
-                found.append(visit(call))
+                results.append(visit(call))
                 raise _StopForward
 
         with observe_attention(self._model, listen):
             self._run(text)
-        return found[0]
+        return results[0]
 
     def step(self, replace: Callable[[AttentionCall], Tensor] | None = None) -> None:
         """Take all texts through the next block."""
         for text in range(len(self._rows)):
 
             def hook(module: nn.Module, args: Any, output: Any, text: int = text) -> None:
-                self._kept[text] = output
+                self._outputs[text] = output
                 raise _StopForward
 
             with ExitStack() as stack:
@@ -149,7 +149,7 @@ class LayerwiseRun:
     def _run(self, text: int) -> None:
         with ExitStack() as stack:
             for block in self._blocks.blocks[: self._place]:
-                stack.enter_context(return_constant(block, self._kept[text]))
+                stack.enter_context(return_constant(block, self._outputs[text]))
             try:
                 with torch.inference_mode():
                     self._model(self._rows[text][None], use_cache=False)

@@ -76,15 +76,17 @@ def distil_substitute(
     check_measurable(model)
     if steps < 1 or not learning_rate > 0:
         raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
-    one = substitute(mechanism, model)
-    if one.readout is None:
-        one = fit_output_correction(model, read, heads, one, progress=lambda stage, share: progress(stage, 0.2 * share))
-    free = _TrainableSubstitute(one, cast(Readout, one.readout), maps)
+    start = substitute(mechanism, model)
+    if start.readout is None:
+        start = fit_output_correction(
+            model, read, heads, start, progress=lambda stage, share: progress(stage, 0.2 * share)
+        )
+    free = _TrainableSubstitute(start, cast(Readout, start.readout), maps)
     optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     both = [part for part in (read, asked) if part is not None]
     rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
-    for step, drawn in enumerate(rows):
+    for step, drawn_rows in enumerate(rows):
         eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * eased
@@ -92,7 +94,7 @@ def distil_substitute(
         with _freeze(model):
             apart = [
                 _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
-                for part, row in zip(both, drawn, strict=True)
+                for part, row in zip(both, drawn_rows, strict=True)
             ]
         optimiser.step()
         progress(f"tuning, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
@@ -102,18 +104,18 @@ def distil_substitute(
 class _TrainableSubstitute:
     """The numbers of a substitute that are trained, as copies."""
 
-    def __init__(self, one: Substitute, readout: Readout, maps: bool) -> None:
-        self._one = one
+    def __init__(self, start: Substitute, readout: Readout, maps: bool) -> None:
+        self._start = start
         self._readout = {name: x.detach().clone().requires_grad_() for name, x in readout.tensors().items()}
         self._maps = {
             name: x.detach().clone().requires_grad_(maps and name in PACE)
-            for name, x in one.mechanism.parameters.items()
+            for name, x in start.mechanism.parameters.items()
         }
 
     def groups(self, rate: float) -> list[dict[str, object]]:
         """What Adam is given."""
-        found: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
-        return found + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
+        groups: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
+        return groups + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
 
     def substitute(self, *, detached: bool = False) -> Substitute:
         """With the present numbers."""
@@ -121,10 +123,10 @@ class _TrainableSubstitute:
             {name: x.detach() if detached else x for name, x in tensors.items()}
             for tensors in (self._readout, self._maps)
         )
-        mechanism = replace(self._one.mechanism, parameters=MappingProxyType(parameters))
+        mechanism = replace(self._start.mechanism, parameters=MappingProxyType(parameters))
         if detached and any(x.requires_grad for x in self._maps.values()):
             mechanism = replace(mechanism, origin=digest_of(parameters))  # no longer those of the calibration
-        return replace(self._one, mechanism=mechanism, readout=Readout(**readout))
+        return replace(self._start, mechanism=mechanism, readout=Readout(**readout))
 
 
 def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
@@ -135,14 +137,14 @@ def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[in
         yield order.pop()
 
 
-def _divergence(model: Model, text: Sequences, heads: Sequence[Head], chosen: Substitute) -> float:
+def _divergence(model: Model, text: Sequences, heads: Sequence[Head], used: Substitute) -> float:
     """KL from the original model on one passage, its gradient added to the free numbers."""
     with torch.no_grad():
         wanted = _log_probabilities(model, text)
-    with torch.enable_grad(), swap(model, heads, chosen):
-        found = _log_probabilities(model, text)
+    with torch.enable_grad(), swap(model, heads, used):
+        logs = _log_probabilities(model, text)
         # A token that the model rules out counts as 0.
-        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - found), 0.0).sum(dim=-1).mean()
+        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - logs), 0.0).sum(dim=-1).mean()
         apart.backward()
     return apart.item()
 

@@ -38,10 +38,10 @@ def with_finite_steps(
     if not 1 <= top <= len(scores.heads):
         raise ValueInputError(f"top must be between 1 and the {len(scores.heads)} heads, got {top}")
     order = np.argsort(scores.mean(name), kind="stable")[::-1][:top]
-    chosen = [scores.heads[place] for place in order]
-    found = impact_on(model, read, None, mechanism, controls=[], heads=chosen, progress=progress)
+    selected = [scores.heads[place] for place in order]
+    measured_impact = impact_on(model, read, None, mechanism, controls=[], heads=selected, progress=progress)
     values = scores.values[name].copy()
-    rises = dict(zip(found.heads, found.change["loss"][0], strict=True))
+    rises = dict(zip(measured_impact.heads, measured_impact.change["loss"][0], strict=True))
     for place in order:
         values[place] = rises[scores.heads[place]]
     cost = scores.passes.get(name, 0.0) + top

@@ -81,9 +81,9 @@ class Budget:
 
     def _exceeded(self, change: Mapping[str, float]) -> list[tuple[str, str]]:
         """Each limit that is not met, and by what."""
-        found = []
+        exceeded = []
         if not change["loss"] <= self.loss:
-            found.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
+            exceeded.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
         if self.recall is not None:
             if "recall" not in change:
                 raise ValueInputError(
@@ -91,8 +91,8 @@ class Budget:
                     "or leave the recall budget out"
                 )
             if not -change["recall"] <= self.recall:
-                found.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
-        return found
+                exceeded.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
+        return exceeded
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Frontier:
 
     def _points(self, order: str | None, mechanism: str | None) -> list[Point]:
         """Those of an order and a mechanism, fewest units first and then the cheapest."""
-        chosen = [p for p in self.points if order in (None, p.order) and mechanism in (None, p.mechanism)]
-        return sorted(chosen, key=lambda point: (point.share, point.change["loss"].value))
+        matching = [p for p in self.points if order in (None, p.order) and mechanism in (None, p.mechanism)]
+        return sorted(matching, key=lambda point: (point.share, point.change["loss"].value))
 
 
 def _values(point: Point) -> dict[str, float]:
@@ -281,15 +281,15 @@ def frontier(
         raise ValueInputError("orders must name at least one score or 'random', got none")
     units = units_of(model, by)
     counts = _counts(len(units), shares)
-    one = substitute(mechanism, model)
-    settings = _settings(model, fit, held_out, asked, one, by, seed)
+    used = substitute(mechanism, model)
+    settings = _settings(model, fit, held_out, asked, used, by, seed)
     if fit_asked is not None:
         settings["fit_asked"] = digest_of_sequences(fit_asked)
     expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
     scored = Kept(folder, {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS})
     walk = _FrontierRun(
-        model, fit, fit_asked, held_out, asked, one, units, Kept(folder, settings), scored, seed, tune, progress,
+        model, fit, fit_asked, held_out, asked, used, units, Kept(folder, settings), scored, seed, tune, progress,
         expected,
     )  # fmt: skip
     also = (PLAIN, *(REPAIRED,) * repair)
@@ -315,7 +315,7 @@ class _FrontierRun:
     fit_asked: Sequences | None
     held_out: Sequences
     asked: Sequences | None
-    one: Substitute
+    substitute: Substitute
     units: Sequence[Unit]
     kept: Kept
     scored: Kept
@@ -342,11 +342,11 @@ class _FrontierRun:
                 raise ValueInputError(f"an order is a score ({', '.join(SCORES)}) or 'random', got '{name}'")
 
         def make() -> dict[str, Any]:
-            found = head_scores(
-                self.model, self.fit, self.one, asked=self.fit_asked, names=names, swapped=swapped, seed=self.seed,
-                progress=lambda stage, share: self._tell(stage),
+            scores = head_scores(
+                self.model, self.fit, self.substitute, asked=self.fit_asked, names=names, swapped=swapped,
+                seed=self.seed, progress=lambda stage, share: self._tell(stage),
             )  # fmt: skip
-            return {"heads": found.heads, "values": {name: found.values[name].tolist() for name in names}}
+            return {"heads": scores.heads, "values": {name: scores.values[name].tolist() for name in names}}
 
         data = self.scored.made(["scores", list(names), sorted(swapped)], make)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
@@ -379,22 +379,22 @@ class _FrontierRun:
         for kind in kinds:
 
             def make(kind: str = kind) -> dict[str, Any]:
-                return self._read(heads, self._used(kind, heads))
+                return self._read(heads, self._substitute_for(kind, heads))
 
             name = ["point", heads, kind == REPAIRED, kind == ABLATED, *([self.tune] if kind == TUNED else [])]
             reading = Reading.from_json(self.kept.made(name, make))
             change = reading.change_from(self.original, seed=self.seed)
-            called = "mean_ablation" if kind == ABLATED else self.one.name + f", {kind}" * (kind != PLAIN)
+            called = "mean_ablation" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
             self.points.append(Point(order, called, n, len(heads), n / len(self.units), change))
             self._tell(f"{order}, {n} of {len(self.units)}")
 
-    def _used(self, kind: str, heads: list[Head]) -> Substitute:
+    def _substitute_for(self, kind: str, heads: list[Head]) -> Substitute:
         if kind == ABLATED:
             self.ablation = self.ablation or substitute(mean_outputs(self.model, self.fit), self.model)
             return self.ablation
         if kind == PLAIN:
-            return self.one
-        mended = fit_output_correction(self.model, self.fit, heads, self.one)
+            return self.substitute
+        mended = fit_output_correction(self.model, self.fit, heads, self.substitute)
         if kind == REPAIRED:
             return mended
         return distil_substitute(
@@ -404,13 +404,13 @@ class _FrontierRun:
 
 
 def _settings(
-    model: Model, fit: Sequences, held_out: Sequences, asked: Sequences | None, one: Substitute, by: str, seed: int
+    model: Model, fit: Sequences, held_out: Sequences, asked: Sequences | None, used: Substitute, by: str, seed: int
 ) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
-        "mechanism": one.name,
-        "parameters": one.digest,
+        "mechanism": used.name,
+        "parameters": used.digest,
         "fit": digest_of_sequences(fit),
         "held_out": digest_of_sequences(*([held_out] if asked is None else [held_out, asked])),
         "length": int(held_out.ids.shape[1]),

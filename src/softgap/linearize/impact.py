@@ -80,8 +80,8 @@ class Impact:
 
     def mean(self, quantity: str = "loss", mechanism: str | None = None) -> Float[np.ndarray, " head"]:
         """Mean change over texts, per head."""
-        found: np.ndarray = self._of(quantity, mechanism).mean(axis=-1)
-        return found
+        means: np.ndarray = self._of(quantity, mechanism).mean(axis=-1)
+        return means
 
     def interval(self, head: Head, quantity: str = "loss", mechanism: str | None = None) -> Interval:
         """Mean change of one head, with its middle 95 % over resampled texts."""
@@ -94,9 +94,9 @@ class Impact:
             raise ValueInputError("this impact has no control to compare with; measure it with controls")
         other = self.mechanisms[-1] if control is None else control
         gained = self._of("loss", other) - self._of("loss", None)
-        drawn = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
-        found: np.ndarray = np.quantile(drawn, 0.025, axis=-1) > 0
-        return found
+        resampled_gains = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
+        linearizable: np.ndarray = np.quantile(resampled_gains, 0.025, axis=-1) > 0
+        return linearizable
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all of it to an ``.npz`` file."""
@@ -149,8 +149,8 @@ class Impact:
         if mechanism is not None and mechanism not in self.mechanisms:
             raise unknown_name("mechanism of this impact", mechanism, self.mechanisms)
         place = 0 if mechanism is None else self.mechanisms.index(mechanism)
-        found: np.ndarray = self.change[quantity][place]
-        return found
+        values: np.ndarray = self.change[quantity][place]
+        return values
 
 
 def mean_outputs(model: Model, read: Sequences) -> Mechanism:
@@ -158,11 +158,11 @@ def mean_outputs(model: Model, read: Sequences) -> Mechanism:
     sums: list[Tensor] = []
 
     def visit(layer: LayerTensors) -> None:
-        found = layer.output.sum(dim=1, dtype=torch.float64).cpu()
+        totals = layer.output.sum(dim=1, dtype=torch.float64).cpu()
         if layer.layer == len(sums):
-            sums.append(found)
+            sums.append(totals)
         else:
-            sums[layer.layer] += found
+            sums[layer.layer] += totals
 
     for row in read.ids[:, :-1].tolist():
         visit_layers(model, row, visit)
@@ -221,9 +221,9 @@ def impact(
     """
     check_measurable(model)
     read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
-    asked = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
+    recall = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
-        model, read, asked, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
+        model, read, recall, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
     )
 
 
@@ -243,14 +243,14 @@ def impact_on(
     check_measurable(model)
     layers = attention_layers(model)
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    chosen = heads_by_layer(layers, everything if heads is None else heads)
+    by_layer = heads_by_layer(layers, everything if heads is None else heads)
     swapped = [substitute(mechanism, model)]
     others = [mean_outputs(model, read)] if controls is None else as_items(controls)
-    swapped += [substitute(one, model) for one in others]
-    names = [one.name for one in swapped]
+    swapped += [substitute(other, model) for other in others]
+    names = [other.name for other in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its controls must differ, got {', '.join(names)}; leave one out")
-    sweep = _Sweep(model, layers, chosen, swapped, reuse)
+    sweep = _Sweep(model, layers, by_layer, swapped, reuse)
     share = len(read) / (len(read) + (0 if asked is None else len(asked)))
     text = sweep.over(read, lambda done: progress("reading text", share * done))
     recall = (
@@ -265,7 +265,7 @@ def impact_on(
     changes = {name: values[1:] - (0 if name == "kl" else values[:1]) for name, values in quantities.items()}
     return Impact(
         mechanisms=tuple(names),
-        heads=tuple((layer.number, head) for layer, own in chosen for head in own),
+        heads=tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         original=originals,
         change=changes,
         settings={
@@ -288,71 +288,73 @@ class _Sweep:
         self,
         model: Model,
         layers: Sequence[AttentionLayer],
-        chosen: Sequence[tuple[AttentionLayer, list[int]]],
+        by_layer: Sequence[tuple[AttentionLayer, list[int]]],
         swapped: Sequence[Substitute],
         reuse: bool,
     ) -> None:
-        self._model, self._chosen, self._swapped = model, chosen, swapped
-        self._parts = [[swapped_layer(layer, own, one, len(layers)) for one in swapped] for layer, own in chosen]
+        self._model, self._heads_by_layer, self._swapped = model, by_layer, swapped
+        self._parts = [
+            [swapped_layer(layer, heads, used, len(layers)) for used in swapped] for layer, heads in by_layer
+        ]
         self._blocks = Blocks(model)
         self._last = layers[-1]
-        self._reuse = reuse and self._blocks.known
+        self._reuse = reuse and self._blocks.is_stack
         self._checked = False
 
     def over(
         self, passages: Sequences, report: Callable[[float], None]
     ) -> Float[np.ndarray, "quantity swap head text"]:
         """Loss, KL and accuracy of every text: of the original (first), then of each substitute."""
-        widest = max(len(own) for _, own in self._chosen)
+        widest = max(len(heads) for _, heads in self._heads_by_layer)
         size = max(1, BATCH_TOKENS // (widest * passages.ids.shape[1]))
         starts = range(0, len(passages), size)
-        found = []
+        columns = []
         with torch.inference_mode():
             for number, start in enumerate(starts):
                 done = number / len(starts)
                 part = passages.part(slice(start, start + size))
-                found.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
-        return np.concatenate(found, axis=-1)
+                columns.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
+        return np.concatenate(columns, axis=-1)
 
     def _batch(self, part: Sequences, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
-        with self._blocks.remembered():
+        with self._blocks.keep_outputs():
             original = read_original(self._model, part.ids)
         if self._reuse and not self._checked:
             self._check(part, original)
         columns = []
-        for number, (layer, own) in enumerate(self._chosen):
-            rows = [self._layer(layer, own, one, part, original) for one in range(len(self._swapped))]
-            base = original.judged.means(part).expand(-1, len(own), -1)
+        for number, (layer, heads) in enumerate(self._heads_by_layer):
+            rows = [self._layer(layer, heads, index, part, original) for index in range(len(self._swapped))]
+            base = original.scores.means(part).expand(-1, len(heads), -1)
             columns.append(torch.stack([base.cpu(), *rows], dim=1))
-            report((number + 1) / len(self._chosen))
+            report((number + 1) / len(self._heads_by_layer))
         return torch.cat(columns, dim=2).double().numpy()
 
     def _layer(
-        self, layer: AttentionLayer, own: list[int], one: int, part: Sequences, original: Original
+        self, layer: AttentionLayer, heads: list[int], index: int, part: Sequences, original: Original
     ) -> Float[Tensor, "quantity head text"]:
         if not self._reuse:
-            return torch.cat([self._alone((layer.number, head), one, part, original) for head in own], dim=1)
-        place = next(i for i, (other, _) in enumerate(self._chosen) if other is layer)
-        side = _SideBySide(self._parts[place][one], len(part))
+            return torch.cat([self._alone((layer.number, head), index, part, original) for head in heads], dim=1)
+        place = next(i for i, (other, _) in enumerate(self._heads_by_layer) if other is layer)
+        side = _SideBySide(self._parts[place][index], len(part))
         step = max(1, BATCH_TOKENS // part.ids.numel())
-        found = []
-        for first in range(0, len(own), step):
-            side.places = range(first, min(len(own), first + step))
+        columns = []
+        for first in range(0, len(heads), step):
+            side.places = range(first, min(len(heads), first + step))
             copies = len(side.places)
-            with self._blocks.beginning_at(layer, copies), replace_attention(self._model, side.output):
-                found.append(score_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
-        return torch.cat(found, dim=1)
+            with self._blocks.start_at(layer, copies), replace_attention(self._model, side.output):
+                columns.append(score_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
+        return torch.cat(columns, dim=1)
 
-    def _alone(self, head: Head, one: int, part: Sequences, original: Original) -> Float[Tensor, "quantity 1 text"]:
-        with swap(self._model, [head], self._swapped[one]):
+    def _alone(self, head: Head, index: int, part: Sequences, original: Original) -> Float[Tensor, "quantity 1 text"]:
+        with swap(self._model, [head], self._swapped[index]):
             return score_forward(self._model, part.ids, original).means(part).cpu()
 
     def _check(self, part: Sequences, original: Original) -> None:
         """A model that keeps more than hidden states between its blocks is read by whole forwards."""
         self._checked = True
-        with self._blocks.beginning_at(self._last):
-            again = score_forward(self._model, part.ids, None).loss.to(original.judged.loss)
-        if float((again - original.judged.loss).abs().max()) > TOLERANCE * max(1.0, float(original.judged.loss.max())):
+        with self._blocks.start_at(self._last):
+            again = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
+        if float((again - original.scores.loss).abs().max()) > TOLERANCE * max(1.0, float(original.scores.loss.max())):
             self._reuse = False
 
 
@@ -361,19 +363,19 @@ class _SideBySide:
 
     def __init__(self, part: SwappedLayer, texts: int) -> None:
         self._part, self._texts = part, texts
-        self._found: Tensor | None = None
+        self._output: Tensor | None = None
         self.places = range(0)
 
     def output(self, call: AttentionCall) -> Float[Tensor, "batch query head value_dim"]:
         if call.module is not self._part.layer.module:
             return call.output
-        if self._found is None:
+        if self._output is None:
             first = slice(0, self._texts)
             mask = call.mask if call.mask is None or call.mask.shape[0] == 1 else call.mask[first]
-            one = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
-            self._found = self._part.output(one, VisibleSets().of(one))
+            single = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
+            self._output = self._part.output(single, VisibleSets().of(single))
         output = call.output.clone()
         for copy, place in enumerate(self.places):
             rows = slice(copy * self._texts, (copy + 1) * self._texts)
-            output[rows, :, int(self._part.heads[place])] = self._found[:, :, place]
+            output[rows, :, int(self._part.heads[place])] = self._output[:, :, place]
         return output

@@ -58,10 +58,10 @@ def fit_output_correction(
     if not ridge > 0:
         raise ValueInputError(f"ridge must be above 0, got {ridge:g}; 0.1 is usual")
     layers = attention_layers(model)
-    chosen = heads_by_layer(layers, heads)
-    one = substitute(mechanism, model)
-    bare = Substitute(one.mechanism, one.window)
-    own, swapped = LayerwiseRun(model, read.ids), LayerwiseRun(model, read.ids)
+    by_layer = heads_by_layer(layers, heads)
+    used = substitute(mechanism, model)
+    bare = Substitute(used.mechanism, used.window)
+    original, swapped = LayerwiseRun(model, read.ids), LayerwiseRun(model, read.ids)
     readout: Readout | None = None
     done: dict[int, SwappedLayer] = {}
 
@@ -71,22 +71,22 @@ def fit_output_correction(
             return call.output
         return call.output.index_copy(2, part.heads.to(call.output.device), part.output(call, VisibleSets().of(call)))
 
-    for number, (layer, some) in enumerate(chosen):
-        own.climb(layer)
-        swapped.climb(layer, repaired_so_far)
+    for number, (layer, some) in enumerate(by_layer):
+        original.advance_to(layer)
+        swapped.advance_to(layer, repaired_so_far)
         part = swapped_layer(layer, some, bare, len(layers))
-        weight, bias = _fit_layer(own, swapped, part, len(read), ridge)
+        weight, bias = _fit_layer(original, swapped, part, len(read), ridge)
         if readout is None:
-            readout = one.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
+            readout = used.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
         done[id(layer.module)] = swapped_layer(layer, some, replace(bare, readout=readout), len(layers))
-        progress("repairing layers", (number + 1) / len(chosen))
+        progress("repairing layers", (number + 1) / len(by_layer))
     return replace(bare, readout=readout)
 
 
 def _fit_layer(
-    own: LayerwiseRun, swapped: LayerwiseRun, part: SwappedLayer, texts: int, ridge: float
+    unswapped: LayerwiseRun, swapped: LayerwiseRun, part: SwappedLayer, texts: int, ridge: float
 ) -> tuple[Float[Tensor, "swapped value_dim value_dim"], Float[Tensor, "swapped value_dim"]]:
     """The maps of one layer's heads, over all texts."""
 
@@ -98,8 +98,8 @@ def _fit_layer(
 
     products = []
     for text in range(texts):
-        o = own.look(part.layer, text, original)[0].transpose(0, 1).double()
-        l = swapped.look(part.layer, text, substituted)[0].transpose(0, 1).double()  # noqa: E741
+        o = unswapped.observe(part.layer, text, original)[0].transpose(0, 1).double()
+        l = swapped.observe(part.layer, text, substituted)[0].transpose(0, 1).double()  # noqa: E741
         x = torch.cat([l, torch.ones_like(l[..., :1])], dim=-1)
         products.append(x.transpose(-1, -2) @ torch.cat([x, o], dim=-1))
     total = torch.stack(products).sum(dim=0)

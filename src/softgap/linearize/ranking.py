@@ -62,12 +62,12 @@ def split_half(costs: Float[np.ndarray, "head text"], *, rng: np.random.Generato
     texts = costs.shape[1]
     if texts < 2:
         return float("nan"), 0.0
-    found = []
+    correlations = []
     for _ in range(SPLITS):
         order = rng.permutation(texts)
         first, second = order[: texts // 2], order[texts // 2 :]
-        found.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
-    half = float(np.mean(found))
+        correlations.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
+    half = float(np.mean(correlations))
     return half, float(np.sqrt(2 * half / (1 + half))) if half > 0 else 0.0
 
 

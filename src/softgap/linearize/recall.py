@@ -49,39 +49,44 @@ class RecallTest:
     kept: Kept = field(default_factory=lambda: Kept(None, {}))
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
-    _drawn: list[Sequences] = field(default_factory=list, init=False)
+    _blocks: list[Sequences] = field(default_factory=list, init=False)
     _read: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
-        self, heads: Sequence[Head], chosen: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
+        self, heads: Sequence[Head], make_substitute: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
     ) -> tuple[Reading, Reading]:
         """The original model and the one with these heads swapped, on enough lists and at least ``fewest``."""
         blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
         while True:
-            original, swapped = self._asked((), lambda: None, blocks), self._asked(tuple(heads), chosen, blocks)
+            original, swapped = (
+                self._evaluate((), lambda: None, blocks),
+                self._evaluate(tuple(heads), make_substitute, blocks),
+            )
             done = self.lists is not None or blocks * BLOCK_LISTS >= MOST_LISTS
             if done or max(half_widths(original, swapped, seed=self.seed).values()) <= HALF_WIDTH:
                 return original, swapped
             blocks += 1
 
-    def _asked(self, heads: tuple[Head, ...], chosen: Callable[[], Substitute | None], blocks: int) -> Reading:
+    def _evaluate(
+        self, heads: tuple[Head, ...], make_substitute: Callable[[], Substitute | None], blocks: int
+    ) -> Reading:
         """The first blocks of lists; what was asked before is used again."""
-        found = self._read.setdefault(heads, [])
-        while len(found) < blocks:
-            block = self._block(len(found))
+        readings = self._read.setdefault(heads, [])
+        while len(readings) < blocks:
+            block = self._block(len(readings))
 
             def make(block: Sequences = block) -> dict[str, list[float]]:
-                return read_swapped(self.model, None, block, heads, chosen() if heads else None).to_json()
+                return read_swapped(self.model, None, block, heads, make_substitute() if heads else None).to_json()
 
-            found.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_sequences(block)], make)))
-            self.report(sum(len(part.recall) for part in found))
-        return join_readings(found[:blocks])
+            readings.append(Reading.from_json(self.kept.made(["recall", heads, digest_of_sequences(block)], make)))
+            self.report(sum(len(part.recall) for part in readings))
+        return join_readings(readings[:blocks])
 
     def _block(self, number: int) -> Sequences:
-        while len(self._drawn) <= number:
-            skip = len(self._drawn) * BLOCK_LISTS
-            self._drawn.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
-        return self._drawn[number]
+        while len(self._blocks) <= number:
+            skip = len(self._blocks) * BLOCK_LISTS
+            self._blocks.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
+        return self._blocks[number]
 
 
 def half_widths(original: Reading, swapped: Reading, *, seed: int = 0) -> dict[str, float]:

@@ -73,8 +73,8 @@ def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head 
             continue
         for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
             if matrix.shape[0] == layer.heads * value_dim:
-                found: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
-                return found
+                weights: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
+                return weights
     return None
 
 
@@ -120,8 +120,8 @@ class Scores:
         """A score of every head."""
         if name not in self.values:
             raise unknown_name("score", name, tuple(self.values))
-        found: np.ndarray = self.values[name].mean(axis=-1)
-        return found
+        means: np.ndarray = self.values[name].mean(axis=-1)
+        return means
 
 
 def head_scores(
@@ -171,11 +171,13 @@ def head_scores(
     layers = attention_layers(model)
     gone = {tuple(head) for head in swapped}
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    chosen = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
-    one = substitute(mechanism, model)
-    parts = [swapped_layer(layer, own, one, len(layers)) for layer, own in chosen]
+    by_layer = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
+    used = substitute(mechanism, model)
+    parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
     under = (
-        [swapped_layer(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
+        [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
+        if gone
+        else []
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
@@ -186,24 +188,24 @@ def head_scores(
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
     if asked is not None:
         more = head_scores(
-            model, asked, one, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+            model, asked, used, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
         )
         values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
     return Scores(
-        tuple((layer.number, head) for layer, own in chosen for head in own),
+        tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
 
 
 def add_recall_scores(
-    text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]
+    text: Float[np.ndarray, "head text"], recall: Float[np.ndarray, " head"]
 ) -> Float[np.ndarray, "head text"]:
     """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
-    total = float(np.abs(lookups).sum())
+    total = float(np.abs(recall).sum())
     scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
-    found: np.ndarray = text + scale * lookups[:, None]
-    return found
+    combined: np.ndarray = text + scale * recall[:, None]
+    return combined
 
 
 def _passes(name: str, samples: int, steps: int) -> float:
@@ -224,7 +226,7 @@ def _score_sequence(
     steps: int,
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
-    found: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
     ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
         with _Gates(model, parts, under) as gates:
@@ -234,22 +236,22 @@ def _score_sequence(
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
                 for _ in range(samples):
-                    drawn = torch.multinomial(probability, 1, generator=generator)[:, 0]
-                    curvature += gates.slopes(_loss(logits, drawn)).square() / samples
+                    labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
+                    curvature += gates.slopes(_loss(logits, labels)).square() / samples
         # Means over tokens; the curvature of a sum of T independent terms is T times that of one.
-        found |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
-        found["gradient+fisher"] = found["gradient"] + found["fisher"]
+        scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
+        scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
         way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
             with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
                 way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
-        found["integrated"] = way
-        if "fisher" in found:
-            found["integrated+fisher"] = way + found["fisher"]
-    if names - set(found):
-        found |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
-    return {name: values.detach().cpu() for name, values in found.items() if name in names}
+        scores["integrated"] = way
+        if "fisher" in scores:
+            scores["integrated+fisher"] = way + scores["fisher"]
+    if names - set(scores):
+        scores |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+    return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
 def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
@@ -291,19 +293,19 @@ class _Gates:
         """Logits of the next tokens that count."""
         counted = text.scored[0]
         with torch.enable_grad():
-            found: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
-            return found if bool(counted.all()) else found[counted]
+            logits: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
+            return logits if bool(counted.all()) else logits[counted]
 
     def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, " head"]:
         """dL/dg of every head, in the order of the parts."""
         outputs = [self._outputs[module] for module in self._order]
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
-        found = []
+        slopes = []
         for module, gradient in zip(self._order, gradients, strict=True):
             at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
             # Sums over tokens, and then squared: more than half precision holds.
-            found.append((_as_float(at_heads) * _as_float(self._steps[module])).sum(dim=(0, 1, 3)))
-        return torch.cat(found)
+            slopes.append((_as_float(at_heads) * _as_float(self._steps[module])).sum(dim=(0, 1, 3)))
+        return torch.cat(slopes)
 
     def _gated(self, call: AttentionCall) -> Tensor:
         output = _step_towards(call, self._under.get(id(call.module)))[0]
@@ -341,23 +343,23 @@ def _forward_scores(
     shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
     """Scores that only look at what a forward without gradients shows."""
-    own = {id(part.layer.module): part for part in parts}
+    part_of_module = {id(part.layer.module): part for part in parts}
     rows: dict[int, dict[str, Tensor]] = {}
 
     def listen(call: AttentionCall) -> None:
-        part = own.get(id(call.module))
+        part = part_of_module.get(id(call.module))
         if part is None:
             return
         heads = part.heads.to(call.output.device)
         o, l = call.output.index_select(2, heads), part.output(call, VisibleSets().of(call))  # noqa: E741
-        compared = compare_outputs(o, l)
+        comparison = compare_outputs(o, l)
         weight = output_weight(part.layer, call.output.shape[-1])
         step = (l - o).float()
         if weight is not None:
             step = torch.einsum("bthd,hdm->bthm", step, weight[heads].float())
         rows[id(call.module)] = {
-            "divergence": compared.divergence.mean(dim=(0, 1)),
-            "relative_l2": compared.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
+            "divergence": comparison.divergence.mean(dim=(0, 1)),
+            "relative_l2": comparison.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
             "output_l2": step.square().sum(dim=-1).mean(dim=(0, 1)).sqrt(),
             **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }

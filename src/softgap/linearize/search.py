@@ -104,7 +104,7 @@ def find_plan(
     limits = check_search(
         budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
     )
-    one = substitute(mechanism, model)
+    used = substitute(mechanism, model)
     read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
         raise ValueInputError("a recall budget needs lookups, got recalls=0; leave recalls or the recall budget out")
@@ -114,32 +114,32 @@ def find_plan(
 
     limited = limits.recall is not None
     text = _split_text(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
-    settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
-    kept = Kept(folder, settings)
-    choose = RecallTest(model, partial(lists, CHOOSE), recalls, kept, seed) if limited else None
-    search = _Search(model, text, one, settings, kept, progress, choose)
-    order = _order_by_score(model, text, one, settings, kept, progress)
+    settings = _settings(model, read, used, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
+    checkpoints = Kept(folder, settings)
+    choose = RecallTest(model, partial(lists, CHOOSE), recalls, checkpoints, seed) if limited else None
+    search = _Search(model, text, used, settings, checkpoints, progress, choose)
+    order = _order_by_score(model, text, used, settings, checkpoints, progress)
     heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
     check = None
     if recalls != 0:
-        check = RecallTest(model, partial(lists, CHECK), recalls, kept, seed)
+        check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
         check.report = lambda n: progress(f"{stage}, {n} lists of lookups", 0.97)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
     return _evaluate_plan(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
 
 
-def _settings(model: Model, read: Sequences, one: Substitute, **chosen: Any) -> dict[str, Any]:
+def _settings(model: Model, read: Sequences, used: Substitute, **options: Any) -> dict[str, Any]:
     """Everything that scores and costs of sets depend on; a budget does not change them."""
     return {
         "fingerprint": model_fingerprint(model),
-        "mechanism": one.name,
-        "calibration": one.mechanism.origin,
-        "parameters": one.digest,
+        "mechanism": used.name,
+        "calibration": used.mechanism.origin,
+        "parameters": used.digest,
         "text": digest_of_sequences(read),
         "tokens": read.tokens,
-        **chosen,
+        **options,
     }
 
 
@@ -177,16 +177,16 @@ class _SearchText:
     fit_asked: Sequences | None = None
 
 
-def _split_text(read: Sequences, asked: Sequences | None) -> _SearchText:
+def _split_text(read: Sequences, recall: Sequences | None) -> _SearchText:
     """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
-    return _SearchText(fit, choose, check, asked)
+    return _SearchText(fit, choose, check, recall)
 
 
 def _order_by_score(
-    model: Model, text: _SearchText, one: Substitute, settings: dict[str, Any], kept: Kept, progress: Report
+    model: Model, text: _SearchText, used: Substitute, settings: dict[str, Any], checkpoints: Kept, progress: Report
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
@@ -195,18 +195,18 @@ def _order_by_score(
     name = settings["score"]
 
     def scored() -> dict[str, Any]:
-        found = head_scores(
+        scores_of_heads = head_scores(
             model,
             text.fit,
-            one,
+            used,
             asked=text.fit_asked,
             names=[name],
             seed=settings["seed"],
             progress=lambda stage, share: progress(stage, 0.3 * share),
         )
-        return {"heads": found.heads, "score": found.mean(name).tolist()}
+        return {"heads": scores_of_heads.heads, "score": scores_of_heads.mean(name).tolist()}
 
-    scores = kept.made(["scores", digest_of_sequences(text.fit_asked)] if text.fit_asked else "scores", scored)
+    scores = checkpoints.made(["scores", digest_of_sequences(text.fit_asked)] if text.fit_asked else "scores", scored)
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
     return order_units(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
@@ -218,15 +218,15 @@ class _Search:
         self,
         model: Model,
         text: _SearchText,
-        one: Substitute,
+        used: Substitute,
         settings: dict[str, Any],
-        kept: Kept,
+        checkpoints: Kept,
         progress: Report,
         recall: RecallTest | None,
     ) -> None:
-        self._model, self._text, self._one, self._recall = model, text, one, recall
-        self._settings, self._kept, self._progress = settings, kept, progress
-        self._made: dict[tuple[Head, ...], Substitute] = {}
+        self._model, self._text, self._plain, self._recall = model, text, used, recall
+        self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
+        self._substitutes: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
         if recall is not None:
             recall.report = lambda n: progress(f"asking {n} lists of lookups", self.share)
@@ -235,17 +235,17 @@ class _Search:
     def substitute(self, heads: Sequence[Head]) -> Substitute:
         """What these heads become, repaired and tuned where that is wanted; made once for a set."""
         if not self._settings["repair"]:
-            return self._one
+            return self._plain
         key = tuple(heads)
-        if key not in self._made:
-            self._made[key] = fit_output_correction(self._model, self._text.fit, heads, self._one)
+        if key not in self._substitutes:
+            self._substitutes[key] = fit_output_correction(self._model, self._text.fit, heads, self._plain)
             if self._settings["tune"]:
-                self._made[key] = distil_substitute(
-                    self._model, self._text.fit, heads, self._made[key], asked=self._text.fit_asked,
+                self._substitutes[key] = distil_substitute(
+                    self._model, self._text.fit, heads, self._substitutes[key], asked=self._text.fit_asked,
                     steps=self._settings["tune"], seed=self._settings["seed"],
                     progress=lambda stage, share: self._progress(stage, self.share),
                 )  # fmt: skip
-        return self._made[key]
+        return self._substitutes[key]
 
     def change(self, heads: Sequence[Head]) -> dict[str, float]:
         """Rise in loss, and changes in accuracy and recall."""
@@ -265,10 +265,10 @@ class _Search:
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
-            chosen = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, None, heads, chosen).to_json()
+            used = self.substitute(heads) if heads else None
+            return read_swapped(self._model, self._text.choose, None, heads, used).to_json()
 
-        return Reading.from_json(self._kept.made(["set", heads], make))
+        return Reading.from_json(self._checkpoints.made(["set", heads], make))
 
 
 def _largest_set(
@@ -319,15 +319,15 @@ def _evaluate_plan(
             **({"decided_on": decided_on} if decided_on else {}),
         }
     bounded = bounded_layers(model)
-    chosen = heads_by_layer(attention_layers(model), heads)
-    freed = [(layer, own) for layer, own in chosen if streams(used) and layer.number not in bounded]
-    groups = tuple((layer.number, group) for layer, own in freed for group in freed_groups(layer, own))
+    by_layer = heads_by_layer(attention_layers(model), heads)
+    freed = [(layer, layer_heads) for layer, layer_heads in by_layer if streams(used) and layer.number not in bounded]
+    groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
     return Plan(
         model=model.name_or_path or model.config.model_type,
         fingerprint=model_fingerprint(model),
         heads=tuple(heads),
         groups=groups,
-        layers=tuple(layer.number for layer, own in freed if len(own) == layer.heads),
+        layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
         substitute=used,
         original=original.means(),
         expected=swapped.change_from(original),

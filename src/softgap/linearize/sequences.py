@@ -65,9 +65,9 @@ class Sequences:
         """Next tokens that count."""
         return int(self.scored.sum())
 
-    def part(self, chosen: slice) -> Sequences:
+    def part(self, rows: slice) -> Sequences:
         """Some of them."""
-        return Sequences(self.ids[chosen], self.scored[chosen], None if self.first is None else self.first[chosen])
+        return Sequences(self.ids[rows], self.scored[rows], None if self.first is None else self.first[rows])
 
     def answered(
         self, right: Float[Tensor, "*copies text next"]
@@ -81,9 +81,9 @@ class Sequences:
         first = self.first.to(right)
         number = (self.first.cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
         wrong = torch.zeros_like(right).scatter_add(-1, number, (1 - right) * self.scored.to(right))
-        asked = first.sum(dim=-1)
-        answers = torch.arange(right.shape[-1], device=right.device) < asked[:, None]
-        return (right * first).sum(dim=-1) / asked, ((wrong == 0) & answers).to(right).sum(dim=-1) / asked
+        questions = first.sum(dim=-1)
+        answers = torch.arange(right.shape[-1], device=right.device) < questions[:, None]
+        return (right * first).sum(dim=-1) / questions, ((wrong == 0) & answers).to(right).sum(dim=-1) / questions
 
 
 def split_sequences(
@@ -120,8 +120,8 @@ def split_sequences(
             f"got {len(ids)}; give more text or choose shorter passages"
         )
     wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
-    chosen = np.linspace(0, whole - 1, wanted).round().astype(int)
-    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(chosen)].to(model.device)
+    places = np.linspace(0, whole - 1, wanted).round().astype(int)
+    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(places)].to(model.device)
     return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
 
 
@@ -141,18 +141,18 @@ def recall_sequences(
     """
     if n < 1:
         raise ValueInputError(f"lookups need at least 1 list, got {n}")
-    made = [
+    drawn = [
         _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
     ]
-    longest = max(len(ids) for ids, _, _ in made)
+    longest = max(len(ids) for ids, _, _ in drawn)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest > context:
         raise ValueInputError(
             f"lookups of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for fewer pairs"
         )
-    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in made], device=model.device)
+    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in drawn], device=model.device)
     scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=model.device)
-    for number, (_, answers, beginnings) in enumerate(made):
+    for number, (_, answers, beginnings) in enumerate(drawn):
         scored[number, torch.tensor(answers, device=scored.device) - 1] = True
         first[number, torch.tensor(beginnings, device=first.device) - 1] = True
     return Sequences(rows, scored, first)
@@ -174,13 +174,13 @@ def _recall_sequence(
     tokenizer: Tokenizer, pairs: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens, the places of those that count, and of the first token of every answer."""
-    drawn = draw_pairs(pairs, "words", rng=rng)
+    words = draw_pairs(pairs, "words", rng=rng)
     ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
     answers: list[int] = []
     beginnings: list[int] = []
     for turn in range(2):
         for i in rng.permutation(pairs):
-            key, value = drawn[i]
+            key, value = words[i]
             ids += _token_ids(tokenizer, f"{key}:")
             answer = _token_ids(tokenizer, f" {value}")
             if turn:
@@ -218,10 +218,10 @@ class PredictionScores:
         """
         scored = passages.scored.to(self.loss)
         values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
-        found: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
+        means: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
         if passages.first is None:
-            return found
-        return torch.cat([found, torch.stack(passages.answered(values[2]))])
+            return means
+        return torch.cat([means, torch.stack(passages.answered(values[2]))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +230,7 @@ class Original:
 
     probability: Float[Tensor, "text next vocabulary"]
     negative_entropy: Float[Tensor, "text next"]
-    judged: PredictionScores
+    scores: PredictionScores
 
 
 def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
@@ -257,13 +257,13 @@ def score_forward(
     """
     n = ids.shape[1] - 1
     many = ids.repeat(copies, 1)
-    found = torch.empty(3, len(many), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
+    scores = torch.empty(3, len(many), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
     for start, logits in forward_then_logits(model, _inputs(many), n, rows=max(1, ROWS // len(many)))():
         stop = start + logits.shape[1]
         for row in range(len(many)):
             base = None if original is None else original.probability[row % len(ids), start:stop]
-            found[:, row, start:stop] = _score_rows(logits[row], many[row, start + 1 : stop + 1], base)
-    loss, cross, right = found
+            scores[:, row, start:stop] = _score_rows(logits[row], many[row, start + 1 : stop + 1], base)
+    loss, cross, right = scores
     if original is None:
         return PredictionScores(loss, torch.full_like(loss, torch.nan), right)
     return PredictionScores(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
@@ -274,12 +274,12 @@ def correct_tokens(model: Model, passages: Sequences) -> Float[Tensor, "text nex
     ids = passages.ids
     n = ids.shape[1] - 1
     begin = int(passages.scored.any(dim=0).int().argmax())
-    found = torch.zeros(len(ids), n)
+    correct = torch.zeros(len(ids), n)
     for start, logits in forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)), begin=begin)():
         stop = start + logits.shape[1]
         right = logits.argmax(dim=-1) == ids[:, start + 1 : stop + 1]
-        found[:, start:stop] = (right & passages.scored[:, start:stop]).cpu()
-    return found
+        correct[:, start:stop] = (right & passages.scored[:, start:stop]).cpu()
+    return correct
 
 
 def _score_rows(
@@ -288,7 +288,7 @@ def _score_rows(
     base: Float[Tensor, "next vocabulary"] | None,
 ) -> Float[Tensor, "quantity next"]:
     """Loss, cross term log Z sum p - sum p z, and whether the top token is right."""
-    found = []
+    blocks = []
     step = max(1, CACHED // logits.shape[-1])
     for start in range(0, len(logits), step):
         z, y = _numbers(logits[start : start + step]), wanted[start : start + step]
@@ -300,10 +300,10 @@ def _score_rows(
             if bool(mean.isnan().any()):
                 mean = torch.where(p > 0, p * z, 0).sum(dim=-1)
             cross = total * p.sum(dim=-1) - mean
-        found.append(
+        blocks.append(
             torch.stack([total - z.gather(-1, y[:, None])[:, 0], cross, (z.argmax(dim=-1) == y).to(total.dtype)])
         )
-    return torch.cat(found, dim=1)
+    return torch.cat(blocks, dim=1)
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -340,12 +340,12 @@ class Reading:
 
     def change_from(self, original: Reading, *, seed: int = 0) -> dict[str, Interval]:
         """Rise in loss and changes in accuracy and recall, with intervals over texts and lookups."""
-        found = {}
+        changes = {}
         for name in (*TEXT_METRICS, *RECALL_METRICS):
             values = getattr(self, name) - getattr(original, name)
             if len(values):
-                found[name] = interval_of(values, rng=np.random.default_rng(seed))
-        return found
+                changes[name] = interval_of(values, rng=np.random.default_rng(seed))
+        return changes
 
     def means(self) -> dict[str, float]:
         """Means over texts."""
@@ -363,14 +363,18 @@ class Reading:
 
 
 def read_swapped(
-    model: Model, read: Sequences | None, asked: Sequences | None, heads: Sequence[Head], chosen: Substitute | None
+    model: Model, read: Sequences | None, recall_lists: Sequences | None, heads: Sequence[Head], used: Substitute | None
 ) -> Reading:
     """Read passages and lookups with these heads swapped, either where given; no heads is the original."""
     check_measurable(model)
-    swapped = swap(model, heads, chosen) if heads and chosen is not None else nullcontext()
+    swapped = swap(model, heads, used) if heads and used is not None else nullcontext()
     with torch.inference_mode(), swapped:
         text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
-        lists = [] if asked is None else [part.answered(correct_tokens(model, part)) for part in _batches(asked)]
+        lists = (
+            []
+            if recall_lists is None
+            else [part.answered(correct_tokens(model, part)) for part in _batches(recall_lists)]
+        )
     loss, _, accuracy = _concatenate(text) if text else np.zeros((3, 0))
     recall, whole = _concatenate([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
     return Reading(loss, accuracy, recall, whole)

@@ -38,9 +38,9 @@ class CopyRecord:
 
 def cache_dir() -> Path:
     """The folder softgap keeps its files in: ``$SOFTGAP_CACHE``, else ``softgap`` in the user's cache folder."""
-    own = os.environ.get("SOFTGAP_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    override = os.environ.get("SOFTGAP_CACHE")
+    if override:
+        return Path(override).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".cache").absolute() / "softgap"
 

@@ -24,8 +24,8 @@ def calibration_path(fingerprint: str) -> Path:
 
     In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
     """
-    own = os.environ.get("SOFTGAP_CALIBRATIONS")
-    folder = Path(own).expanduser().absolute() if own else cache_dir() / "calibrations"
+    override = os.environ.get("SOFTGAP_CALIBRATIONS")
+    folder = Path(override).expanduser().absolute() if override else cache_dir() / "calibrations"
     return folder / f"{fingerprint}.safetensors"
 
 
@@ -34,16 +34,16 @@ def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mecha
     if isinstance(mechanism, str) and "@" in mechanism:
         name, _, file = mechanism.partition("@")
         return _check_fingerprint(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
-    found = resolve(mechanism)
-    if not found.missing:
-        return found
+    resolved = resolve(mechanism)
+    if not resolved.missing:
+        return resolved
     path = calibration_path(model_fingerprint(model))
     if not path.is_file():
         raise UnsupportedError(
-            f"mechanism '{found.name}' needs the parameters {', '.join(found.missing)}, and there is no calibration "
-            f"for this model; make one with 'softgap calibrate', or name a file as in {found.name}@FILE"
+            f"mechanism '{resolved.name}' needs the parameters {', '.join(resolved.missing)}, and there is no "
+            f"calibration for this model; make one with 'softgap calibrate', or name a file as in {resolved.name}@FILE"
         )
-    return _check_fingerprint(load_calibration(path), model, path).equip(found)
+    return _check_fingerprint(load_calibration(path), model, path).equip(resolved)
 
 
 def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    found = {}
+    tensors = {}
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):
             continue
@@ -101,8 +101,8 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() == 0 or key not in seen:
             seen.add(key)
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -121,13 +121,13 @@ def _essential(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
 
     Defaults are left out so that a setting which a later transformers adds does not change the fingerprint.
     """
-    found = {}
+    essential = {}
     for name, value in settings.items():
         default = defaults.get(name)
         if name in _INESSENTIAL or value == default:
             continue
-        found[name] = _essential(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
-    return found
+        essential[name] = _essential(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
+    return essential
 
 
 def _state(name: str, tensor: Tensor) -> _State:
@@ -196,21 +196,21 @@ def _describe_mechanism(mechanism: Mechanism) -> dict[str, Any]:
 
 def _held_out_report(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
     """What held-out text said of the calibration in use, for the reader."""
-    found = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
-    return {} if found is None else {"held_out": found}
+    report = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
+    return {} if report is None else {"held_out": report}
 
 
 def live_options(
     model: PreTrainedModel, *, max_new_tokens: int, chat: bool, focus: bool, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a recorded generation depends on: the settings given, and the model's own where it samples."""
-    given = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
-    own: dict[str, Any] = {}
+    plain_settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    named: dict[str, Any] = {}
     if settings.get("do_sample"):
         names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
         values = {name: getattr(model.generation_config, name, None) for name in names}
-        own = {name: value for name, value in values.items() if value is not None}
-    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **own, **given}
+        named = {name: value for name, value in values.items() if value is not None}
+    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **named, **plain_settings}
 
 
 def replay_options(*, chat: bool, focus: bool) -> dict[str, Any]:

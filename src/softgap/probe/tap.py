@@ -46,14 +46,14 @@ class AttentionCall(NamedTuple):
     @property
     def scale(self) -> float:
         """The scaling the model passes, or the usual one."""
-        given = self.options.get("scaling")
-        return float(self.query.shape[-1] ** -0.5 if given is None else given)
+        scaling = self.options.get("scaling")
+        return float(self.query.shape[-1] ** -0.5 if scaling is None else scaling)
 
     @property
     def is_causal(self) -> bool:
         """Whether the model means causal attention where it passes no mask."""
-        given = self.options.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if given is None else given)
+        is_causal = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if is_causal is None else is_causal)
 
 
 Listener = Callable[[AttentionCall], None]

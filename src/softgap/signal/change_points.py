@@ -144,8 +144,8 @@ def _significant_ends(
     for sides, size in ((segment[:end], begin), (segment[begin:], end - begin)):
         orders = _with_random_orders(sides, permutations, rng)
         p.append(_p_value(np.abs(orders[:, :size].mean(-1) - orders[:, size:].mean(-1))))
-    kept = np.array(arc)[np.array(p) <= level]
-    return kept if len(kept) else np.array([arc[int(np.argmin(p))]])
+    ends = np.array(arc)[np.array(p) <= level]
+    return ends if len(ends) else np.array([arc[int(np.argmin(p))]])
 
 
 def _with_random_orders(

@@ -73,10 +73,10 @@ def mackey_glass(
 
 
 def _rows(
-    kernel: Callable[..., Any], shape: Shape, start: Float64[np.ndarray, "*batch state"], *given: float
+    kernel: Callable[..., Any], shape: Shape, start: Float64[np.ndarray, "*batch state"], *parameters: float
 ) -> SeriesArray:
     out = np.empty((math.prod(shape[:-1]), shape[-1]))
-    kernel(out, start.reshape(len(out), -1), *given)
+    kernel(out, start.reshape(len(out), -1), *parameters)
     return out.reshape(shape)
 
 

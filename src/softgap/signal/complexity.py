@@ -45,8 +45,8 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
 
 def statistical_complexity(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
     """The complexity of :func:`complexity_entropy` alone."""
-    found = complexity_entropy(x, order, delay, **options)
-    return Entropy(found.complexity, found.windows, found.tie_rate, found.eligible)
+    result = complexity_entropy(x, order, delay, **options)
+    return Entropy(result.complexity, result.windows, result.tie_rate, result.eligible)
 
 
 def renyi_complexity(
@@ -105,13 +105,13 @@ def missing_patterns(
     of slow series with care.
     """
     checked_share("alpha", alpha, usual=0.01)
-    found = pattern_counts(x, order, delay, **options)
-    patterns = found.counts.shape[-1]
-    missing = (found.counts == 0) & found.eligible[..., None]
-    chance = patterns * (1 - 1 / patterns) ** (found.windows // order)
+    counted = pattern_counts(x, order, delay, **options)
+    patterns = counted.counts.shape[-1]
+    missing = (counted.counts == 0) & counted.eligible[..., None]
+    chance = patterns * (1 - 1 / patterns) ** (counted.windows // order)
     forbidden = missing & (chance <= alpha)[..., None]
-    fraction = np.where(found.eligible, missing.mean(axis=-1), np.nan)
-    return MissingPatterns(missing, forbidden, fraction, found.windows, found.tie_rate, found.eligible)
+    fraction = np.where(counted.eligible, missing.mean(axis=-1), np.nan)
+    return MissingPatterns(missing, forbidden, fraction, counted.windows, counted.tie_rate, counted.eligible)
 
 
 def missing_fraction(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:

@@ -63,7 +63,7 @@ def reduce_blocks(
             some = some & (block.table.sum(axis=1) > 0)
         values[block.where][some] = reduce(block.table if some.all() else block.table[some])
         windows[block.where], rate[block.where], eligible[block.where] = block.windows, block.tie_rate, some
-    shaped = batch.shaped
+    shaped = batch.restore_shape
     return shaped(values), shaped(windows), shaped(rate), shaped(eligible)
 
 
@@ -170,12 +170,12 @@ def multiscale_entropy(
         # The count is spelled out: reshape cannot infer it where a scale leaves no step.
         parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
         coarse = parts.mean(axis=-1) if step > 1 else batch.rows
-        kept: Options = {**options, "lengths": batch.lengths // step}
-        cut = check_batch(coarse, order, delay, kept, short=True)
+        scaled_options: Options = {**options, "lengths": batch.lengths // step}
+        cut = check_batch(coarse, order, delay, scaled_options, short=True)
         results.append(reduce_blocks(cut, cut.entropies(), _in_unit(cut, normalised)))
     if not results:
         raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
-    return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
+    return Entropy(*(batch.restore_shape(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
 
 
 def probabilities(counts: np.ndarray) -> Probabilities:
@@ -320,12 +320,17 @@ def windowed_entropy(
     step = checked_count("stride", width if stride is None else stride)
     views = np.lib.stride_tricks.sliding_window_view(series, width, axis=-1)[..., ::step, :]
     count = views.shape[-2]
-    together = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))
+    windows_per_block = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))
     parts = [
         permutation_entropy(
-            views[..., at : at + together, :], order=order, delay=delay, ties=ties, eligibility=eligibility, rng=rng
+            views[..., at : at + windows_per_block, :],
+            order=order,
+            delay=delay,
+            ties=ties,
+            eligibility=eligibility,
+            rng=rng,
         )
-        for at in range(0, count, together)
+        for at in range(0, count, windows_per_block)
     ]
     return WindowedEntropy(
         value=np.concatenate([part.value for part in parts], axis=-1),

@@ -128,7 +128,7 @@ def rarefied_entropy(
     if common >= batch.least:
         for block in batch.indices():
             stretch_rows(block.table, batch.patterns, common, values[block.where], stretches[block.where])
-    unit, shaped = batch.unit(normalised), batch.shaped
+    unit, shaped = batch.unit(normalised), batch.restore_shape
     return Rarefied(
         shaped(values / unit), common, shaped(stretches), shaped(counted), shaped(rate), shaped(stretches > 0)
     )
@@ -203,7 +203,7 @@ def entropy_interval(
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
     unit = batch.unit(normalised)
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
-    return Interval(*map(batch.shaped, results))
+    return Interval(*map(batch.restore_shape, results))
 
 
 def usual_block(windows: int, span: int) -> int:

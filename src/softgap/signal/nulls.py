@@ -128,20 +128,20 @@ def z_scores(
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)
-    given = check_batch(x, order, delay, options)
-    changed = _apply(_zero_padded(given), transform)
-    lost = given.rows.shape[1] - changed.shape[-1]
-    after: Options = {**options, "lengths": given.shaped(np.maximum(given.lengths - lost, 0))}
-    found = MEASURES[measure](changed, order, delay, **after)
-    z, p = np.full(found.value.shape, np.nan), np.full(found.value.shape, np.nan)
+    batch = check_batch(x, order, delay, options)
+    changed = _apply(_zero_padded(batch), transform)
+    lost = batch.rows.shape[1] - changed.shape[-1]
+    after: Options = {**options, "lengths": batch.restore_shape(np.maximum(batch.lengths - lost, 0))}
+    result = MEASURES[measure](changed, order, delay, **after)
+    z, p = np.full(result.value.shape, np.nan), np.full(result.value.shape, np.nan)
     nulls = {}
-    for windows in np.unique(found.windows[found.eligible]):
-        length = int(windows) + given.span + lost
+    for windows in np.unique(result.windows[result.eligible]):
+        length = int(windows) + batch.span + lost
         null = noise_null(length, order, delay, measure=measure, transform=transform, samples=samples, rng=seed)
         nulls[int(windows)] = null
-        some = found.eligible & (found.windows == windows)
-        z[some], p[some] = score_against_null(found.value[some], null.values)
-    return ZScores(found.value, z, p, MappingProxyType(nulls), found.windows, found.tie_rate, found.eligible)
+        some = result.eligible & (result.windows == windows)
+        z[some], p[some] = score_against_null(result.value[some], null.values)
+    return ZScores(result.value, z, p, MappingProxyType(nulls), result.windows, result.tie_rate, result.eligible)
 
 
 def score_against_null(
@@ -166,8 +166,8 @@ def _zero_padded(batch: SeriesBatch) -> np.ndarray:
     """The series with zeros behind the end of each, where anything may stand that a transform would refuse."""
     steps = batch.rows.shape[1]
     if (batch.lengths == steps).all():
-        return batch.shaped(batch.rows)
-    return batch.shaped(np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0))
+        return batch.restore_shape(batch.rows)
+    return batch.restore_shape(np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0))
 
 
 def _apply(x: np.ndarray, transform: Transform) -> np.ndarray:
@@ -188,8 +188,8 @@ def _simulate_null(
     rows = max(1, _BLOCK // length)
     for start in range(0, samples, rows):
         noise = rng.standard_normal((min(rows, samples - start), length))
-        found = MEASURES[measure](_apply(noise, transform), order, delay, eligibility=1)
-        values[start : start + rows] = found.value
+        result = MEASURES[measure](_apply(noise, transform), order, delay, eligibility=1)
+        values[start : start + rows] = result.value
     if np.isnan(values).any():
         raise ValueInputError(f"a null needs noise with at least one window, got length {length}; use longer series")
     values.flags.writeable = False

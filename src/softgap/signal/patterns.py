@@ -203,7 +203,7 @@ class SeriesBatch:
         for where in self._slices(windows):
             yield self._filled(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
 
-    def shaped(self, array: np.ndarray) -> np.ndarray:
+    def restore_shape(self, array: np.ndarray) -> np.ndarray:
         """An array [series, ...] with the leading axes of the input."""
         return array.reshape((*self.lead, *array.shape[1:]))
 
@@ -273,20 +273,20 @@ def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool
     array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
-        what = "an empty series" if steps == 0 else f"{steps} steps"
+        got = "an empty series" if steps == 0 else f"{steps} steps"
         raise ShapeError(
             f"a series must hold one window, {(order - 1) * delay + 1} steps at order {order} and delay {delay}, "
-            f"got {what}; use longer series or a shorter pattern"
+            f"got {got}; use longer series or a shorter pattern"
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)
     return SeriesBatch(rows, _lengths(options.get("lengths"), lead, steps), lead, order, delay, ties, rng, least)
 
 
-def _lengths(given: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
-    if given is None:
+def _lengths(value: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
+    if value is None:
         return np.full(math.prod(lead), steps, np.int64)
-    lengths = np.asarray(given)
+    lengths = np.asarray(value)
     if lengths.dtype.kind not in "iu":
         raise ValueInputError(f"lengths must be whole numbers, got an array of {lengths.dtype}")
     try:
@@ -312,7 +312,7 @@ def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[O
     counted, rate = np.empty(series, np.int64), np.empty(series)
     for block in batch.indices():
         index[block.where], counted[block.where], rate[block.where] = block.table, block.windows, block.tie_rate
-    return Patterns(batch.shaped(index), batch.shaped(counted), batch.shaped(rate))
+    return Patterns(batch.restore_shape(index), batch.restore_shape(counted), batch.restore_shape(rate))
 
 
 def pattern_counts(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> PatternCounts:
@@ -324,7 +324,7 @@ def pattern_counts(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Opt
     for block in batch.counts():
         counts[block.where], windows[block.where] = block.table, block.windows
         rate[block.where], eligible[block.where] = block.tie_rate, block.eligible
-    return PatternCounts(*map(batch.shaped, (counts, windows, rate, eligible)))
+    return PatternCounts(*map(batch.restore_shape, (counts, windows, rate, eligible)))
 
 
 @cache

@@ -242,13 +242,13 @@ def surrogates(
     checked_rng(rng)
     time, shape = series.shape[-1], (*series.shape[:-1], count)
     rows = series.reshape(-1, time)
-    drawn = _draw_surrogates(rows, method, count, block, rng, workers)
+    initial = _draw_surrogates(rows, method, count, block, rng, workers)
     convergence = None
     if method == "iaaft":
         limit = _MOST_ITERATIONS if max_iterations is None else max_iterations
-        found = iterate(drawn, rows, max_iterations=limit, workers=workers, block_rows=_block_rows(time))
-        convergence = Convergence(*(each.reshape(shape) for each in found))
-    return Surrogates(drawn.reshape(*shape, time), method, convergence)
+        iteration = iterate(initial, rows, max_iterations=limit, workers=workers, block_rows=_block_rows(time))
+        convergence = Convergence(*(each.reshape(shape) for each in iteration))
+    return Surrogates(initial.reshape(*shape, time), method, convergence)
 
 
 def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
@@ -284,13 +284,13 @@ def _draw_surrogates(
     rows: Rows, method: str, count: int, block: int | None, rng: np.random.Generator, workers: int
 ) -> Float64[np.ndarray, "surrogate time"]:
     """``count`` surrogates of each row, one row after the other, drawn a block at a time."""
-    drawn = np.empty((len(rows) * count, rows.shape[-1]))
+    surrogates = np.empty((len(rows) * count, rows.shape[-1]))
     step = _block_rows(rows.shape[-1])
-    for start in range(0, len(drawn), step):
-        stop = min(start + step, len(drawn))
+    for start in range(0, len(surrogates), step):
+        stop = min(start + step, len(surrogates))
         source = rows[np.arange(start, stop) // count]
-        drawn[start:stop] = _draw_one_each(source, method, block, rng, workers)
-    return drawn
+        surrogates[start:stop] = _draw_one_each(source, method, block, rng, workers)
+    return surrogates
 
 
 def _block_rows(time: int) -> int:

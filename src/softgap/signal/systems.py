@@ -164,9 +164,9 @@ class System:
     def __repr__(self) -> str:
         return f"System({self.name})"
 
-    def checked(self, given: Mapping[str, Any]) -> dict[str, float]:
+    def check_parameters(self, values: Mapping[str, Any]) -> dict[str, float]:
         """All parameters, the given ones in their ranges."""
-        for name, value in given.items():
+        for name, value in values.items():
             if name not in self.parameters:
                 if not self.parameters:
                     raise ValueInputError(f"system '{self.name}' has no parameters, got {name}={value!r}")
@@ -175,7 +175,7 @@ class System:
             if not number or not math.isfinite(value) or not self.ranges[name].holds(value):
                 allowed = "" if self.ranges[name] is _ANY else f" {self.ranges[name]}"
                 raise ValueInputError(f"{name} of system '{self.name}' must be a number{allowed}, got {value!r}")
-        return {name: float(given.get(name, default)) for name, default in self.parameters.items()}
+        return {name: float(values.get(name, default)) for name, default in self.parameters.items()}
 
 
 def systems() -> Mapping[str, System]:
@@ -213,7 +213,7 @@ def simulate(
     axes = size if isinstance(size, tuple) else (size,)
     shape = (*(checked_count("size", axis) for axis in axes), checked_count("n", n))
     system = _SYSTEMS[name]
-    values = system.checked(parameters)
+    values = system.check_parameters(parameters)
     series = system.make(shape, rng=rng, **values)
     if not np.isfinite(series).all():
         raise ValueInputError(f"system '{name}' runs off to infinity with {values}; stay nearer to its defaults")

@@ -189,9 +189,9 @@ def _subtract_trend(
     index = np.searchsorted(trend.positions, at)
     others = trend.samples[index] - 1
     weight = np.zeros(len(at)) if np.isinf(shrinkage) else others / np.maximum(others + shrinkage, 1e-300)
-    own = trend.mean[..., index]
+    sample_mean = trend.mean[..., index]
     # The mean of the others without a second pass over them; with no others the weight is 0 and it may be anything.
-    mean = own + (own - x) / np.maximum(others, 1)
+    mean = sample_mean + (sample_mean - x) / np.maximum(others, 1)
     return np.asarray(x - (weight * mean + (1 - weight) * trend.smooth[..., index]))
 
 
@@ -235,9 +235,9 @@ def _check_positions(
         return [np.arange(x.shape[-1]) for x in series]
     if len(positions) != len(series):
         raise ShapeError(f"positions must have one array for each of {len(series)} samples, got {len(positions)}")
-    checked = []
-    for i, (given, x) in enumerate(zip(positions, series, strict=True)):
-        at = np.asarray(given)
+    arrays = []
+    for i, (sample_positions, x) in enumerate(zip(positions, series, strict=True)):
+        at = np.asarray(sample_positions)
         if at.dtype.kind not in "iu" or at.shape != x.shape[-1:]:
             raise ShapeError(
                 f"positions of sample {i} must be {x.shape[-1]} whole numbers, "
@@ -246,5 +246,5 @@ def _check_positions(
         at = at.astype(np.int64)
         if at[0] < 0 or (np.diff(at) <= 0).any():
             raise ValueInputError(f"positions of sample {i} must increase from 0, got {at[:8].tolist()} ...")
-        checked.append(at)
-    return checked
+        arrays.append(at)
+    return arrays

@@ -63,9 +63,9 @@ def ordinal_network(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Op
     batch = check_batch(x, order, delay, options)
     parts = []
     for block in batch.indices():
-        keys, counts, found = _links(block, batch.patterns)
-        used = np.arange(keys.shape[1]) < found[:, None]
-        series = np.repeat(np.arange(block.where.start, block.where.stop), found)
+        keys, counts, n_links = _links(block, batch.patterns)
+        used = np.arange(keys.shape[1]) < n_links[:, None]
+        series = np.repeat(np.arange(block.where.start, block.where.stop), n_links)
         parts.append((series, *np.divmod(keys[used], batch.patterns), counts[used]))
     empty = (np.empty(0, np.int64),) * 4
     series, source, target, count = map(np.concatenate, zip(*(parts or [empty]), strict=True))
@@ -84,19 +84,19 @@ def transition_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     link, node, links = np.full(series, np.nan), np.full(series, np.nan), np.empty(series, np.int64)
     windows, rate, eligible = np.empty(series, np.int64), np.empty(series), np.empty(series, bool)
     for block in batch.indices():
-        keys, counts, found = _links(block, batch.patterns)
+        keys, counts, n_links = _links(block, batch.patterns)
         for row in range(len(keys)):
-            count = counts[row, : found[row]]
+            count = counts[row, : n_links[row]]
             at = block.where.start + row
             links[at] = count.sum()
             eligible[at] = block.eligible[row] and links[at] > 0
             if eligible[at]:
-                source = keys[row, : found[row]] // batch.patterns
+                source = keys[row, : n_links[row]] // batch.patterns
                 leaving = np.bincount(np.unique(source, return_inverse=True)[1], count)
                 link[at] = shannon(count / links[at])
                 node[at] = max(link[at] - float(shannon(leaving / links[at])), 0.0)
         windows[block.where], rate[block.where] = block.windows, block.tie_rate
-    return TransitionEntropy(*map(batch.shaped, (link, node, links, windows, rate, eligible)))
+    return TransitionEntropy(*map(batch.restore_shape, (link, node, links, windows, rate, eligible)))
 
 
 def irreversibility(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
@@ -118,6 +118,6 @@ def irreversibility(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Op
 
 def _links(block: Block, patterns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape = (len(block.table), max(0, block.table.shape[1] - 1))
-    keys, counts, found = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(len(block.table), np.int64)
-    link_rows(block.table, patterns, keys, counts, found)
-    return keys, counts, found
+    keys, counts, n_links = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(len(block.table), np.int64)
+    link_rows(block.table, patterns, keys, counts, n_links)
+    return keys, counts, n_links

@@ -64,17 +64,17 @@ def series_name(at: tuple[int, ...]) -> str:
     return f"series {at}" if at else "the series"
 
 
-def is_whole(given: Any) -> bool:
+def is_whole(value: Any) -> bool:
     """Whether ``given`` is an integer, of Python or numpy; True and False are none."""
-    return isinstance(given, int | np.integer) and not isinstance(given, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
+def checked_count(name: str, value: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
     """``given`` as a whole number from ``least`` to ``most``."""
-    if not is_whole(given) or given < least or (most is not None and given > most):
+    if not is_whole(value) or value < least or (most is not None and value > most):
         allowed = f"from {least}" if most is None else f"from {least} to {most}"
-        raise ValueInputError(f"{name} must be a whole number {allowed}, got {given!r}{remedy and '; ' + remedy}")
-    return int(given)
+        raise ValueInputError(f"{name} must be a whole number {allowed}, got {value!r}{remedy and '; ' + remedy}")
+    return int(value)
 
 
 def check_order(order: Any) -> int:
@@ -91,16 +91,16 @@ def check_delay(delay: Any) -> int:
     return checked_count("delay", delay, remedy="1 takes neighbouring steps")
 
 
-def checked_share(name: str, given: Any, *, usual: float) -> float:
+def checked_share(name: str, value: Any, *, usual: float) -> float:
     """``given`` as a number between 0 and 1, both excluded."""
-    number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
-    if not number or not 0 < given < 1:
-        raise ValueInputError(f"{name} must be between 0 and 1, both excluded, got {given!r}; {usual:g} is usual")
-    return float(given)
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or not 0 < value < 1:
+        raise ValueInputError(f"{name} must be between 0 and 1, both excluded, got {value!r}; {usual:g} is usual")
+    return float(value)
 
 
-def checked_rng(given: Any) -> np.random.Generator:
+def checked_rng(value: Any) -> np.random.Generator:
     """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
-    if not isinstance(given, np.random.Generator):
-        raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")
-    return given
+    if not isinstance(value, np.random.Generator):
+        raise ValueInputError(f"rng must be a numpy Generator, got {value!r}; use np.random.default_rng(seed)")
+    return value

@@ -85,10 +85,10 @@ def auroc(
         value, low, high, error = (x.reshape(shape) for x in (value, low, high, error))
         return Auroc(value, low, high, error, level, "DeLong", None)
     codes = check_codes("clusters", clusters, len(table))
-    drawn = bootstrap_weights(
+    weights = bootstrap_weights(
         labels, codes, checked_count("replicates", replicates, least=99), _check_bootstrap_rng(rng)
     )
-    sample = np.stack([_weighted_auroc(column, labels, drawn) for column in table.T], axis=1)
+    sample = np.stack([_weighted_auroc(column, labels, weights) for column in table.T], axis=1)
     low, high = percentile_interval(sample, level)
     value, low, high, error = (x.reshape(shape) for x in (value, low, high, sample.std(axis=0, ddof=1)))
     return Auroc(value, low, high, error, level, "cluster bootstrap", sample.reshape(-1, *shape))
@@ -115,15 +115,15 @@ def auroc_difference(
         raise ShapeError(
             f"both scores must have one number per sample, got {list(np.shape(score))} and {list(np.shape(other))}"
         )
-    chosen, _ = check_labels(labels, len(columns[0]), first)
+    in_first, _ = check_labels(labels, len(columns[0]), first)
     level = checked_share("level", level, 0.95)
-    codes = None if clusters is None else check_codes("clusters", clusters, len(chosen))
+    codes = None if clusters is None else check_codes("clusters", clusters, len(in_first))
     both = np.concatenate(columns, axis=1)
     if codes is not None:
         checked_count("replicates", replicates, least=99)
-        drawn = bootstrap_weights(chosen, codes, replicates, _check_bootstrap_rng(rng))
-        sample = _weighted_auroc(both[:, 0], chosen, drawn) - _weighted_auroc(both[:, 1], chosen, drawn)
-    positive, negative = _placements(both, chosen)
+        weights = bootstrap_weights(in_first, codes, replicates, _check_bootstrap_rng(rng))
+        sample = _weighted_auroc(both[:, 0], in_first, weights) - _weighted_auroc(both[:, 1], in_first, weights)
+    positive, negative = _placements(both, in_first)
     value = float(positive[:, 0].mean() - positive[:, 1].mean())
     if codes is not None:
         low, high = percentile_interval(sample, level)

@@ -137,8 +137,8 @@ def compare_table(
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
     """
     table, shape = check_values(values)
-    chosen, groups = check_labels(labels, len(table), first)
-    return _compare_rows(table, chosen, groups, shape, rng, **options)
+    in_first, groups = check_labels(labels, len(table), first)
+    return _compare_rows(table, in_first, groups, shape, rng, **options)
 
 
 def _compare_rows(

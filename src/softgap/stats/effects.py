@@ -201,9 +201,9 @@ def contrast_table(
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
     """
     table, shape = check_values(values)
-    chosen, groups = check_labels(labels, len(table), first)
+    in_first, groups = check_labels(labels, len(table), first)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    design = design_of(chosen, codes, check_strata(strata, len(table)), exchange)
+    design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)
     basis = check_covariates(covariates, design, len(table))
     return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95), basis)
 
@@ -365,8 +365,8 @@ def hedges_g(
         low, high = _noncentral_interval(value, labels, level)
         return EffectSize(value.reshape(shape), low.reshape(shape), high.reshape(shape), level, "noncentral t", None)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    drawn = bootstrap_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
-    sample = _g(table, drawn * labels, drawn * ~labels)
+    weights = bootstrap_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
+    sample = _g(table, weights * labels, weights * ~labels)
     low, high = percentile_interval(sample, level)
     name = "bootstrap" if codes is None else "cluster bootstrap"
     return EffectSize(

@@ -123,18 +123,20 @@ def detectable(
     t + d / error >= critical is known for each relabelling without trying. The quantile of those is the answer.
     ``label_share`` is the share of the labels' variation that covariates leave: the error grows by its square root.
     """
-    chosen = rng.permutation(prepared.units)[:_UNITS]
+    sampled_units = rng.permutation(prepared.units)[:_UNITS]
     subset = StatisticTerms(
-        x=prepared.x[:, chosen],
-        square=None if prepared.square is None else prepared.square[:, chosen],
-        linear=None if prepared.linear is None else prepared.linear[:, chosen],
-        offset=prepared.offset[chosen],
+        x=prepared.x[:, sampled_units],
+        square=None if prepared.square is None else prepared.square[:, sampled_units],
+        linear=None if prepared.linear is None else prepared.linear[:, sampled_units],
+        offset=prepared.offset[sampled_units],
         slope=prepared.slope,
         curvature=prepared.curvature,
         total=prepared.total,
-        scale=prepared.scale[chosen],
+        scale=prepared.scale[sampled_units],
     )
-    s, root = (x.astype(np.float64) for x in numerator_and_error(subset, design.relabelled(_STUDIES, rng), slice(None)))
+    s, root = (
+        x.astype(np.float64) for x in numerator_and_error(subset, design.permuted_labels(_STUDIES, rng), slice(None))
+    )
     total, left = prepared.total, design.rows - design.blocks - 1
     # x has mean square 1, so that its residual sum of squares is rows - s^2 / total.
     deviation = np.sqrt(np.maximum(design.rows - s**2 / total, LEAST_RESIDUAL * design.rows) / left)

@@ -93,10 +93,10 @@ def _ranked_units(baselines: np.ndarray, values: np.ndarray, y: np.ndarray, trai
     """Units by the size of their partial correlation with the label, given the baselines, on the training samples."""
     basis, _ = np.linalg.qr(np.concatenate([np.ones((len(train), 1)), baselines[train]], axis=1))
     target = y[train] - basis @ (basis.T @ y[train])
-    chosen = values[train]
-    moment = target @ chosen  # the residual of y sees only the residual of x
-    left = (chosen**2).sum(axis=0) - ((basis.T @ chosen) ** 2).sum(axis=0)
-    size = np.abs(moment) / np.sqrt(np.maximum(left, 1e-12 * (chosen**2).sum(axis=0) + 1e-300))
+    training_rows = values[train]
+    moment = target @ training_rows  # the residual of y sees only the residual of x
+    left = (training_rows**2).sum(axis=0) - ((basis.T @ training_rows) ** 2).sum(axis=0)
+    size = np.abs(moment) / np.sqrt(np.maximum(left, 1e-12 * (training_rows**2).sum(axis=0) + 1e-300))
     return np.argsort(-size, kind="stable")
 
 
@@ -177,7 +177,7 @@ def incremental_auroc(
     Baselines enter linearly. If one acts by its square, give the square too, or units that follow it will seem to add.
     """
     table, shape = check_values(values)
-    chosen, _ = check_labels(labels, len(table), first)
+    in_first, _ = check_labels(labels, len(table), first)
     free = np.empty((len(table), 0)) if baselines is None else check_values(baselines, "baselines")[0]
     if len(free) != len(table):
         raise ValueInputError(
@@ -188,19 +188,19 @@ def incremental_auroc(
     checked_count("folds", folds, least=2)
     count = checked_count("permutations", permutations, least=19)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    plan = _outer_folds(chosen, codes, folds, checked_rng(rng))
-    y = np.where(chosen, 1.0, -1.0)
+    plan = _outer_folds(in_first, codes, folds, checked_rng(rng))
+    y = np.where(in_first, 1.0, -1.0)
     table = _standardise(table)
     free = _standardise(free)
     scored = _cross_validate(free, table, y, plan, sizes, list(ridges))
-    observed = _difference(scored, chosen)
+    observed = _difference(scored, in_first)
     basis, _ = np.linalg.qr(np.concatenate([np.ones((len(table), 1)), free], axis=1))
     shared = basis @ (basis.T @ table)
     sample = np.empty(count)
     for i in range(count):
-        exchanged = shared + (table - shared)[row_exchange(chosen, codes, rng)]
-        sample[i] = _difference(_cross_validate(free, exchanged, y, plan, sizes, list(ridges)), chosen)
-    return _summary(scored, null_of(observed, sample), chosen, codes, plan, shape, rng, replicates, level)
+        exchanged = shared + (table - shared)[row_exchange(in_first, codes, rng)]
+        sample[i] = _difference(_cross_validate(free, exchanged, y, plan, sizes, list(ridges)), in_first)
+    return _summary(scored, null_of(observed, sample), in_first, codes, plan, shape, rng, replicates, level)
 
 
 def _summary(
@@ -264,13 +264,13 @@ def _cross_validate(
     ridges: list[float],
 ) -> _FoldScores:
     baseline, combined = np.empty(len(y)), np.empty(len(y))
-    taken = np.zeros(table.shape[1], np.int64)
+    selections = np.zeros(table.shape[1], np.int64)
     for train, held, splits in plan:
         alone, best = best_hyperparameters(free, table, y, splits, sizes, ridges)
         baseline[held], _ = fitted_scores(free, table, y, train, held, alone)
         combined[held], units = fitted_scores(free, table, y, train, held, best)
-        taken[units] += 1
-    return _FoldScores(baseline, combined, taken)
+        selections[units] += 1
+    return _FoldScores(baseline, combined, selections)
 
 
 def _standardise(table: Float64[np.ndarray, "sample column"]) -> Float64[np.ndarray, "sample column"]:

@@ -164,7 +164,7 @@ def _label_blocks(design: Design, count: int, rng: np.random.Generator) -> Itera
     step = max(1, min(_PERMUTATIONS, _RANDOM_NUMBERS // design.rows))
     for start in range(0, count, step):
         where = slice(start, min(start + step, count))
-        yield where, design.relabelled(where.stop - where.start, rng)
+        yield where, design.permuted_labels(where.stop - where.start, rng)
 
 
 # Single precision moves a statistic by less, which must not decide a tie with the null.

@@ -69,9 +69,9 @@ def recurrence(
     checked_count("top", top, least=1, most=max(1, heads - 1), remedy="with all heads on top nothing can recur")
     count = checked_count("permutations", permutations, least=19)
     checked_rng(rng)
-    chosen, groups = check_labels(labels, len(table), first)
+    in_first, groups = check_labels(labels, len(table), first)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    design = design_of(chosen, codes, check_strata(strata, len(table)), exchange)
+    design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)
     rows = design.reduce(table)
     observed = contrast_of(rows, design, groups, shape, 0.95).t
     counts = _on_top(np.abs(observed)[None].astype(np.float32), top)[0]
@@ -80,7 +80,7 @@ def recurrence(
     step = max(1, _BLOCK // (modes * heads))
     for start in range(0, count, step):
         size = min(step, count - start)
-        s, root = numerator_and_error(prepared, design.relabelled(size, rng), slice(None))
+        s, root = numerator_and_error(prepared, design.permuted_labels(size, rng), slice(None))
         null[start : start + size] = _recurring(_on_top(np.abs(s / root).reshape(size, modes, heads), top), modes)
     recurring = _recurring(counts[None], modes)[0]
     # A head that is on top in r modes is matched by a relabelling in which any head is.

@@ -50,11 +50,11 @@ def reference_permutations(labels: Sequence[bool], blocks: Sequence[int]) -> lis
     names = sorted(set(blocks))
     members = [[i for i, block in enumerate(blocks) if block == b] for b in names]
     choices = [list(itertools.combinations(rows, sum(bool(labels[i]) for i in rows))) for rows in members]
-    found = []
-    for chosen in itertools.product(*choices):
-        first = set(itertools.chain.from_iterable(chosen))
-        found.append(tuple(i in first for i in range(len(labels))))
-    return found
+    arrangements = []
+    for combination in itertools.product(*choices):
+        first = set(itertools.chain.from_iterable(combination))
+        arrangements.append(tuple(i in first for i in range(len(labels))))
+    return arrangements
 
 
 def reference_maximum(
@@ -95,9 +95,9 @@ def reference_delong(a: Sequence[float], b: Sequence[float]) -> float:
     return math.sqrt(math.fsum(parts))
 
 
-def reference_kappa(one: Sequence[object], other: Sequence[object]) -> float:
+def reference_kappa(first: Sequence[object], other: Sequence[object]) -> float:
     """Cohen's kappa."""
-    n = len(one)
-    agreement = sum(a == b for a, b in zip(one, other, strict=True)) / n
-    chance = sum(sum(a == c for a in one) / n * sum(b == c for b in other) / n for c in {*one, *other})
+    n = len(first)
+    agreement = sum(a == b for a, b in zip(first, other, strict=True)) / n
+    chance = sum(sum(a == c for a in first) / n * sum(b == c for b in other) / n for c in {*first, *other})
     return (agreement - chance) / (1 - chance)

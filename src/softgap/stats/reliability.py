@@ -63,7 +63,7 @@ class LabelNoise:
         """The share of draws with this verdict, per rate."""
         if outcome not in OUTCOMES:
             raise unknown_name("outcome", outcome, OUTCOMES)
-        return np.array([drawn.count(outcome) / len(drawn) for drawn in self.outcomes])
+        return np.array([outcomes.count(outcome) / len(outcomes) for outcomes in self.outcomes])
 
 
 def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
@@ -119,22 +119,24 @@ def label_noise(
     if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
     values = np.asarray(labels)
-    chosen, _ = check_labels(values, len(values) if values.ndim else 0, first)
+    in_first, _ = check_labels(values, len(values) if values.ndim else 0, first)
     checked_rng(rng)
     checked_count("draws", draws)
     for rate in rates:
         checked_share("each of rates", rate, 0.1)
-    codes = np.arange(len(chosen)) if clusters is None else check_codes("clusters", clusters, len(chosen))
-    things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
-    found = set(judge(chosen).units)
-    p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
+    codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
+    things = np.arange(len(in_first)) if mixed_clusters(in_first, codes).any() else codes
+    observed_units = set(judge(in_first).units)
+    p, share_kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
     outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
-            again = judge(_flip_labels(chosen, things, rate, rng))
+            again = judge(_flip_labels(in_first, things, rate, rng))
             p[i, j], outcomes[i][j] = again.steps[0].p, again.outcome
-            kept[i, j] = len(found & set(again.units)) / len(found) if found else math.nan
-    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
+            share_kept[i, j] = (
+                len(observed_units & set(again.units)) / len(observed_units) if observed_units else math.nan
+            )
+    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, share_kept.mean(axis=1))
 
 
 def _flip_labels(

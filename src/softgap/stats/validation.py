@@ -64,70 +64,70 @@ def check_labels(
 ) -> tuple[Bool[np.ndarray, " sample"], tuple[str, str]]:
     """True for the samples of the first group, and the names of both; by default the first is the larger label."""
     values = _column("labels", labels, samples)
-    found = _distinct("labels", values)
-    names = ", ".join(f"'{value}'" for value in found.tolist())
-    if len(found) < 2:
+    distinct = _distinct("labels", values)
+    names = ", ".join(f"'{value}'" for value in distinct.tolist())
+    if len(distinct) < 2:
         raise ValueInputError(f"labels must name two groups, got only {names}; add samples of another group")
-    if len(found) > 2:
-        raise ValueInputError(f"labels must name two groups, got {len(found)} ({names}); choose two of them")
-    if first is not None and first not in found.tolist():
+    if len(distinct) > 2:
+        raise ValueInputError(f"labels must name two groups, got {len(distinct)} ({names}); choose two of them")
+    if first is not None and first not in distinct.tolist():
         raise ValueInputError(f"the first group must be one of {names}, got {first!r}")
-    leading, other = (found[1], found[0]) if first is None or first == found[1] else (found[0], found[1])
-    chosen = np.asarray(values == leading)
-    for name, count in ((leading, int(chosen.sum())), (other, int((~chosen).sum()))):
+    leading, other = (distinct[1], distinct[0]) if first is None or first == distinct[1] else (distinct[0], distinct[1])
+    in_first = np.asarray(values == leading)
+    for name, count in ((leading, int(in_first.sum())), (other, int((~in_first).sum()))):
         if count < least:
             raise ValueInputError(
                 f"each group needs at least {least} samples, got {count} in group '{name}'; add samples"
             )
-    return chosen, (str(leading), str(other))
+    return in_first, (str(leading), str(other))
 
 
-def check_codes(name: str, given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_codes(name: str, value: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """A number from 0 for each different entry of a column."""
-    values = _column(name, given, samples)
+    values = _column(name, value, samples)
     _distinct(name, values)
     return np.unique(values, return_inverse=True)[1].astype(np.int64)
 
 
-def check_strata(given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_strata(value: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """The stratum of each sample: of one column, or of several by name, crossed; all 0 without any."""
-    if given is None:
+    if value is None:
         return np.zeros(samples, np.int64)
-    if not isinstance(given, Mapping):
-        return check_codes("strata", given, samples)
+    if not isinstance(value, Mapping):
+        return check_codes("strata", value, samples)
     crossed = np.zeros(samples, np.int64)
-    for name, column in given.items():
+    for name, column in value.items():
         codes = check_codes(f"stratum '{name}'", column, samples)
         crossed = np.unique(crossed * (codes.max() + 1) + codes, return_inverse=True)[1].astype(np.int64)
     return crossed
 
 
-def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
+def checked_count(name: str, value: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
     """``given`` as a whole number from ``least`` to ``most``."""
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not whole or given < least or (most is not None and given > most):
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
         allowed = f"from {least}" if most is None else f"from {least} to {most}"
-        raise ValueInputError(f"{name} must be a whole number {allowed}, got {given!r}{remedy and '; ' + remedy}")
-    return int(given)
+        raise ValueInputError(f"{name} must be a whole number {allowed}, got {value!r}{remedy and '; ' + remedy}")
+    return int(value)
 
 
-def checked_share(name: str, given: Any, usual: float) -> float:
+def checked_share(name: str, value: Any, usual: float) -> float:
     """``given`` as a number strictly between 0 and 1."""
-    number = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
-    if not number or not 0 < given < 1:
-        raise ValueInputError(f"{name} must be between 0 and 1, got {given!r}; {usual:g} is usual")
-    return float(given)
+    number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    if not number or not 0 < value < 1:
+        raise ValueInputError(f"{name} must be between 0 and 1, got {value!r}; {usual:g} is usual")
+    return float(value)
 
 
-def checked_rng(given: Any) -> np.random.Generator:
+def checked_rng(value: Any) -> np.random.Generator:
     """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
-    if not isinstance(given, np.random.Generator):
-        raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")
-    return given
+    if not isinstance(value, np.random.Generator):
+        raise ValueInputError(f"rng must be a numpy Generator, got {value!r}; use np.random.default_rng(seed)")
+    return value
 
 
-def _column(name: str, given: Any, samples: int) -> np.ndarray:
-    values = np.asarray(given)
+def _column(name: str, entries: Any, samples: int) -> np.ndarray:
+    values = np.asarray(entries)
     if values.ndim != 1 or len(values) != samples:
         got = f"{len(values)} for {samples} samples" if values.ndim == 1 else f"the shape {list(values.shape)}"
         raise ShapeError(f"{name} must have one entry per sample, got {got}; give each sample its own entry")

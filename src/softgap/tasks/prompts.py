@@ -51,7 +51,7 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """As one object, which :func:`prompt_from` reads back."""
-        own = {
+        fields = {
             "id": self.sample_id,
             "prompt": self.prompt,
             "completion": self.completion,
@@ -59,7 +59,7 @@ class Prompt:
             "label": self.label,
             "group": self.group,
         }
-        return {**{name: value for name, value in own.items() if value is not None}, **self.fields}
+        return {**{name: value for name, value in fields.items() if value is not None}, **self.fields}
 
     def asked(self) -> Prompt:
         """The same to be answered by the model: without the completion, and without the label that belonged to it."""
@@ -107,28 +107,28 @@ def check_ids(prompts: Sequence[Prompt], name: str) -> None:
         lines[prompt.sample_id] = prompt.line
 
 
-def _completion(given: Any, where: str) -> str | None:
-    if given is None or given == "":
+def _completion(value: Any, where: str) -> str | None:
+    if value is None or value == "":
         return None
-    if not isinstance(given, str):
-        raise ValueInputError(f"{where}: 'completion' must be text, got {shortened(given)}; write it in quotes")
-    return given
+    if not isinstance(value, str):
+        raise ValueInputError(f"{where}: 'completion' must be text, got {shortened(value)}; write it in quotes")
+    return value
 
 
-def _references(given: Any, where: str) -> tuple[str, ...]:
-    values = given if isinstance(given, list | tuple) else [] if given is None or given == "" else [given]
+def _references(answers: Any, where: str) -> tuple[str, ...]:
+    values = answers if isinstance(answers, list | tuple) else [] if answers is None or answers == "" else [answers]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | float) or str(value).strip() == "":
             raise ValueInputError(
-                f"{where}: 'reference' must be an answer or a list of answers, got {shortened(given)}; write them as "
+                f"{where}: 'reference' must be an answer or a list of answers, got {shortened(answers)}; write them as "
                 "text"
             )
     return tuple(str(value) for value in values)
 
 
-def _group(given: Any, where: str) -> str | None:
-    if given is None or given == "":
+def _group(value: Any, where: str) -> str | None:
+    if value is None or value == "":
         return None
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {shortened(given)}; change it")
-    return str(given)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {shortened(value)}; change it")
+    return str(value)

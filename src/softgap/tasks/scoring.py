@@ -71,15 +71,17 @@ def _exact(answer: str, prompt: Prompt) -> str:
 
 def _contains(answer: str, prompt: Prompt) -> str:
     """A reference as whole words somewhere in the answer."""
-    given = f" {_words(answer)} "
-    return _label(any(f" {_words(reference)} " in given for reference in prompt.reference))
+    words = f" {_words(answer)} "
+    return _label(any(f" {_words(reference)} " in words for reference in prompt.reference))
 
 
 def _numeric(answer: str, prompt: Prompt) -> str:
     """The last number of the answer equals that of a reference."""
-    given = _numbers(answer)
+    answer_numbers = _numbers(answer)
     wanted = [numbers[-1] for numbers in map(_numbers, prompt.reference) if numbers]
-    return _label(bool(given) and any(math.isclose(given[-1], number, rel_tol=1e-9) for number in wanted))
+    return _label(
+        bool(answer_numbers) and any(math.isclose(answer_numbers[-1], number, rel_tol=1e-9) for number in wanted)
+    )
 
 
 def _choice(answer: str, prompt: Prompt) -> str | None:
@@ -87,8 +89,8 @@ def _choice(answer: str, prompt: Prompt) -> str | None:
     choices = _choices(prompt)
     wanted = {_words(reference) for reference in prompt.reference}
     right = {i for i, choice in enumerate(choices) if _words(choice) in wanted or chr(65 + i).lower() in wanted}
-    given = f" {_words(answer)} "
-    places = {i: given.find(f" {_words(choice)} ") for i, choice in enumerate(choices)}
+    words = f" {_words(answer)} "
+    places = {i: words.find(f" {_words(choice)} ") for i, choice in enumerate(choices)}
     named = sorted((place, -len(choices[i]), i) for i, place in places.items() if place >= 0)
     if named:
         return _label(named[0][2] in right)
@@ -145,7 +147,7 @@ def _import_function(path: str) -> Callable[..., Any]:
         if added:
             # The console script does not look in the folder it is called from, where a user's module lies.
             sys.path.insert(0, here)
-        found = getattr(importlib.import_module(module), function)
+        function_object = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ValueInputError(
             f"cannot import the scoring '{path}' ({type(error).__name__}: {error}); give module:function with the "
@@ -154,9 +156,9 @@ def _import_function(path: str) -> Callable[..., Any]:
     finally:
         if added:
             sys.path.remove(here)
-    if not callable(found):
-        raise ValueInputError(f"the scoring '{path}' must be a function, got {found!r}; name a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function_object):
+        raise ValueInputError(f"the scoring '{path}' must be a function, got {function_object!r}; name a function")
+    return function_object  # type: ignore[no-any-return]
 
 
 def _judge_with(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:

@@ -21,7 +21,7 @@ def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
     """Prompts by sample id, each with the number of its batch; None for a study without them."""
     if folder.kind(PROMPTS) == "absent":
         return None
-    found = {}
+    prompts = {}
     for number, entry in enumerate(read_lines(folder, PROMPTS), start=1):
         batch = entry.pop("batch", UNPLANNED)
         if not isinstance(batch, int):
@@ -30,5 +30,5 @@ def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
                 "; restore this file from a copy"
             )
         prompt = prompt_from(entry, f"{PROMPTS} in '{folder.given}', line {number}", str(number), line=number)
-        found[prompt.sample_id] = (prompt, batch)
-    return found
+        prompts[prompt.sample_id] = (prompt, batch)
+    return prompts

@@ -68,8 +68,8 @@ class Study:
     def samples(self) -> pd.DataFrame:
         """The samples table (texts, labels, tokens), without the trajectories."""
         files = [f"samples/{part_name(batch)}" for batch in self._batches]
-        found = [read_samples(self._folder, name) for name in files]
-        frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *found]).to_pandas()
+        batches = [read_samples(self._folder, name) for name in files]
+        frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *batches]).to_pandas()
         return frame
 
 
@@ -176,9 +176,9 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON ({error}); restore the file from a copy") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        given = document.get("format") if isinstance(document, dict) else document
+        format_name = document.get("format") if isinstance(document, dict) else document
         raise StoreError(
-            f"{where} must have the format '{FORMAT}', got {given!r}; give a folder that softgap has written"
+            f"{where} must have the format '{FORMAT}', got {format_name!r}; give a folder that softgap has written"
         )
     version = document.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
