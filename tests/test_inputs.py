@@ -191,13 +191,13 @@ def axes() -> Any:
 
 
 CASES: dict[tuple[str, str], Callable[[Any], None]] = {
-    ("ComparisonPlan", "between"): lambda model: _one_group(),
-    ("ComparisonPlan", "mechanisms"): plans("mechanisms", "elu1"),
-    ("ComparisonPlan", "features"): plans("features", "mean"),
-    ("ComparisonPlan", "transforms"): plans("transforms", "diff"),
-    ("ComparisonPlan", "segments"): plans("segments", "early"),
-    ("ComparisonPlan", "match"): plans("match", "length"),
-    ("ComparisonPlan", "strata"): plans("strata", "topic"),
+    ("Preregistration", "between"): lambda model: _one_group(),
+    ("Preregistration", "mechanisms"): plans("mechanisms", "elu1"),
+    ("Preregistration", "features"): plans("features", "mean"),
+    ("Preregistration", "transforms"): plans("transforms", "diff"),
+    ("Preregistration", "segments"): plans("segments", "early"),
+    ("Preregistration", "match"): plans("match", "length"),
+    ("Preregistration", "strata"): plans("strata", "topic"),
     ("Mechanism", "needs"): mechanism("needs"),
     ("Mechanism", "accepts"): mechanism("accepts"),
     ("Prompt", "reference"): same(lambda model: lambda given: Prompt("0", "Capital?", reference=given), "Paris"),
@@ -208,7 +208,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Trajectories", "mechanisms"): refused(mechanisms_of),
     ("Trajectories", "tokens"): refused(tokens_of),
     ("calibrate", "texts"): arrived(
-        "calibration.texts", "_fitted", lambda model: lambda given: _calibrated(model, given)
+        "calibration.texts", "_fit_sequences", lambda model: lambda given: _calibrated(model, given)
     ),
     ("confirmation_split", "clusters"): refused(
         lambda model: lambda given: confirmation_split(["1", "2", "3"], clusters=given)
@@ -244,7 +244,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("judge", "mechanisms"): same(
         lambda model: lambda given: words(lambda: softgap.calibration.judge(model, [IDS], given)), "fitted"
     ),
-    ("passages_of", "texts"): same(ids_of, TEXT),
+    ("split_sequences", "texts"): same(ids_of, TEXT),
     ("phase_maps", "names"): wrong(
         lambda model: lambda given: UNTYPED.theory.separation.phase_maps(given, *axes(), {}, 2, rng=RNG)
     ),

@@ -288,7 +288,7 @@ def test_the_largest_point_within_both_budgets() -> None:
     with pytest.raises(SoftgapError, match="this frontier has gradient: elu1, random: elu1, got greedy: any"):
         found.largest(0.1, order="greedy")
     blind = Frontier("heads", {}, (Point("random", "elu1", 1, 1, 0.1, {"loss": Interval(0.1, 0.1, 0.1)}),))
-    with pytest.raises(SoftgapError, match="a recall budget needs lookups, and none were asked"):
+    with pytest.raises(SoftgapError, match="a recall budget needs recall lists, and none were asked"):
         blind.largest(1.0, 0.1)
 
 
@@ -320,11 +320,11 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=-1)
     with pytest.raises(SoftgapError, match="recall budget must be between 0 and 1, the largest drop, got 5"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=5)
-    with pytest.raises(SoftgapError, match="a recall budget needs lookups, got recalls=0"):
+    with pytest.raises(SoftgapError, match="a recall budget needs recall lists, got recalls=0"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=0.1, recalls=0, length=64)
     with pytest.raises(SoftgapError, match="at least 2048 tokens"):
         find_plan(small, byte_tokenizer(), ["short"], "elu1", budget=1)
-    with pytest.raises(SoftgapError, match="begins with a repair, got 3 and repair=False"):
+    with pytest.raises(SoftgapError, match="needs the output correction, got tune=3 and repair=False"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, tune=3, repair=False)
     with pytest.raises(SoftgapError, match="unknown score"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, score="luck")

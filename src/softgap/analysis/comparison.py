@@ -47,7 +47,7 @@ Progress = Callable[[str, float], None]
 
 _RATES = (0.02, 0.05, 0.1, 0.2)
 _TOP = 5
-# Relabellings of each of the many comparisons with flipped labels.
+# Permutations in each of the many comparisons with flipped labels.
 _FLIPPED = 499
 
 

@@ -69,7 +69,7 @@ class Preregistration:
     min_steps, eligibility
         Shorter samples are left out; the least number of windows of an entropy.
     permutations, refits, draws, seed
-        Relabellings; permutations with the whole selection refitted; draws of flipped labels per rate.
+        Permutations of the labels; permutations with the whole selection refitted; draws of flipped labels per rate.
     """
 
     by: str = "label"

@@ -188,9 +188,9 @@ def evaluate_conditions(
 ) -> Mapping[str, Closed]:
     """The share of the gap that the fitted map closes by condition, from position 64 on.
 
-    ``text of the fit`` and ``held-out text`` are passages of equal length; ``after a BOS token``, ``as a chat message``
-    and ``at random offsets`` (the first token far behind position 0) are the held-out passages again, where the model
-    allows it; the others are texts of four kinds that come with softgap.
+    ``text of the fit`` and ``held-out text`` are sequences of equal length; ``after a BOS token``, ``as a chat
+    message`` and ``at random offsets`` (the first token far behind position 0) are the held-out sequences again, where
+    the model allows it; the others are texts of four kinds that come with softgap.
     """
     length = min(LONGEST, corpus.longest // 2)
     rng = np.random.default_rng(seed)

@@ -32,7 +32,7 @@ class Blocks:
 
     @property
     def is_stack(self) -> bool:
-        """Whether the model is a row of blocks with one attention layer in each, at most."""
+        """Whether the model is a plain stack of blocks with at most one attention layer each."""
         return bool(self.blocks)
 
     @contextmanager
@@ -107,8 +107,8 @@ class LayerwiseRun:
         self._blocks = Blocks(model)
         if not self._blocks.is_stack:
             raise UnsupportedError(
-                f"model type '{model.config.model_type}' is no row of blocks with one attention layer each, so it "
-                "cannot be repaired block by block; leave the repair out"
+                f"model type '{model.config.model_type}' is not a plain stack of blocks with one attention layer "
+                "each, so outputs cannot be corrected layer by layer; leave the output correction out"
             )
         self._outputs: list[Any] = [None] * len(rows)
         self._place = 0

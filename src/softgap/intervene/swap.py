@@ -112,7 +112,7 @@ LARGEST_WINDOW = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """An affine map of every head's output, l -> weight l + bias: what a repair fits. Heads without one keep theirs."""
+    """An affine map of every head's output, l -> weight l + bias: the output correction."""
 
     weight: Float[Tensor, "layer head value_dim value_dim"]
     bias: Float[Tensor, "layer head value_dim"]
@@ -156,7 +156,7 @@ class Substitute:
 
     @property
     def name(self) -> str:
-        """The mechanism with its options, the window and the repair, in words."""
+        """The mechanism with its options, the window and the output correction, in words."""
         options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
         window = "" if self.window is None else f" + softmax on {self.window}"
         return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
@@ -326,7 +326,7 @@ def swap(
         (layer, head) pairs; :func:`heads_of_layer` and :func:`heads_of_group` list those of a layer or a KV group.
     mechanism
         A name (``"elu1"``, ``"top_k:k=8"``), a :class:`Mechanism` with its parameters ``[layer, head, ...]``, or a
-        :class:`Substitute`, which may repair a head's output too.
+        :class:`Substitute`, which may correct a head's output too.
     window
         Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
     positions

@@ -1,13 +1,13 @@
-"""Tuning: the numbers of all swapped heads trained together, towards what the original model says in the end.
+"""Distil the original model into the substitutes of all swapped heads together.
 
-A block-wise repair brings every head back to itself. What the model makes of all heads together is another question,
-and the gradient knows: with theta the readouts of the swapped heads and the weights and biases of their fitted maps,
+An output correction brings each head back to itself. What the model makes of all heads together is another question:
+with theta the readouts of the swapped heads and the weights and biases of their fitted maps,
 Adam goes down
 
     KL(p || p_theta) = mean over t of sum_y p_t(y) (log p_t(y) - log p_theta,t(y)),
 
-p_t the next-token distribution of the original model on the same passages. The model's weights stay as they are, and a
-tuned substitute is computed, stored and streamed as any other.
+p_t the next-token distribution of the original model on the same sequences. The model's weights stay as they are, and a
+distilled substitute is computed, stored and streamed as any other.
 """
 
 from __future__ import annotations
@@ -61,21 +61,23 @@ def distil_substitute(
     Parameters
     ----------
     read
-        Passages to train on, one at a step, in an order drawn anew for every round.
+        Sequences to train on, one at a step, in an order drawn anew for every round.
     asked
-        Lookups to train on beside them, one at a step: what text does not ask for is lost otherwise.
+        Recall lists to train on as well, one at a step: otherwise the model loses what text does not ask for.
     mechanism
-        Where to begin. Without a readout it is repaired first, on the same passages.
+        Where to begin. Without a readout its output is corrected first, on the same sequences.
     learning_rate
         Of the readouts; maps move in proportion.
     maps
         Whether the maps of the mechanism ``fitted`` are trained too, or the readouts alone.
     seed
-        Of the order of the passages.
+        Of the order of the sequences.
     """
     check_measurable(model)
     if steps < 1 or not learning_rate > 0:
-        raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
+        raise ValueInputError(
+            f"distillation needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}"
+        )
     start = substitute(mechanism, model)
     if start.readout is None:
         start = fit_output_correction(
@@ -97,7 +99,7 @@ def distil_substitute(
                 for part, row in zip(both, drawn_rows, strict=True)
             ]
         optimiser.step()
-        progress(f"tuning, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
+        progress(f"distilling, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
     return free.substitute(detached=True)
 
 
@@ -130,7 +132,7 @@ class _TrainableSubstitute:
 
 
 def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
-    """A passage for every step: all of them, then all of them in another order, and so on."""
+    """A sequence for every step: all of them, then all of them in another order, and so on."""
     order: list[int] = []
     for _ in range(steps):
         order = order or [int(i) for i in rng.permutation(n)]
@@ -138,7 +140,7 @@ def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[in
 
 
 def _divergence(model: Model, text: Sequences, heads: Sequence[Head], used: Substitute) -> float:
-    """KL from the original model on one passage, its gradient added to the free numbers."""
+    """KL from the original model on one sequence, its gradient added to the free numbers."""
     with torch.no_grad():
         wanted = _log_probabilities(model, text)
     with torch.enable_grad(), swap(model, heads, used):

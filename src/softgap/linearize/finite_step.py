@@ -33,7 +33,7 @@ def with_finite_steps(
     Parameters
     ----------
     read
-        The passages that the scores come from; the corrected heads are swapped on them, one at a time.
+        The sequences that the scores come from; the corrected heads are swapped on them, one at a time.
     """
     if not 1 <= top <= len(scores.heads):
         raise ValueInputError(f"top must be between 1 and the {len(scores.heads)} heads, got {top}")

@@ -87,8 +87,8 @@ class Budget:
         if self.recall is not None:
             if "recall" not in change:
                 raise ValueInputError(
-                    f"a recall budget needs lookups, and none were asked (recall budget {self.recall:g}); ask some, "
-                    "or leave the recall budget out"
+                    f"a recall budget needs recall lists, and none were asked (recall budget {self.recall:g}); ask "
+                    "some, or leave the recall budget out"
                 )
             if not -change["recall"] <= self.recall:
                 exceeded.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
@@ -252,9 +252,9 @@ def frontier(
     Parameters
     ----------
     fit
-        Passages that scores, repairs and mean outputs come from.
+        Sequences that scores, output corrections and mean outputs come from.
     held_out, asked
-        Passages and lookups that every point is measured on.
+        Text and recall lists that every point is measured on.
     by
         ``heads``, or ``groups``: whole KV groups, which is what saves memory.
     orders
@@ -264,14 +264,15 @@ def frontier(
     greedy
         Also score anew after each share, by the first of the orders that is a score.
     repair
-        Also repair every set of the first order and of the greedy one.
+        Also correct the outputs of every set of the first order and of the greedy one.
     tune
-        Also tune every set of the first order after its repair, by so many steps (:func:`tuned`); 0 for none.
+        Also distil every set of the first order after the output correction, by so many steps
+        (:func:`distil_substitute`); 0 for none.
     ablation
         Also swap the sets of the first order by mean ablation.
     fit_asked
-        Lookups, others than ``asked``, that scores and tuning count beside ``fit``: heads that text hardly misses may
-        be all of recall.
+        Recall lists, others than ``asked``, that scores and distillation count beside ``fit``: heads that text hardly
+        misses may carry all of recall.
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     """
@@ -375,7 +376,7 @@ class _FrontierRun:
                 self.measure("greedy", first_heads(gone, len(gone)), n, kinds)
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
-        """Measure one set, plain, repaired, tuned or ablated, and note it."""
+        """Measure one set: plain, with corrected outputs, distilled or ablated."""
         for kind in kinds:
 
             def make(kind: str = kind) -> dict[str, Any]:

@@ -61,15 +61,15 @@ class Impact:
     heads
         (layer, head) pairs.
     original
-        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per list of
-        lookups: ``recall``, the share of answers in the context whose first token is right, and ``whole_answers``, the
-        share that is right in every token.
+        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per recall
+        list: ``recall``, the share of answers whose first token is right, and ``whole_answers``, the share that
+        are right in every token.
     change
         By swapping one head, ``[mechanism, head, text]``: the rise in ``loss``, the ``kl`` divergence of the swapped
         model's next-token distribution from the original one, and the changes in ``accuracy``, ``recall`` and
         ``whole_answers``.
     settings
-        Model, hash of the passages and whatever else it depends on.
+        Model, hash of the sequences and whatever else it depends on.
     """
 
     mechanisms: tuple[str, ...]
@@ -154,7 +154,7 @@ class Impact:
 
 
 def mean_outputs(model: Model, read: Sequences) -> Mechanism:
-    """``mean_ablation`` with the mean output of each head over these passages."""
+    """``mean_ablation`` with the mean output of each head over these sequences."""
     sums: list[Tensor] = []
 
     def visit(layer: LayerTensors) -> None:
@@ -201,19 +201,19 @@ def impact(
     Parameters
     ----------
     texts
-        What the model reads, cut into passages of ``length`` tokens, about ``tokens`` in all (None: all of it).
+        What the model reads, cut into sequences of ``length`` tokens, about ``tokens`` in all (None: all of it).
     mechanism
         What the heads are swapped for.
     controls
-        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same passages: a head
+        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same sequences: a head
         is linearizable only where the mechanism beats it.
     heads
         Some heads; None for all.
     recalls
-        Lists of lookups to measure recall with; 0 for none. Few, because every head is asked all of them:
+        Lists to measure associative recall with; 0 for none. Few, because every head is asked all of them:
         :meth:`Impact.interval` says how far each number may be off.
     seed
-        Of the lookups and of the resampling of intervals.
+        Random seed of the recall lists and of the bootstrap.
     reuse
         False runs a whole forward for every head: the same numbers, more slowly.
     progress
@@ -239,7 +239,7 @@ def impact_on(
     reuse: bool = True,
     progress: Report = lambda stage, fraction: None,
 ) -> Impact:
-    """The same on passages and lookups that are given; see :func:`impact`."""
+    """The same on given sequences and recall lists; see :func:`impact`."""
     check_measurable(model)
     layers = attention_layers(model)
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
@@ -256,7 +256,7 @@ def impact_on(
     recall = (
         None
         if asked is None
-        else sweep.over(asked, lambda done: progress("asking lookups", share + (1 - share) * done))
+        else sweep.over(asked, lambda done: progress("asking for recall", share + (1 - share) * done))
     )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
@@ -282,7 +282,7 @@ def impact_on(
 
 
 class _Sweep:
-    """Every chosen head swapped alone, by each substitute, over passages."""
+    """Every chosen head swapped alone, by each substitute, over sequences."""
 
     def __init__(
         self,
@@ -302,17 +302,17 @@ class _Sweep:
         self._checked = False
 
     def over(
-        self, passages: Sequences, report: Callable[[float], None]
+        self, sequences: Sequences, report: Callable[[float], None]
     ) -> Float[np.ndarray, "quantity swap head text"]:
         """Loss, KL and accuracy of every text: of the original (first), then of each substitute."""
         widest = max(len(heads) for _, heads in self._heads_by_layer)
-        size = max(1, BATCH_TOKENS // (widest * passages.ids.shape[1]))
-        starts = range(0, len(passages), size)
+        size = max(1, BATCH_TOKENS // (widest * sequences.ids.shape[1]))
+        starts = range(0, len(sequences), size)
         columns = []
         with torch.inference_mode():
             for number, start in enumerate(starts):
                 done = number / len(starts)
-                part = passages.part(slice(start, start + size))
+                part = sequences.part(slice(start, start + size))
                 columns.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
         return np.concatenate(columns, axis=-1)
 

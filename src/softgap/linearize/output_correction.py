@@ -1,7 +1,7 @@
-"""Block-wise repair: a map of every swapped head's output, refitted layer by layer on what the layer then sees.
+"""Output correction: an affine map of each swapped head's output, fitted layer by layer.
 
 A head's substitute gives l where the original model's head gave o on the same token. Going up the layers, with those
-below swapped and repaired, each swapped head gets the ridge regression towards the identity
+below swapped and corrected, each swapped head gets the ridge regression towards the identity
 
     (M, b) = argmin  sum_t |o_t - M l_t - b|^2 + lambda |M - I|^2,      lambda = ridge x mean diagonal of sum l l^T,
 
@@ -50,7 +50,7 @@ def fit_output_correction(
     Parameters
     ----------
     read
-        Passages to fit on; 8,000 tokens are enough for heads of 64 dimensions.
+        Sequences to fit on; 8,000 tokens are enough for heads of 64 dimensions.
     ridge
         Pull towards the identity, in units of the mean square of the head's output.
     """
@@ -65,7 +65,7 @@ def fit_output_correction(
     readout: Readout | None = None
     done: dict[int, SwappedLayer] = {}
 
-    def repaired_so_far(call: AttentionCall) -> Tensor:
+    def corrected_output(call: AttentionCall) -> Tensor:
         part = done.get(id(call.module))
         if part is None:
             return call.output
@@ -73,7 +73,7 @@ def fit_output_correction(
 
     for number, (layer, some) in enumerate(by_layer):
         original.advance_to(layer)
-        swapped.advance_to(layer, repaired_so_far)
+        swapped.advance_to(layer, corrected_output)
         part = swapped_layer(layer, some, bare, len(layers))
         weight, bias = _fit_layer(original, swapped, part, len(read), ridge)
         if readout is None:
@@ -81,7 +81,7 @@ def fit_output_correction(
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
         done[id(layer.module)] = swapped_layer(layer, some, replace(bare, readout=readout), len(layers))
-        progress("repairing layers", (number + 1) / len(by_layer))
+        progress("correcting outputs", (number + 1) / len(by_layer))
     return replace(bare, readout=readout)
 
 

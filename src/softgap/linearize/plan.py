@@ -49,7 +49,7 @@ class Plan:
         What the heads become.
     original, expected
         Loss, accuracy, recall and whole answers of the model, and their changes under the plan with intervals over
-        texts and lists of lookups, on text and lists that the search for the plan never saw. Recall is the share of
+        texts and recall lists, on text and lists that the search for the plan never saw. Recall is the share of
         answers whose first token is right.
     recall
         How well recall is known: ``lists`` and ``questions`` that were asked, and the half-widths of the 95 % intervals

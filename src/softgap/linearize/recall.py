@@ -1,4 +1,4 @@
-"""Associative recall on as many lists of lookups as it takes to say it to two hundredths.
+"""Measure associative recall on as many lists as a half-width of two hundredths takes.
 
 A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
 of the original model's recall and of its change under the swap both have a half-width of at most :data:`HALF_WIDTH`, or

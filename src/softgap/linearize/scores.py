@@ -143,10 +143,10 @@ def head_scores(
     Parameters
     ----------
     read
-        Passages; slopes and curvatures are those of the loss of the next tokens that count.
+        Sequences; slopes and curvatures are those of the loss of the next tokens that count.
     asked
-        Lookups whose scores are added, scaled so that over all heads they weigh as much as those of the text: heads
-        that text hardly misses may be all of recall.
+        Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
+        heads that text hardly misses may carry all of recall.
     names
         Which scores; see :data:`SCORES`.
     heads
@@ -201,7 +201,7 @@ def head_scores(
 def add_recall_scores(
     text: Float[np.ndarray, "head text"], recall: Float[np.ndarray, " head"]
 ) -> Float[np.ndarray, "head text"]:
-    """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
+    """Scores by text with those by recall lists added, both with the same sum of sizes over the heads."""
     total = float(np.abs(recall).sum())
     scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
     combined: np.ndarray = text + scale * recall[:, None]

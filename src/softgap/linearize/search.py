@@ -1,8 +1,8 @@
 """The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
 
-The text is cut in three: half of the passages to score heads and to fit repairs on, a quarter to choose how many heads
-go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lists of lookups of its
-own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
+The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
+many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
+of its own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
-# Lists that head scores and tuning count beside the text; they decide nothing by themselves.
+# Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
 # Lists of each kind are drawn from a seed of their own.
 CHECK, CHOOSE, FIT = range(3)
@@ -78,7 +78,7 @@ def find_plan(
     Parameters
     ----------
     texts
-        What to search on: cut into passages of ``length`` tokens, about ``tokens`` in all.
+        What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
         What heads become, by name, or as a :class:`Substitute`.
     budget
@@ -92,10 +92,11 @@ def find_plan(
     repair
         Whether swapped heads get a readout.
     tune
-        Steps by which every set that is tried is tuned after its repair (:func:`tuned`); 0 for none. A step takes the
-        time of about four forwards over a passage.
+        Steps by which every set is distilled after its output correction (:func:`distil_substitute`); 0 for none. A
+        step takes the
+        time of about four forwards over a sequence.
     recalls
-        Lists of lookups that the plan is checked on, and as many others to choose on where recall is limited. None asks
+        Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
         as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
@@ -107,7 +108,9 @@ def find_plan(
     used = substitute(mechanism, model)
     read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
-        raise ValueInputError("a recall budget needs lookups, got recalls=0; leave recalls or the recall budget out")
+        raise ValueInputError(
+            "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
+        )
 
     def lists(kind: int, skip: int, n: int) -> Sequences:
         return recall_sequences(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
@@ -125,7 +128,7 @@ def find_plan(
     check = None
     if recalls != 0:
         check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
-        check.report = lambda n: progress(f"{stage}, {n} lists of lookups", 0.97)
+        check.report = lambda n: progress(f"{stage}, {n} recall lists", 0.97)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
     return _evaluate_plan(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
 
@@ -159,7 +162,8 @@ def check_search(
         raise unknown_name("score", score, SCORES)
     if tune < 0 or (tune and not repair):
         raise ValueInputError(
-            f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}; leave one out"
+            f"distillation takes 0 steps or more and needs the output correction, got tune={tune} and "
+            f"repair={repair}; leave one out"
         )
     check_length(length)
     if tokens is not None and tokens < 1:
@@ -169,7 +173,7 @@ def check_search(
 
 @dataclass(frozen=True, eq=False)
 class _SearchText:
-    """Passages to fit on, to choose on and to check on, and lookups to fit on."""
+    """Sequences to fit on, to choose on and to check on, and recall lists to fit on."""
 
     fit: Sequences
     choose: Sequences
@@ -178,7 +182,7 @@ class _SearchText:
 
 
 def _split_text(read: Sequences, recall: Sequences | None) -> _SearchText:
-    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
+    """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
@@ -190,7 +194,7 @@ def _order_by_score(
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
-    Where recall is limited, lookups count beside the passages: heads that text hardly misses may be all of recall.
+    Where recall is limited, recall lists count beside the text: heads that text hardly misses may be all of recall.
     """
     name = settings["score"]
 
@@ -212,7 +216,7 @@ def _order_by_score(
 
 
 class _Search:
-    """What sets of heads cost, on the quarter of the text and the lookups that choose."""
+    """What sets of heads cost, on the quarter of the text and the recall lists that choose."""
 
     def __init__(
         self,
@@ -229,11 +233,11 @@ class _Search:
         self._substitutes: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
         if recall is not None:
-            recall.report = lambda n: progress(f"asking {n} lists of lookups", self.share)
+            recall.report = lambda n: progress(f"asking {n} recall lists", self.share)
         self._original = self._reading([])
 
     def substitute(self, heads: Sequence[Head]) -> Substitute:
-        """What these heads become, repaired and tuned where that is wanted; made once for a set."""
+        """The substitute of these heads, with corrected outputs and distilled where asked; computed once for a set."""
         if not self._settings["repair"]:
             return self._plain
         key = tuple(heads)
@@ -258,7 +262,7 @@ class _Search:
         return {name: means[1][name] - means[0][name] for name in means[0]}
 
     def lists(self, heads: Sequence[Head]) -> int:
-        """On how many lists of lookups it was decided whether these heads may go; 0 where recall is not limited."""
+        """On how many recall lists it was decided whether these heads may go; 0 where recall is not limited."""
         if self._recall is None:
             return 0
         return len(self._recall.compare(heads, lambda: self.substitute(heads))[0].recall)

@@ -77,7 +77,7 @@ class Sequences:
         ``right`` is 1 where the top token is the right one, else 0.
         """
         if self.first is None:
-            raise ValueInputError("these passages ask nothing, so there are no answers to count; use lookups")
+            raise ValueInputError("these sequences ask nothing, so there are no answers to count; use recall_sequences")
         first = self.first.to(right)
         number = (self.first.cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
         wrong = torch.zeros_like(right).scatter_add(-1, number, (1 - right) * self.scored.to(right))
@@ -95,29 +95,29 @@ def split_sequences(
     tokens: int | None = None,
     fewest: int = 1,
 ) -> Sequences:
-    """Cut texts into passages of ``length`` tokens; what is left over at their end is not used.
+    """Cut texts into sequences of ``length`` tokens; what is left over at their end is not used.
 
     Parameters
     ----------
     texts
         In any number; they are joined in their order.
     tokens
-        Use about so many tokens, in passages spread evenly over the text; None uses all.
+        Use about so many tokens, in sequences spread evenly over the text; None uses all.
     fewest
-        How many passages are needed at least.
+        How many sequences are needed at least.
     """
     check_length(length)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and length > context:
         raise ValueInputError(
-            f"passages can have at most the model's context of {context} tokens, got {length}; shorten them"
+            f"sequences can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
     ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
     whole = len(ids) // length
     if whole < fewest:
         raise ValueInputError(
-            f"the text must have at least {fewest * length} tokens ({fewest} passage{'s' * (fewest > 1)} of {length}), "
-            f"got {len(ids)}; give more text or choose shorter passages"
+            f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
+            f" got {len(ids)}; give more text or choose shorter sequences"
         )
     wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
     places = np.linspace(0, whole - 1, wanted).round().astype(int)
@@ -126,9 +126,9 @@ def split_sequences(
 
 
 def check_length(length: int) -> None:
-    """Refuse passages too short to predict anything in."""
+    """Refuse sequences too short to predict anything in."""
     if length < FEWEST:
-        raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
+        raise ValueInputError(f"sequences must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
 
 
 def recall_sequences(
@@ -140,7 +140,7 @@ def recall_sequences(
     counts does not see it. ``skip`` leaves out the first lists of this seed, so that further ones are others.
     """
     if n < 1:
-        raise ValueInputError(f"lookups need at least 1 list, got {n}")
+        raise ValueInputError(f"associative recall needs at least 1 list, got {n}")
     drawn = [
         _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
     ]
@@ -148,7 +148,8 @@ def recall_sequences(
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest > context:
         raise ValueInputError(
-            f"lookups of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for fewer pairs"
+            f"recall lists of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for "
+            "fewer pairs"
         )
     rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in drawn], device=model.device)
     scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=model.device)
@@ -158,10 +159,10 @@ def recall_sequences(
     return Sequences(rows, scored, first)
 
 
-def digest_of_sequences(*passages: Sequences) -> str:
+def digest_of_sequences(*sequences: Sequences) -> str:
     """Hash of the tokens and of which of them count."""
     whole = hashlib.sha256()
-    for part in passages:
+    for part in sequences:
         whole.update(str(tuple(part.ids.shape)).encode())
         whole.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
         whole.update(part.scored.cpu().numpy().tobytes())
@@ -210,23 +211,23 @@ class PredictionScores:
     kl: Float[Tensor, "sequence next"]
     right: Float[Tensor, "sequence next"]
 
-    def means(self, passages: Sequences, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
+    def means(self, sequences: Sequences, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
         """Means over the next tokens that count, for every copy and text: of loss, KL and accuracy.
 
-        Where passages ask for answers, two more follow: the shares of answers whose first token is right, and that are
+        Where sequences ask for answers, two more follow: the shares of answers whose first token is right, and that are
         right as a whole.
         """
-        scored = passages.scored.to(self.loss)
-        values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
+        scored = sequences.scored.to(self.loss)
+        values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(sequences)))
         means: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
-        if passages.first is None:
+        if sequences.first is None:
             return means
-        return torch.cat([means, torch.stack(passages.answered(values[2]))])
+        return torch.cat([means, torch.stack(sequences.answered(values[2]))])
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """The unswapped model on some passages: its next-token distributions, and how well they predict."""
+    """The unswapped model on some sequences: its next-token distributions, and how well they predict."""
 
     probability: Float[Tensor, "text next vocabulary"]
     negative_entropy: Float[Tensor, "text next"]
@@ -234,7 +235,7 @@ class Original:
 
 
 def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
-    """One forward over passages, with all distributions kept."""
+    """One forward over sequences, with all distributions kept."""
     n = ids.shape[1] - 1
     blocks = forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)))
     logs = torch.cat([_numbers(logits) for _, logits in blocks()], dim=1).log_softmax(dim=-1)
@@ -250,7 +251,7 @@ def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
 def score_forward(
     model: Model, ids: Int[Tensor, "text time"], original: Original | None, copies: int = 1
 ) -> PredictionScores:
-    """One forward over ``copies`` of passages, one behind the other; KL is NaN where no original is given.
+    """One forward over ``copies`` of sequences, one behind the other; KL is NaN where no original is given.
 
     With z the logits, Z = sum exp z and p the original distribution: loss = log Z - z_y, and
     KL = sum p log p - sum p z + log Z sum p, in which it does not matter that rounded p do not quite sum to 1.
@@ -269,16 +270,16 @@ def score_forward(
     return PredictionScores(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
 
 
-def correct_tokens(model: Model, passages: Sequences) -> Float[Tensor, "text next"]:
+def correct_tokens(model: Model, sequences: Sequences) -> Float[Tensor, "text next"]:
     """1 where the top token is the right one and counts, else 0; logits are computed from the first such place on."""
-    ids = passages.ids
+    ids = sequences.ids
     n = ids.shape[1] - 1
-    begin = int(passages.scored.any(dim=0).int().argmax())
+    begin = int(sequences.scored.any(dim=0).int().argmax())
     correct = torch.zeros(len(ids), n)
     for start, logits in forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)), begin=begin)():
         stop = start + logits.shape[1]
         right = logits.argmax(dim=-1) == ids[:, start + 1 : stop + 1]
-        correct[:, start:stop] = (right & passages.scored[:, start:stop]).cpu()
+        correct[:, start:stop] = (right & sequences.scored[:, start:stop]).cpu()
     return correct
 
 
@@ -327,7 +328,7 @@ RECALL_METRICS = ("recall", "whole_answers")
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a model gets right, per text and per list of lookups.
+    """What a model gets right, per text and per list of associative recall.
 
     ``recall`` is the share of a list's answers whose first token is right, ``whole_answers`` of those of which every
     token is.
@@ -339,7 +340,7 @@ class Reading:
     whole_answers: Float[np.ndarray, " list"]
 
     def change_from(self, original: Reading, *, seed: int = 0) -> dict[str, Interval]:
-        """Rise in loss and changes in accuracy and recall, with intervals over texts and lookups."""
+        """Rise in loss and changes in accuracy and recall, with intervals over texts and recall lists."""
         changes = {}
         for name in (*TEXT_METRICS, *RECALL_METRICS):
             values = getattr(self, name) - getattr(original, name)
@@ -365,7 +366,7 @@ class Reading:
 def read_swapped(
     model: Model, read: Sequences | None, recall_lists: Sequences | None, heads: Sequence[Head], used: Substitute | None
 ) -> Reading:
-    """Read passages and lookups with these heads swapped, either where given; no heads is the original."""
+    """Evaluate text and recall lists with these heads swapped, whichever is given; no heads is the original model."""
     check_measurable(model)
     swapped = swap(model, heads, used) if heads and used is not None else nullcontext()
     with torch.inference_mode(), swapped:
@@ -387,11 +388,11 @@ def join_readings(readings: Sequence[Reading]) -> Reading:
     )
 
 
-def _batches(passages: Sequences | None) -> list[Sequences]:
-    if passages is None:
+def _batches(sequences: Sequences | None) -> list[Sequences]:
+    if sequences is None:
         return []
-    size = max(1, BATCH_TOKENS // passages.ids.shape[1])
-    return [passages.part(slice(start, start + size)) for start in range(0, len(passages), size)]
+    size = max(1, BATCH_TOKENS // sequences.ids.shape[1])
+    return [sequences.part(slice(start, start + size)) for start in range(0, len(sequences), size)]
 
 
 def _concatenate(parts: Sequence[Float[torch.Tensor, "quantity text"]]) -> Float[np.ndarray, "quantity text"]:

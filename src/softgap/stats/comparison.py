@@ -1,4 +1,4 @@
-"""Compare two groups over all units at once: effects, relabelling nulls, max-T, omnibus tests, false discoveries."""
+"""Compare two groups over all units at once: effects, permutation nulls, max-T, omnibus tests, false discoveries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Comparison:
     contrast
         Effects with their intervals, per unit.
     p
-        Of each unit by itself: (k + 1) / (n + 1), k the relabellings of n whose |t| reaches the observed one.
+        Of each unit by itself: (k + 1) / (n + 1), k the permutations of n whose |t| reaches the observed one.
     p_max
         The same with the largest |t| of all units: adjusted for all units together (max-T), so that the chance of any
         false finding is at most ``alpha``.
@@ -108,7 +108,7 @@ def compare_table(
     first: Any = None,
     **options: Unpack[ComparisonOptions],
 ) -> Comparison:
-    """Compare two groups of a table [sample, *unit] by relabelling, over all units at once.
+    """Compare two groups of a table [sample, *unit] by permutation, over all units at once.
 
     The units are everything that was looked at: heads, features, mechanisms, orders, transforms, segments, as any
     number of axes. The family of max-T is exactly what is handed over, so hand over all of it.
@@ -122,7 +122,7 @@ def compare_table(
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed from values and labels first.
     permutations
-        Random relabellings; no p is smaller than 1 / (permutations + 1).
+        Random permutations; no p is smaller than 1 / (permutations + 1).
     alpha
         Chance of any false finding that ``Comparison.found`` keeps.
     power
@@ -167,26 +167,26 @@ def _compare_rows(
     left = 1.0 if basis is None else label_share(design, basis)
     t = _adjusted_t(contrast).ravel()
     bars = _thresholds(t, prepared, design)
-    relabelled = permute(prepared, design, bars, count, rng)
-    p = (relabelled.reached + 1) / (count + 1)
-    p_max = (count - np.searchsorted(np.sort(relabelled.largest), bars, side="left") + 1) / (count + 1)
-    maximum = Null(float(np.abs(t).max()), relabelled.largest, float(p_max.min()))
+    permuted = permute(prepared, design, bars, count, rng)
+    p = (permuted.reached + 1) / (count + 1)
+    p_max = (count - np.searchsorted(np.sort(permuted.largest), bars, side="left") + 1) / (count + 1)
+    maximum = Null(float(np.abs(t).max()), permuted.largest, float(p_max.min()))
     return Comparison(
         contrast=contrast,
         p=p.reshape(shape),
         p_max=p_max.reshape(shape),
         q=np.asarray(stats.false_discovery_control(p)).reshape(shape),
         maximum=maximum,
-        omnibus=omnibus_of(t, maximum, relabelled),
+        omnibus=omnibus_of(t, maximum, permuted),
         power=detectable(prepared, design, maximum.critical(alpha), power, rng, label_share=left),
         alpha=alpha,
     )
 
 
 def _adjusted_t(contrast: Contrast) -> np.ndarray:
-    """The observed t as it is held against relabelled ones: made smaller where the groups differ in spread.
+    """The observed t as it is held against permuted ones: made smaller where the groups differ in spread.
 
-    Relabelled samples have equal spread in both groups, so that their t has shorter tails than Welch's. Where the
+    Permuted samples have equal spread in both groups, so that their t has shorter tails than Welch's. Where the
     spread is clearly unequal, t becomes the normal deviate with Welch's p. It never grows: a test that was exact stays
     valid.
     """

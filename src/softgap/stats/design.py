@@ -77,7 +77,7 @@ class Design:
 
     @property
     def arrangements(self) -> float:
-        """How many different relabellings there are, the observed one among them; no p-value can be below 1 over it."""
+        """How many different permutations there are, the observed one among them; no p-value can be below 1 over it."""
         if self.kind == "whole":
             logarithm = sum(_log_orders(self.labels[rows]) for rows in self._classes())
         else:
@@ -94,7 +94,7 @@ class Design:
         counts = np.diff(self.starts, append=len(self.index))
         return np.asarray(np.add.reduceat(ordered, self.starts, axis=0) / counts[:, None])
 
-    def permuted_labels(self, count: int, rng: np.random.Generator) -> Float32[np.ndarray, "relabelling row"]:
+    def permuted_labels(self, count: int, rng: np.random.Generator) -> Float32[np.ndarray, "permutation row"]:
         """Random exchanges of the labels, 1 for the first group; every block keeps its numbers of both."""
         if self.kind == "whole":
             permuted = np.empty((count, self.rows), np.float32)

@@ -74,14 +74,14 @@ class Contrast:
     g
         Hedges' g: effect / deviation, times the small-sample factor.
     t
-        The studentised effect that relabelling is applied to: effect over its heteroscedastic standard error.
+        The studentised effect that permutation is applied to: effect over its heteroscedastic standard error.
     unequal
-        Whether the groups differ so much in spread that the null of relabelled samples has shorter tails than ``t``.
+        Whether the groups differ so much in spread that the null of permuted samples has shorter tails than ``t``.
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
         How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
-        were left out since their block holds one label only, and how many relabellings there are.
+        were left out since their block holds one label only, and how many permutations there are.
     """
 
     effect: Float[np.ndarray, "*unit"]

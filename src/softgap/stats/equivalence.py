@@ -116,11 +116,11 @@ def detectable(
     *,
     label_share: float = 1.0,
 ) -> Power:
-    """Plant effects in relabelled data and see from what size on max-T finds them.
+    """Plant effects in permuted data and see from what size on max-T finds them.
 
-    Relabelled data hold no effect but all else: the distributions, the sizes of groups, blocks and clusters. An effect
+    Permuted data hold no effect but all else: the distributions, the sizes of groups, blocks and clusters. An effect
     d in one unit moves t by d / standard error and leaves the residuals as they are, so that the least d with
-    t + d / error >= critical is known for each relabelling without trying. The quantile of those is the answer.
+    t + d / error >= critical is known for each permutation without trying. The quantile of those is the answer.
     ``label_share`` is the share of the labels' variation that covariates leave: the error grows by its square root.
     """
     sampled_units = rng.permutation(prepared.units)[:_UNITS]

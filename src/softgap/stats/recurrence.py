@@ -29,18 +29,18 @@ class Recurrence:
     counts
         Of each head.
     p_head
-        Of each head: the chance that any head recurs as often (relabelled, largest count).
+        Of each head: the chance that any head recurs as often (permuted, largest count).
     recurring, p_recurring
         Entry r - 1: how many heads are on top in at least r modes, and the chance of so many.
     null
-        ``recurring`` of every relabelling.
+        ``recurring`` of every permutation.
     """
 
     counts: Int64[np.ndarray, " head"]
     p_head: Float64[np.ndarray, " head"]
     recurring: Int64[np.ndarray, " mode"]
     p_recurring: Float64[np.ndarray, " mode"]
-    null: Int64[np.ndarray, "relabelling mode"]
+    null: Int64[np.ndarray, "permutation mode"]
     top: int
 
 
@@ -59,7 +59,7 @@ def recurrence(
     """Count the modes of a table [sample, mode, head] in which each head is among the first ``top``.
 
     Modes (mechanisms, orders, transforms) are measured on the same samples and resemble each other, so heads recur
-    without any effect: far more often than if each mode drew its heads by lot. Each relabelling is therefore applied to
+    without any effect: far more often than if each mode drew its heads by lot. Each permutation is therefore applied to
     all modes together, which keeps their resemblance, and the whole count is made anew.
     """
     table, shape = check_values(values)
@@ -83,7 +83,7 @@ def recurrence(
         s, root = numerator_and_error(prepared, design.permuted_labels(size, rng), slice(None))
         null[start : start + size] = _recurring(_on_top(np.abs(s / root).reshape(size, modes, heads), top), modes)
     recurring = _recurring(counts[None], modes)[0]
-    # A head that is on top in r modes is matched by a relabelling in which any head is.
+    # A head that is on top in r modes is matched by a permutation in which any head is.
     p_any = ((null > 0).sum(axis=0) + 1) / (count + 1)
     return Recurrence(
         counts=counts,
@@ -95,12 +95,12 @@ def recurrence(
     )
 
 
-def _on_top(size: Float32[np.ndarray, "relabelling mode head"], top: int) -> Int64[np.ndarray, "relabelling head"]:
+def _on_top(size: Float32[np.ndarray, "permutation mode head"], top: int) -> Int64[np.ndarray, "permutation head"]:
     first = np.argpartition(-size, top - 1, axis=-1)[..., :top]
     counts = np.zeros((size.shape[0], size.shape[2]), np.int64)
     np.add.at(counts, (np.arange(len(size))[:, None, None], first), 1)
     return counts
 
 
-def _recurring(counts: Int64[np.ndarray, "relabelling head"], modes: int) -> Int64[np.ndarray, "relabelling mode"]:
+def _recurring(counts: Int64[np.ndarray, "permutation head"], modes: int) -> Int64[np.ndarray, "permutation mode"]:
     return np.stack([(counts >= least).sum(axis=1) for least in range(1, modes + 1)], axis=1)

@@ -1,4 +1,4 @@
-"""The oracle of the fast forms: one unit and one relabelling at a time, by the definitions, in plain Python.
+"""The oracle of the fast forms: one unit and one permutation at a time, by the definitions, in plain Python.
 
 Shares nothing with them.
 """
@@ -71,9 +71,9 @@ def reference_maximum(
 def reference_p_values(
     table: Sequence[Sequence[float]], labels: Sequence[bool], blocks: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """Exact p and max-T p of every unit, over all relabellings."""
+    """Exact p and max-T p of every unit, over all permutations."""
     observed, _ = reference_maximum(table, labels, blocks)
-    every = [reference_maximum(table, relabelled, blocks) for relabelled in reference_permutations(labels, blocks)]
+    every = [reference_maximum(table, permuted, blocks) for permuted in reference_permutations(labels, blocks)]
     n = len(every)
     slack = 1 - 1e-9
     alone = [sum(abs(t[u]) >= abs(value) * slack for t, _ in every) / n for u, value in enumerate(observed)]
