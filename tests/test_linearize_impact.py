@@ -161,7 +161,7 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
     with pytest.raises(SoftgapError, match="cannot read an impact"):
         Impact.load(tmp_path / "no.npz")
     alone = Impact(("elu1",), ((0, 0),), {}, {"loss": np.zeros((1, 1, 2))})
-    with pytest.raises(SoftgapError, match="no control to compare with"):
+    with pytest.raises(SoftgapError, match="no baseline to compare with"):
         alone.linearizable()
     whole = alone.save(tmp_path / "cut.npz").read_bytes()
     for length in range(0, len(whole), 97):

@@ -17,10 +17,8 @@ STRANGERS = {
     r"cosine (?:distance|divergence)": "divergence",
     r"replaced heads?": "swapped heads",
     r"time-?steps?\b": "step",
-    r"ground[ -]truth": "reference",
     r"data ?points?": "sample",
     r"feature[ -]functions?": "feature map",
-    r"attention[ -]sinks?(?! tokens?)\b": "sink token, or learned sink",
     r"hallucination (?:score|detector)s?": "divergence is neither",
     r"(?<!navi-)\bSAD\b": "divergence",
 }

@@ -1,4 +1,4 @@
-"""From trajectories to findings: the dynamics of every head against chance, and groups of samples compared."""
+"""Turn trajectories into findings: the dynamics of each head, and comparisons of groups of samples."""
 
 from typing import TYPE_CHECKING
 

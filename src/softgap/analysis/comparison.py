@@ -1,4 +1,4 @@
-"""Two groups of a study compared: the whole family at once, controls, baselines, reliability, and a verdict first."""
+"""Compare two groups of a study: all features at once, with controls, baselines, label noise and a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of two groups found, in plain values and in words; the verdict comes first."""
+"""The findings of a comparison of two groups, as values and as sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: features of every head in every sample, entropies at equal window counts, read sample by sample."""
+"""Compute the features that a comparison tests, for every head and sample."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The one sentence that a run or a study opens with: how much of softmax a fitted linear attention could do here.
+"""The headline of a run or a study: how much of the softmax gap a fitted linear attention closes.
 
 The share is that of the calibration (THEORY section 8): 1 - mean divergence(fitted) / mean divergence(uniform), over
 heads and over steps from position 64 on where there are enough of them. Intervals resample blocks of steps within one
-run, and whole samples in a study. Every number stands beside that of elu1, the control of the fit. The mean of values
+run, and whole samples in a study. Every number stands beside that of elu1, the baseline of the fit. The mean of values
 is a weak zero point, so a second sentence quotes what held-out text said of the calibration by stricter measures.
 """
 
@@ -80,7 +80,7 @@ class GapSums:
 
 @dataclass(frozen=True)
 class Headline:
-    """How much of the gap a fitted linear attention closes, beside its control.
+    """How much of the gap a fitted linear attention closes, beside its baseline.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ def _interval_text(low: float | None, high: float | None, digits: int = 2) -> st
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
-    """The divergences of one run by blocks of steps; None where fitted or its control was not measured."""
+    """The divergences of one run by blocks of steps; None where fitted or its baseline was not measured."""
     if not {FITTED, CONTROL} <= set(run.mechanisms):
         return None
     steps = gap_steps(run)

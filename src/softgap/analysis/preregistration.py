@@ -1,4 +1,4 @@
-"""The preregistration of a comparison, and the log of every comparison tried on a study."""
+"""The preregistration of a comparison, and the log of all comparisons of a study."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Cut:
 
     @property
     def _own(self) -> str:
-        # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
+        # The baseline is subtracted where samples are read, so that noise, which has none, passes as it is.
         return "raw" if self.transform == CONTROL else self.transform
 
     def length(self, steps: int) -> int:
@@ -170,7 +170,7 @@ class Samples:
         return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
 
     def controlled(self) -> Samples:
-        """The same with the control subtracted."""
+        """The same with the baseline subtracted."""
         if _CONTROLLER not in self.mechanisms or self.mechanism == _CONTROLLER:
             raise ValueInputError(
                 f"transform '{CONTROL}' subtracts '{_CONTROLLER}' from another mechanism of the study, got "

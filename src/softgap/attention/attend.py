@@ -1,4 +1,4 @@
-"""One call for any mechanism: check the input, choose the form, compute."""
+"""Attend by any mechanism: check the input, choose the form, compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear attention and its comparison with the model's output in one pass: nothing but three numbers leaves the cache.
+"""Compute linear attention and compare it with the model's output in one compiled pass.
 
 The chunked form is fastest where its output is wanted. A recording wants only the distance of that output from another
 one, and then the passes over memory (output, quotient, differences, norms) cost more than the products. Here each

@@ -1,4 +1,4 @@
-"""Attention outputs: what every form returns, and how far two outputs lie apart."""
+"""Attention outputs, and measures of the distance between two outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding as data, and vectors as they were before it.
+"""Rotary embedding: apply it, and undo it.
 
 A model turns the vector of position p to R_p x = x cos(p f) + J x sin(p f), with a frequency f per dimension (0 where
 nothing is turned) and J the quarter turn: it pairs dimensions, as (-x_2, x_1). Turns add up, so R_-p undoes it.

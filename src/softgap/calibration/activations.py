@@ -1,4 +1,4 @@
-"""Queries and keys of every layer over the calibration texts, kept on disk, and the positional profile of each head."""
+"""Collect the queries and keys of every layer on the calibration text, and the positional profile of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a calibration closes the gap under other conditions: text of other domains and other lengths."""
+"""Measure how far a calibration closes the gap under other conditions: other kinds of text, formats and positions."""
 
 from __future__ import annotations
 

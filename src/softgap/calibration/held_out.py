@@ -1,4 +1,4 @@
-"""How far a calibration closes the gap on held-out text, and with more or fewer features."""
+"""Measure how far a calibration closes the gap on held-out text, and how that depends on the number of features."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class HeldOut:
     gap_closed
         By mechanism, against ``uniform``, from position 64 on.
     against
-        The fitted map against each control: 1 - mean divergence(fitted) / mean divergence(control).
+        The fitted map against each baseline: 1 - mean divergence(fitted) / mean divergence(baseline).
     by_position
         The fitted map by range of positions, as ``"64-512"``.
     by_sink

@@ -1,4 +1,4 @@
-"""Two ladders from the mean of values to softmax, by output and by weights, with the floor under the second.
+"""Compare mechanisms with softmax by output and by weights, and with the floor that their rank sets.
 
 The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
 the softmax weights (THEORY section 8). It bounds weights and says nothing about outputs. Beside them the capacity

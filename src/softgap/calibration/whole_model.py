@@ -50,7 +50,7 @@ class Calibration:
     Attributes
     ----------
     tensors
-        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the controls
+        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the baselines
         ``mean_ablation`` and ``profile``, taken from the same text.
     metadata
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
@@ -394,11 +394,11 @@ def _evaluate(
     progress: Report,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
-    fitted, *controls = (stored.equip(name) for name in ("fitted", *BASELINES))
+    fitted, *baselines = (stored.equip(name) for name in ("fitted", *BASELINES))
     held_out = judge(
         model,
         corpus.held_out,
-        [fitted, *REFERENCE_MECHANISMS, *controls],
+        [fitted, *REFERENCE_MECHANISMS, *baselines],
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,

@@ -1,4 +1,4 @@
-"""The gates: what must hold before a number from a model may be believed."""
+"""Gates: checks that must pass before the measurements of a model can be trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward pass under way: what an attention call alone cannot tell about its queries."""
+"""Follow the current forward pass: the positions of its queries and what they see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV cache that holds keys and values of some KV heads only; what the others attend with is a state elsewhere.
+"""A KV cache that stores some KV heads and keeps a recurrent state for the others.
 
 A model updates its cache before its attention runs, so replacing attention alone frees no memory. A layer of this cache
 keeps the columns of the KV heads that stay, and hands the newest keys and values of the freed ones to whoever computes

@@ -1,4 +1,4 @@
-"""The costliest heads measured: a slope and a curvature underestimate a swap that is no small step."""
+"""Replace the scores of the costliest heads by measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frontier: how many heads or KV groups can be swapped at what rise in loss and drop in recall."""
+"""The frontier: the rise in loss and the drop in recall by the number of swapped heads or KV groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The impact of each head: every head swapped alone, by a mechanism and by baselines, with intervals over texts."""
+"""Measure the impact of each head: swap it alone, by a mechanism and by baselines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Impact:
     Attributes
     ----------
     mechanisms
-        What heads were swapped for, the controls last.
+        What heads were swapped for, the baselines last.
     heads
         (layer, head) pairs.
     original
@@ -89,9 +89,9 @@ class Impact:
         return interval_of(values, rng=np.random.default_rng(self.settings.get("seed", 0)))
 
     def linearizable(self, control: str | None = None) -> Bool[np.ndarray, " head"]:
-        """Heads where the mechanism costs less than the control (the last one), in 97.5 % of resampled texts."""
+        """Heads where the mechanism costs less than the baseline (the last one), in 97.5 % of resampled texts."""
         if len(self.mechanisms) == 1:
-            raise ValueInputError("this impact has no control to compare with; measure it with controls")
+            raise ValueInputError("this impact has no baseline to compare with; measure it with controls")
         other = self.mechanisms[-1] if control is None else control
         gained = self._of("loss", other) - self._of("loss", None)
         resampled_gains = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
@@ -249,7 +249,7 @@ def impact_on(
     swapped += [substitute(other, model) for other in others]
     names = [other.name for other in swapped]
     if len(set(names)) < len(names):
-        raise ValueInputError(f"the mechanism and its controls must differ, got {', '.join(names)}; leave one out")
+        raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
     sweep = _Sweep(model, layers, by_layer, swapped, reuse)
     share = len(read) / (len(read) + (0 if asked is None else len(asked)))
     text = sweep.over(read, lambda done: progress("reading text", share * done))

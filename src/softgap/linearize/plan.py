@@ -1,4 +1,4 @@
-"""A plan: which heads go without softmax, by what and at what cost; its file, its memory, and a model under it."""
+"""Linearization plans: which heads are swapped, their cost and memory, their file, and how to apply them."""
 
 from __future__ import annotations
 

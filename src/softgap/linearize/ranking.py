@@ -1,4 +1,4 @@
-"""How well a score ranks heads by what their swap costs, against what the measurement itself allows.
+"""Measure how well a score ranks heads by the cost of their swap.
 
 Measured costs are noisy: two halves of the texts rank heads differently. If both halves agree with correlation c, the
 whole has the reliability R = 2 c / (1 + c) (Spearman and Brown), and even the true costs would correlate with the

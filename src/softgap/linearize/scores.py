@@ -1,4 +1,4 @@
-"""Cheap scores: how costly a head's swap will be, from one or two passes instead of a sweep over all heads."""
+"""Score how costly the swap of each head will be, from a few forward and backward passes."""
 
 from __future__ import annotations
 

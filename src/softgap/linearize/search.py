@@ -1,4 +1,4 @@
-"""The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
+"""Search for a plan that swaps as many heads or KV groups as a budget allows.
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists

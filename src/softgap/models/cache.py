@@ -1,4 +1,4 @@
-"""Converted copies of models in the user's cache: each one is complete or absent, never half there.
+"""Converted copies of models in the user's cache; a copy is complete or absent.
 
 A copy is built in a hidden folder beside its final place, under a file lock, and renamed when it has been verified.
 Whoever is interrupted leaves only the hidden folder, which the next builder removes.

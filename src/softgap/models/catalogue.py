@@ -1,4 +1,4 @@
-"""What models can be loaded here without a download."""
+"""List the models that can be loaded without a download."""
 
 from __future__ import annotations
 

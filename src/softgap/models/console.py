@@ -1,4 +1,4 @@
-"""Progress of slow loading, and transformers kept quiet meanwhile."""
+"""Report the progress of loading, and silence the output of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of a model says: tokens, padding, cache, prompt, and the settings of a generation."""
+"""Read the arguments of a model's forward and generate calls: tokens, padding, cache and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From attention calls to numbers: each substitute's output, and its distance from the model's own."""
+"""Measure the distance of each substitute's output from the model's own, from attention calls."""
 
 from __future__ import annotations
 

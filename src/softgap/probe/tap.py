@@ -1,4 +1,4 @@
-"""The one seam into models: an override of the attention function that a model already uses.
+"""Tap the attention of a model by an override of the attention function that it already uses.
 
 transformers looks its attention function up by name in a registry at every call. While a model is tapped, the entry of
 the name it uses is replaced by a dispatcher that computes the model's own attention first and then shows queries, keys,

@@ -1,4 +1,4 @@
-"""What every layer of a model attends with on one text: for labs that look inside a head, not only at its output."""
+"""Visit the queries, keys, values and outputs of every layer of a model on one text."""
 
 from __future__ import annotations
 

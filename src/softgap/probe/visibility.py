@@ -1,4 +1,4 @@
-"""From a model's mask to the visible set: derived here, and nowhere else.
+"""Derive the visible set of each query from a model's attention mask.
 
 A boolean mask is taken as it is; a float mask shows what lies above half the lowest number of its dtype (finite biases
 belong to the model's own side only). Without a mask one query sees all keys, and several see causally over as many

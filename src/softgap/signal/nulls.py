@@ -1,4 +1,4 @@
-"""What white noise of the same length scores once it has gone through the same transform.
+"""Null distributions: what white noise of the same length scores after the same transform.
 
 Differences of white noise are not white: at 400 steps their permutation entropy of order 3 lies almost three standard
 deviations below that of white noise. A null that skips the transform finds structure in everything.

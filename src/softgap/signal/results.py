@@ -1,4 +1,4 @@
-"""What the ordinal measures return: a number per series, with what is needed to trust it."""
+"""Results of the ordinal measures: a value per series, with its windows, ties and eligibility."""
 
 from __future__ import annotations
 

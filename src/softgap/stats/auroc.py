@@ -1,4 +1,4 @@
-"""The area under the ROC curve with its interval: DeLong's, or that of drawn clusters; and the difference of two."""
+"""The area under the ROC curve with an interval (DeLong or cluster bootstrap), and the difference of two."""
 
 from __future__ import annotations
 

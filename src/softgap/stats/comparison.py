@@ -1,4 +1,4 @@
-"""Compare two groups over all units at once: effects, permutation nulls, max-T, omnibus tests, false discoveries."""
+"""Compare two groups over all units at once: effects, permutation tests, max-T, omnibus tests, false discoveries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What units add to free baselines: ridge regression in nested cross-validation, selection included."""
+"""Measure what units add to baselines: ridge regression in nested cross-validation, selection included."""
 
 from __future__ import annotations
 

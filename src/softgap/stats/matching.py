@@ -1,4 +1,4 @@
-"""Compare like with like: samples matched on what must not explain the difference, such as the generated length."""
+"""Match samples on confounders that must not explain a difference, such as the generated length."""
 
 from __future__ import annotations
 

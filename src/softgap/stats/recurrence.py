@@ -1,4 +1,4 @@
-"""How often the same heads come out on top in several modes, and how often they would by chance."""
+"""Test whether the same heads rank highest in several modes more often than by chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle of the fast forms: one unit and one permutation at a time, by the definitions, in plain Python.
+"""Reference implementations: one unit and one permutation at a time, by the definitions, in plain Python.
 
 Shares nothing with them.
 """

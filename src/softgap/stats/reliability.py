@@ -1,4 +1,4 @@
-"""How far labels can be trusted: agreement of two scorers, and what wrong labels do to a verdict."""
+"""Reliability of labels: agreement of two scorers, and the effect of wrong labels on a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict in plain words: separated, not separated, or not enough data, after which controls.
+"""The verdict of a comparison: separated, not separated, or not enough data.
 
 The rule, so that it can be written down before the data are seen. Let ``margin`` be the smallest effect in one unit
 that would matter, in standard deviations within groups.

@@ -1,4 +1,4 @@
-"""One prompt of a study with what is known about it, and how it is read from an object with named fields."""
+"""A prompt of a study, with its completion, reference, label and other fields."""
 
 from __future__ import annotations
 

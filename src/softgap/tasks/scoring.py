@@ -1,4 +1,4 @@
-"""Was an answer right: exact, contains, numeric, choice, or a function of the user's own."""
+"""Score answers: exact, contains, numeric, choice, or a function that the user supplies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from files and standard input, checked once, with a sentence for what cannot be used."""
+"""Read and check text from files and standard input."""
 
 from __future__ import annotations
 

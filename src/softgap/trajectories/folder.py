@@ -1,4 +1,4 @@
-"""The folder of a study, local or behind a URI: files appear whole or not at all; JSON lines; default names."""
+"""The folder of a study, local or remote, with atomic writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a measurement came from: the manifest that travels with every run and heads every study."""
+"""The manifest of a run or a study: the model, settings and versions behind its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a study: the whole of it lazily, or the one run it holds."""
+"""Read a study, sample by sample, or the single run that it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two Parquet tables of the store, and the way between them and a Trajectories.
+"""The two Parquet tables of the store, and their conversion to and from Trajectories.
 
 samples, one row per sample
     sample_id, prompt, completion, label (null without one), n_prompt, and the vectors over the steps of the completion:

@@ -1,4 +1,4 @@
-"""What a Trajectories must look like, said once, with a sentence for everything that does not."""
+"""Check the fields of a Trajectories."""
 
 from __future__ import annotations
 
