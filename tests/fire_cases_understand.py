@@ -87,10 +87,22 @@ FINDINGS: Table = {
     "compare: no plan": ("compare s --plan none.toml", "none.toml", "cannot read 'none.toml': No such file or dir"),
     "compare: a folder as plan": ("compare s --plan s", "'s'", "cannot read 's': Is a directory; give a text file"),
     "compare: weights as plan": ("compare s --plan c.safetensors", "c.safetensors", "'c.safetensors' must be UTF-8"),
-    "compare: a plan of heads": ("compare s --plan plans/plan.json", "plan.json", "the plan 'plans/plan.json' is not"),
-    "compare: an unknown key": ("compare s --plan key.toml", "'marign'", "unknown key of the plan 'key.toml' 'marign'"),
-    "compare: a deep plan": ("compare s --plan deep.toml", "deep.toml", "the plan 'deep.toml' is not TOML"),
-    "compare: half a number": ("compare s --plan number.toml", "1000.0", "permutations in the plan 'number.toml' must"),
+    "compare: a plan of heads": (
+        "compare s --plan plans/plan.json",
+        "plan.json",
+        "the preregistration 'plans/plan.json' is not",
+    ),
+    "compare: an unknown key": (
+        "compare s --plan key.toml",
+        "'marign'",
+        "unknown key of the preregistration 'key.toml' 'marign'",
+    ),
+    "compare: a deep plan": ("compare s --plan deep.toml", "deep.toml", "the preregistration 'deep.toml' is not TOML"),
+    "compare: half a number": (
+        "compare s --plan number.toml",
+        "1000.0",
+        "permutations in the preregistration 'number.toml' must",
+    ),
     "compare: endless work": (
         "compare s --plan huge.toml",
         "99999999999999",

@@ -62,9 +62,9 @@ def test_a_plan_decides_everything_and_its_hash_is_kept_first(study: Path, capsy
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("margin 0.5", r"the plan 'plan.toml' is not TOML \(.*\); write lines such as margin = 0.5"),
-        ("marign = 0.5", r"unknown key of the plan 'plan.toml' 'marign'; did you mean 'margin'\?"),
-        ('margin = "big"', "margin in the plan 'plan.toml' must be like 0.5, got 'big'; correct it"),
+        ("margin 0.5", r"the preregistration 'plan.toml' is not TOML \(.*\); write lines such as margin = 0.5"),
+        ("marign = 0.5", r"unknown key of the preregistration 'plan.toml' 'marign'; did you mean 'margin'\?"),
+        ('margin = "big"', "margin in the preregistration 'plan.toml' must be like 0.5, got 'big'; correct it"),
         ("orders = [9]", "order must be .*got 9.*"),
         ('features = ["meen"]', r"unknown feature 'meen'; did you mean 'mean'\?"),
     ],

@@ -74,7 +74,7 @@ def noise_entropies(
 ) -> Float64[np.ndarray, " study"]:
     """Normalised entropy of simulated studies of white noise: the same lengths, the same cut, all windows together.
 
-    ``kept`` is the share of windows that are left where ties were excluded: the noise is shorter by as much.
+    ``share`` is the share of windows that are left where ties were excluded: the noise is shorter by as much.
     ``wanted`` studies are made if that is not too much noise for one of so many ``nulls``.
     """
     patterns, steps = geometry.settings.patterns, nulls * sum(geometry.lengths)

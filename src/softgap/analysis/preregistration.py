@@ -157,16 +157,18 @@ class Preregistration:
 
 
 def read_preregistration(path: str) -> Preregistration:
-    """A plan from a TOML file whose keys are the fields of :class:`ComparisonPlan`; all others are as by default."""
+    """Read a preregistration from a TOML file whose keys are fields of :class:`Preregistration`."""
     try:
         document = tomllib.loads(file_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueInputError(f"the plan '{path}' is not TOML ({error}); write lines such as margin = 0.5") from error
+        raise ValueInputError(
+            f"the preregistration '{path}' is not TOML ({error}); write lines such as margin = 0.5"
+        ) from error
     known = {f.name: f.default for f in fields(Preregistration)}
     values: dict[str, Any] = {}
     for name, value in document.items():
         if name not in known:
-            raise unknown_name(f"key of the plan '{path}'", name, known)
+            raise unknown_name(f"key of the preregistration '{path}'", name, known)
         values[name] = _convert_value(path, name, value, known[name])
     return Preregistration(**values)
 
@@ -179,7 +181,9 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
         if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
             return entries
         wanted = "whole numbers" if kind is int else "names"
-        raise ValueInputError(f"{name} in the plan '{path}' must be a list of {wanted}, got {value!r}; correct it")
+        raise ValueInputError(
+            f"{name} in the preregistration '{path}' must be a list of {wanted}, got {value!r}; correct it"
+        )
     if isinstance(default, float) or name == "confirm":
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
@@ -188,7 +192,9 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
     else:
         fits = type(value) is (str if default is None else type(default))
     if not fits:
-        raise ValueInputError(f"{name} in the plan '{path}' must be like {default!r}, got {value!r}; correct it")
+        raise ValueInputError(
+            f"{name} in the preregistration '{path}' must be like {default!r}, got {value!r}; correct it"
+        )
     return value
 
 

@@ -5,9 +5,9 @@ the name it uses is replaced by a dispatcher that computes the model's own atten
 values and output to whoever listens to that very module. The name stays, so masks and every branch on the name stay as
 they were; other models pass through untouched; the entry is put back when the last tap goes.
 
-A tap looks on (:func:`tapped`) or gives back another output (:func:`replaced`). All replacements come first, in the
-order in which they were entered, and then all listeners: whoever listens sees what the model really passes on, no
-matter which of the two blocks stands inside the other.
+A tap observes (:func:`observe_attention`) or returns another output (:func:`replace_attention`). All replacements come
+first, in the order in which they were entered, and then all listeners: a listener sees what the model really passes
+on, whichever of the two blocks is inside the other.
 """
 
 from __future__ import annotations

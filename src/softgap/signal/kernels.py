@@ -218,7 +218,7 @@ def shannon_rows(counts: Array, out: Array) -> None:
 def link_rows(index: Array, patterns: int, keys: Array, counts: Array, n_links: Array) -> None:
     """The distinct steps from one window's pattern to the next one's, per row, sorted by source and target.
 
-    ``keys`` [row, window - 1] holds source * patterns + target, ``counts`` how often each was taken, ``found`` how
+    ``keys`` [row, window - 1] holds source * patterns + target, ``counts`` how often each was taken, ``n_links`` how
     many there are. A step needs both windows: an excluded one breaks the chain.
     """
     for row in range(index.shape[0]):

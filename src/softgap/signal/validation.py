@@ -65,12 +65,12 @@ def series_name(at: tuple[int, ...]) -> str:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether ``given`` is an integer, of Python or numpy; True and False are none."""
+    """Whether ``value`` is an integer, of Python or numpy; True and False are none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def checked_count(name: str, value: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
-    """``given`` as a whole number from ``least`` to ``most``."""
+    """``value`` as a whole number from ``least`` to ``most``."""
     if not is_whole(value) or value < least or (most is not None and value > most):
         allowed = f"from {least}" if most is None else f"from {least} to {most}"
         raise ValueInputError(f"{name} must be a whole number {allowed}, got {value!r}{remedy and '; ' + remedy}")
@@ -92,7 +92,7 @@ def check_delay(delay: Any) -> int:
 
 
 def checked_share(name: str, value: Any, *, usual: float) -> float:
-    """``given`` as a number between 0 and 1, both excluded."""
+    """``value`` as a number between 0 and 1, both excluded."""
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not number or not 0 < value < 1:
         raise ValueInputError(f"{name} must be between 0 and 1, both excluded, got {value!r}; {usual:g} is usual")
@@ -100,7 +100,7 @@ def checked_share(name: str, value: Any, *, usual: float) -> float:
 
 
 def checked_rng(value: Any) -> np.random.Generator:
-    """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
+    """``value`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
     if not isinstance(value, np.random.Generator):
         raise ValueInputError(f"rng must be a numpy Generator, got {value!r}; use np.random.default_rng(seed)")
     return value

@@ -103,7 +103,7 @@ def check_strata(value: Any, samples: int) -> Int64[np.ndarray, " sample"]:
 
 
 def checked_count(name: str, value: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
-    """``given`` as a whole number from ``least`` to ``most``."""
+    """``value`` as a whole number from ``least`` to ``most``."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         allowed = f"from {least}" if most is None else f"from {least} to {most}"
@@ -112,7 +112,7 @@ def checked_count(name: str, value: Any, *, least: int = 1, most: int | None = N
 
 
 def checked_share(name: str, value: Any, usual: float) -> float:
-    """``given`` as a number strictly between 0 and 1."""
+    """``value`` as a number strictly between 0 and 1."""
     number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
     if not number or not 0 < value < 1:
         raise ValueInputError(f"{name} must be between 0 and 1, got {value!r}; {usual:g} is usual")
@@ -120,7 +120,7 @@ def checked_share(name: str, value: Any, usual: float) -> float:
 
 
 def checked_rng(value: Any) -> np.random.Generator:
-    """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
+    """``value`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
     if not isinstance(value, np.random.Generator):
         raise ValueInputError(f"rng must be a numpy Generator, got {value!r}; use np.random.default_rng(seed)")
     return value
