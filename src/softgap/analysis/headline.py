@@ -148,7 +148,7 @@ def _interval_text(low: float | None, high: float | None, digits: int = 2) -> st
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
-    """The divergences of one run by blocks of steps; None where fitted or its baseline was not measured."""
+    """The summed divergences of one run by blocks of steps; None where fitted or its baseline was not measured."""
     if not {FITTED, CONTROL} <= set(run.mechanisms):
         return None
     steps = gap_steps(run)
