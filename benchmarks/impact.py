@@ -23,14 +23,14 @@ from torch.nn import functional
 from harness import interleaved, machine, ratio, require_quiet_machine, write_section
 from softgap.linearize import heads_of_layer, swap
 from softgap.linearize.impact import impact_on
-from softgap.linearize.sequences import Passages
+from softgap.linearize.sequences import Sequences
 from softgap.models import load_model
 
 MOST = 0.6
 SAME = 1e-5
 
 
-def plain_loop(model: Any, read: Passages, heads: list[tuple[int, int]]) -> dict[str, np.ndarray]:
+def plain_loop(model: Any, read: Sequences, heads: list[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Change in loss, KL and accuracy for every head, by whole forwards."""
     ids, wanted = read.ids[:, :-1], read.ids[:, 1:]
     rows: dict[str, list[float]] = {"loss": [], "kl": [], "accuracy": []}
@@ -60,7 +60,7 @@ def main() -> None:
     model, _ = load_model(progress=False)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, 40000, (1, options.length), generator=generator)
-    read = Passages(ids, torch.ones(1, options.length - 1, dtype=torch.bool))
+    read = Sequences(ids, torch.ones(1, options.length - 1, dtype=torch.bool))
     heads = [head for layer in options.layers for head in heads_of_layer(model, layer)]
     found = impact_on(model, read, None, "elu1", controls=[], heads=heads)
     truth = plain_loop(model, read, heads)

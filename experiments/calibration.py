@@ -28,11 +28,11 @@ from harness import machine, peak_memory, peak_of_process, require_quiet_machine
 from held_out import halves, sequences
 from softgap.attention import Mechanism
 from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
-from softgap.calibration.conditions import elsewhere
+from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
 from softgap.models import load_model
-from softgap.models.calibrations import equipped
+from softgap.models.calibrations import equip_mechanism
 from softgap.probe import read_ids
 from softgap.probe.tensors import visit_layers
 
@@ -197,10 +197,10 @@ def write_elsewhere(options: argparse.Namespace) -> None:
     """The report of a calibration that is there already: other text and conditions, and the ladders."""
     model, tokenizer = load_model()
     fit, held = halves(Path(options.text).read_text())
-    mechanism = equipped(f"fitted@{options.calibration}", model)
+    mechanism = equip_mechanism(f"fitted@{options.calibration}", model)
     corpus = corpus_of(model, tokenizer, [fit], positions=POSITIONS)
     rows = []
-    for name, closed in elsewhere(model, tokenizer, corpus, mechanism).items():
+    for name, closed in evaluate_conditions(model, tokenizer, corpus, mechanism).items():
         spread = "one text" if closed.low == closed.high else f"{closed.low:.3f} to {closed.high:.3f}"
         rows.append(f"| {name} | {closed.value:.3f} | {spread} |")
     climbed = climb(ladders(model, tokenizer(held, verbose=False)["input_ids"][:LADDER], mechanism))

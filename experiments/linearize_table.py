@@ -26,12 +26,12 @@ import torch
 from harness import FINDINGS, machine, write_section
 from held_out import halves
 from softgap.intervene.swap import Head, Substitute
-from softgap.linearize import frontier, head_scores, lookups, passages_of, rank_agreement, substitute
+from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequences, split_sequences, substitute
 from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.sequences import Passages, digest_of_passages
+from softgap.linearize.sequences import Sequences, digest_of_sequences
 from softgap.models import load_model
 from softgap.report.figures import draw_frontier
 from softgap.report.files import save_figure
@@ -74,12 +74,14 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
-def kept_as(read: Passages, one: Substitute) -> str:
+def kept_as(read: Sequences, one: Substitute) -> str:
     """A name for what was measured on passages with a substitute."""
-    return f"{one.mechanism.name}-{one.digest[:8]}-{digest_of_passages(read)[:8]}"
+    return f"{one.mechanism.name}-{one.digest[:8]}-{digest_of_sequences(read)[:8]}"
 
 
-def measured(model: Any, held: Passages, one: Substitute, heads: Sequence[Head], options: argparse.Namespace) -> Impact:
+def measured(
+    model: Any, held: Sequences, one: Substitute, heads: Sequence[Head], options: argparse.Namespace
+) -> Impact:
     """Heads swapped one at a time over held-out text, kept on disk passage by passage."""
     found = []
     for number in range(len(held)):
@@ -94,7 +96,7 @@ def measured(model: Any, held: Passages, one: Substitute, heads: Sequence[Head],
     return Impact(first.mechanisms, first.heads, original, change, first.settings)
 
 
-def scored(model: Any, fit: Passages, one: Substitute, parts: Path) -> Scores:
+def scored(model: Any, fit: Sequences, one: Substitute, parts: Path) -> Scores:
     """All scores of one substitute, kept on disk."""
     path = parts / f"scores-{kept_as(fit, one)}.npz"
     if not path.exists():
@@ -167,7 +169,7 @@ def command(options: argparse.Namespace) -> str:
 
 
 def write_scores(
-    model: Any, fit: Passages, held: Passages, options: argparse.Namespace, chosen: list[Substitute]
+    model: Any, fit: Sequences, held: Sequences, options: argparse.Namespace, chosen: list[Substitute]
 ) -> None:
     """The tables of scores."""
     everything = [(layer, head) for layer in range(30) for head in range(9)]
@@ -191,15 +193,15 @@ def write_scores(
 
 def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, one: Substitute) -> None:
     """The frontier at every length, by heads and by groups, and with a window."""
-    fit = passages_of(model, options.tokenizer, text[:1], tokens=options.fit_tokens)
+    fit = split_sequences(model, options.tokenizer, text[:1], tokens=options.fit_tokens)
     for length in options.lengths:
-        held = passages_of(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
+        held = split_sequences(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
         for by in options.by:
             for window in options.windows:
                 used = substitute(one, model, window=window or None)
                 found = frontier(
-                    model, fit, held, lookups(model, options.tokenizer, LOOKUPS), used, by=by, shares=options.shares,
-                    orders=options.orders, folder=options.parts / "frontier", progress=say,
+                    model, fit, held, recall_sequences(model, options.tokenizer, LOOKUPS), used, by=by,
+                    shares=options.shares, orders=options.orders, folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
                 save_figure(draw_frontier(found), IMAGES / f"{name}.svg")
@@ -243,7 +245,7 @@ def main() -> None:
     if "scores" in options.only:
         sizes = (options.fit_tokens, options.tokens)
         fit, held = (
-            passages_of(model, options.tokenizer, [part], tokens=n) for part, n in zip(text, sizes, strict=True)
+            split_sequences(model, options.tokenizer, [part], tokens=n) for part, n in zip(text, sizes, strict=True)
         )
         chosen = [one if name == FITTED else substitute(name, model) for name in options.mechanisms]
         write_scores(model, fit, held.part(slice(0, options.passages)), options, chosen)

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from harness import FINDINGS, machine, write_section
-from softgap.analysis import compare_study, read_plan
+from softgap.analysis import compare_study, read_preregistration
 from softgap.cli.render.findings import save_comparison
 from softgap.study import StudySettings, run_study
 from softgap.tasks import TASKS, Prompt, generate_prompts
@@ -61,9 +61,12 @@ def _compared(out: str, *, opened: bool) -> dict[str, Any]:
     """The comparison without or with the locked samples: the one that is kept in the study, or a new one."""
     for file in sorted(Path(out, "comparisons").glob("*/result.json")):
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if document["plan_hash"] == read_plan(str(PLAN)).hash and document["confirmation"]["opened"] == opened:
+        if (
+            document["plan_hash"] == read_preregistration(str(PLAN)).hash
+            and document["confirmation"]["opened"] == opened
+        ):
             return document
-    plan = read_plan(str(PLAN))
+    plan = read_preregistration(str(PLAN))
     findings = compare_study(out, plan, planned=PLAN.name, open_confirmation=opened, progress=_step)
     save_comparison(findings, out, None)
     print("\n".join([findings.verdict.sentence, findings.status]))

@@ -27,7 +27,7 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
 from softgap.calibration.fit import LayerText, Maps, RowPlan, landmark_maps
 from softgap.calibration.held_out import HeldLayer, divergences, held_layers
-from softgap.calibration.texts import corpus_of, own_texts, tokens_needed
+from softgap.calibration.texts import corpus_of, generate_texts, tokens_needed
 from softgap.models import load_model
 from softgap.models.loading import Model, Tokenizer
 from softgap.probe.layout import layer_rotations
@@ -159,7 +159,7 @@ def main() -> None:
     layers = layers_of(model, tokenizer, Path(options.text).read_text(), options.layers)
     if options.only == "minutes":
         torch.set_num_threads(1)
-        texts = own_texts(model, tokenizer, 3 * tokens_needed(2048))
+        texts = generate_texts(model, tokenizer, 3 * tokens_needed(2048))
         mine = held_layers(model, corpus_of(model, tokenizer, texts, positions=2048).fitted, options.layers)
         own = [
             ([LayerText(x.query, x.key) for x in one.texts], other)

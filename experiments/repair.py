@@ -27,11 +27,18 @@ from harness import FINDINGS, machine, write_section
 from held_out import halves
 from softgap.checkpoints import Checkpoints
 from softgap.intervene.swap import Head, Substitute
-from softgap.linearize import head_scores, lookups, passages_of, repaired, substitute, tuned
-from softgap.linearize.frontier import Unit, ordered, taken, units_of
+from softgap.linearize import (
+    distil_substitute,
+    fit_output_correction,
+    head_scores,
+    recall_sequences,
+    split_sequences,
+    substitute,
+)
+from softgap.linearize.frontier import Unit, first_heads, order_units, units_of
 from softgap.linearize.impact import mean_outputs
-from softgap.linearize.scores import beside
-from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
+from softgap.linearize.scores import add_recall_scores
+from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, read_swapped
 from softgap.models import load_model
 
 SCORE = "gradient+fisher"
@@ -51,20 +58,20 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.model, tokenizer = load_model()
         first, second = halves(Path(options.text).read_text())
-        self.fit = passages_of(self.model, tokenizer, [first], tokens=options.fit_tokens)
+        self.fit = split_sequences(self.model, tokenizer, [first], tokens=options.fit_tokens)
         self.long = {
-            length: passages_of(self.model, tokenizer, [first], length=length, tokens=options.tune_tokens)
+            length: split_sequences(self.model, tokenizer, [first], length=length, tokens=options.tune_tokens)
             for length in options.tune_lengths
         }
         self.held = {
-            length: passages_of(self.model, tokenizer, [second], length=length, tokens=options.tokens)
+            length: split_sequences(self.model, tokenizer, [second], length=length, tokens=options.tokens)
             for length in options.lengths
         }
-        self.asked: Passages = lookups(self.model, tokenizer, LOOKUPS)
-        self.trained = lookups(self.model, tokenizer, options.lookups, seed=1) if options.lookups else None
+        self.asked: Sequences = recall_sequences(self.model, tokenizer, LOOKUPS)
+        self.trained = recall_sequences(self.model, tokenizer, options.lookups, seed=1) if options.lookups else None
         self.tag = [] if self.trained is None else [f"{options.lookups} lookups"]
         self.one = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
-        digest = digest_of_passages(self.fit, *self.held.values(), self.asked)
+        digest = digest_of_sequences(self.fit, *self.held.values(), self.asked)
         about = {"text": digest, "cal": self.one.mechanism.origin}
         self.kept = Checkpoints(options.parts, about if options.window is None else {**about, "window": options.window})
         self.original = self.readings("original", [], lambda: None)
@@ -73,10 +80,10 @@ class Bench:
         """All heads, cheapest first: by the text, or by the text and the lookups."""
         heads, score = self._scores("scores", self.fit)
         if self.trained is not None:
-            score = beside(score[:, None], self._scores(["scores", *self.tag], self.trained)[1])[:, 0]
-        return ordered(units_of(self.model, "heads"), heads, score)
+            score = add_recall_scores(score[:, None], self._scores(["scores", *self.tag], self.trained)[1])[:, 0]
+        return order_units(units_of(self.model, "heads"), heads, score)
 
-    def _scores(self, name: Any, read: Passages) -> tuple[list[Head], np.ndarray]:
+    def _scores(self, name: Any, read: Sequences) -> tuple[list[Head], np.ndarray]:
         def scored() -> dict[str, Any]:
             found = head_scores(self.model, read, self.one, names=[SCORE], progress=say)
             return {"heads": found.heads, "score": found.mean(SCORE).tolist()}
@@ -109,7 +116,7 @@ class Bench:
 
         def ridge() -> Substitute:
             if not found:
-                found.append(repaired(self.model, self.fit, heads, self.one, progress=say))
+                found.append(fit_output_correction(self.model, self.fit, heads, self.one, progress=say))
             return found[0]
 
         yield "mean output instead", [], lambda: substitute(mean_outputs(self.model, self.fit), self.model)
@@ -120,13 +127,13 @@ class Bench:
 
             def tune(what: str = what, length: int = length, steps: int = steps, rate: float = rate) -> Substitute:
                 maps = what == "maps"
-                return tuned(
+                return distil_substitute(
                     self.model, self.long[length], heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
                     maps=maps, progress=say,
                 )  # fmt: skip
 
             name = f"ridge, then {what} tuned by {steps} steps of {rate:g} on {length:,} tokens each"
-            yield name, [digest_of_passages(self.long[length])], tune
+            yield name, [digest_of_sequences(self.long[length])], tune
 
 
 def main() -> None:
@@ -152,7 +159,7 @@ def main() -> None:
     order = bench.order()
     rows = []
     for share in options.shares:
-        heads = taken(order, round(share * len(order)))
+        heads = first_heads(order, round(share * len(order)))
         for name, seen, make in bench.ways(heads, options):
             found = bench.readings([share, name, *seen, *bench.tag], heads, make)
             changes = [found[length].change_from(bench.original[length]) for length in found]

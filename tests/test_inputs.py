@@ -16,12 +16,12 @@ import torch
 
 import softgap
 from softgap import stats
-from softgap.analysis import ComparisonPlan
+from softgap.analysis import Preregistration
 from softgap.attention import Mechanism
 from softgap.attention.synthetic import measure, synthetic_head
 from softgap.errors import SoftgapError
 from softgap.inputs import as_items
-from softgap.linearize import Passages, find_plan, frontier, head_scores, impact, passages_of
+from softgap.linearize import Sequences, find_plan, frontier, head_scores, impact, split_sequences
 from softgap.probe import read_ids
 from softgap.report import Table, write_explorer
 from softgap.stats import confirmation_split
@@ -76,8 +76,8 @@ def model() -> Any:
     return sharp_llama(max_position_embeddings=512).float()
 
 
-def passages() -> Passages:
-    return Passages(torch.tensor([IDS] * 4), torch.ones(4, len(IDS) - 1, dtype=torch.bool))
+def passages() -> Sequences:
+    return Sequences(torch.tensor([IDS] * 4), torch.ones(4, len(IDS) - 1, dtype=torch.bool))
 
 
 def same(make: Callable[[Any], Any], one: Any) -> Callable[[Any], None]:
@@ -149,7 +149,7 @@ def arrived(room: str, name: str, call: Callable[[Any], Callable[[Any], Any]]) -
 
 
 def plans(field: str, value: str) -> Callable[[Any], None]:
-    return same(lambda model: lambda given: ComparisonPlan(**{field: given}).to_json(), value)
+    return same(lambda model: lambda given: Preregistration(**{field: given}).to_json(), value)
 
 
 def mechanism(field: str) -> Callable[[Any], None]:
@@ -158,7 +158,7 @@ def mechanism(field: str) -> Callable[[Any], None]:
 
 
 def ids_of(model: Any) -> Callable[[Any], Any]:
-    return lambda texts: passages_of(model, byte_tokenizer(), texts, length=32).ids.tolist()
+    return lambda texts: split_sequences(model, byte_tokenizer(), texts, length=32).ids.tolist()
 
 
 def tokens_of(model: Any) -> Callable[[Any], Any]:
@@ -191,13 +191,13 @@ def axes() -> Any:
 
 
 CASES: dict[tuple[str, str], Callable[[Any], None]] = {
-    ("ComparisonPlan", "between"): lambda model: _one_group(),
-    ("ComparisonPlan", "mechanisms"): plans("mechanisms", "elu1"),
-    ("ComparisonPlan", "features"): plans("features", "mean"),
-    ("ComparisonPlan", "transforms"): plans("transforms", "diff"),
-    ("ComparisonPlan", "segments"): plans("segments", "early"),
-    ("ComparisonPlan", "match"): plans("match", "length"),
-    ("ComparisonPlan", "strata"): plans("strata", "topic"),
+    ("Preregistration", "between"): lambda model: _one_group(),
+    ("Preregistration", "mechanisms"): plans("mechanisms", "elu1"),
+    ("Preregistration", "features"): plans("features", "mean"),
+    ("Preregistration", "transforms"): plans("transforms", "diff"),
+    ("Preregistration", "segments"): plans("segments", "early"),
+    ("Preregistration", "match"): plans("match", "length"),
+    ("Preregistration", "strata"): plans("strata", "topic"),
     ("Mechanism", "needs"): mechanism("needs"),
     ("Mechanism", "accepts"): mechanism("accepts"),
     ("Prompt", "reference"): same(lambda model: lambda given: Prompt("0", "Capital?", reference=given), "Paris"),
@@ -208,7 +208,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Trajectories", "mechanisms"): refused(mechanisms_of),
     ("Trajectories", "tokens"): refused(tokens_of),
     ("calibrate", "texts"): arrived(
-        "calibration.texts", "_fitted", lambda model: lambda given: _calibrated(model, given)
+        "calibration.texts", "_fit_sequences", lambda model: lambda given: _calibrated(model, given)
     ),
     ("confirmation_split", "clusters"): refused(
         lambda model: lambda given: confirmation_split(["1", "2", "3"], clusters=given)
@@ -244,7 +244,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("judge", "mechanisms"): same(
         lambda model: lambda given: words(lambda: softgap.calibration.judge(model, [IDS], given)), "fitted"
     ),
-    ("passages_of", "texts"): same(ids_of, TEXT),
+    ("split_sequences", "texts"): same(ids_of, TEXT),
     ("phase_maps", "names"): wrong(
         lambda model: lambda given: UNTYPED.theory.separation.phase_maps(given, *axes(), {}, 2, rng=RNG)
     ),
@@ -286,7 +286,7 @@ def _as(given: Any, text: str) -> Any:
 
 def _one_group() -> None:
     with pytest.raises(SoftgapError, match=r"between must name two groups, got \['right'\]"):
-        ComparisonPlan(between="right")  # type: ignore[arg-type]
+        Preregistration(between="right")  # type: ignore[arg-type]
 
 
 def _judged_under(joint: Any) -> Any:

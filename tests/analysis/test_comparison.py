@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from softgap import stats
-from softgap.analysis import ComparisonFindings, ComparisonPlan, compare_study
+from softgap.analysis import ComparisonFindings, Preregistration, compare_study
 from softgap.analysis.comparison_data import BASELINES, baseline_table
 from softgap.errors import SoftgapError
 from softgap.signal import complexity_entropy
@@ -21,7 +21,7 @@ from softgap.trajectories import open_study
 from support.stats_cases import RNG, confounded, heads, labels_of, length_confound, planted, questions
 from support.study_examples import LAYERS, named, simulated_study
 
-QUICK = ComparisonPlan(features=("mean",), permutations=199, refits=19, draws=1)
+QUICK = Preregistration(features=("mean",), permutations=199, refits=19, draws=1)
 UNITS = 270
 
 
@@ -203,7 +203,7 @@ def test_a_later_look_at_other_samples_is_not_planned(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     study = str(simulated_study(folder, x, [*names[:60], *[None] * 30]))
 
-    def look(plan: ComparisonPlan, labelled: int) -> ComparisonFindings:
+    def look(plan: Preregistration, labelled: int) -> ComparisonFindings:
         log = (folder / "comparisons/log.jsonl").read_bytes() if (folder / "comparisons").exists() else None
         shutil.rmtree(folder)
         simulated_study(folder, x, [*names[:labelled], *[None] * (90 - labelled)])

@@ -78,7 +78,7 @@ def test_the_residual_is_fitted_over_the_study(monkeypatch: pytest.MonkeyPatch) 
     expected = plane(counts / counts.sum(axis=1, keepdims=True))[0]
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
     # The same where memory allows only two heads at a time.
-    monkeypatch.setattr("softgap.analysis.pattern_counts.HELD", 2 * 340)
+    monkeypatch.setattr("softgap.analysis.pattern_counts.HELD_VALUES", 2 * 340)
     assert column(analyze(runs, transform="residual"), "entropy") == pytest.approx(expected, abs=1e-12)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from softgap.analysis import ComparisonPlan
+from softgap.analysis import Preregistration
 from softgap.analysis import features as features_module
 from softgap.analysis.features import FeatureTable, Mode, feature_table
 from softgap.trajectories import Manifest, Study, StudyWriter, Trajectories, open_study
@@ -59,7 +59,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 def measured(study: Study, used: tuple[bool, ...] = (True,) * 4, **choices: object) -> FeatureTable:
-    plan = replace(ComparisonPlan(eligibility=1), **choices)  # type: ignore[arg-type]
+    plan = replace(Preregistration(eligibility=1), **choices)  # type: ignore[arg-type]
     return feature_table(study, LENGTHS, np.array(used), plan, lambda _: None)
 
 
@@ -166,7 +166,7 @@ def test_the_residual_is_that_of_the_samples_compared(
 ) -> None:
     """Whether all heads are held at once, two, or one; and a sample that is left out bends no trend."""
     if held is not None:
-        monkeypatch.setattr(features_module, "HELD", held)
+        monkeypatch.setattr(features_module, "HELD_VALUES", held)
     chosen, used = [0, 1, 3], (True, True, False, True)
     family = ("entropy", "complexity"), ("residual", "raw"), ("full", "late")
     table = measured(study, used, features=family[0], mechanisms=("elu1",), transforms=family[1], segments=family[2])

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softgap.attention import LinearState, attend, compare_heads, mechanisms
-from softgap.attention.fused import MOST_FEATURES, served
+from softgap.attention.fused import MOST_FEATURES, supports
 from softgap.attention.reference import reference_comparison
 from support.attention_cases import Case, cases, equipped, reference
 
-SERVED = tuple(name for name in mechanisms() if name != "relu_affine" and served(mechanisms()[name], 6))
+SERVED = tuple(name for name in mechanisms() if name != "relu_affine" and supports(mechanisms()[name], 6))
 
 
 def compared(name: str, case: Case, output: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -39,9 +39,9 @@ def test_the_common_mechanisms_are_served() -> None:
     # Signed, decaying, logarithmic or large: each left to the chunked form.
     for name in ("identity", "inline", "decay", "favor", "hedgehog", "softmax", "top_k"):
         assert name not in SERVED
-    assert not served(mechanisms()["taylor2"], 64)
-    assert served(mechanisms()["elu1"], MOST_FEATURES)
-    assert not served(mechanisms()["elu1"], MOST_FEATURES + 1)
+    assert not supports(mechanisms()["taylor2"], 64)
+    assert supports(mechanisms()["elu1"], MOST_FEATURES)
+    assert not supports(mechanisms()["elu1"], MOST_FEATURES + 1)
 
 
 @settings(deadline=None, max_examples=40)

@@ -14,20 +14,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 import softgap
-from softgap.calibration import (
-    Calibration,
-    Closed,
-    HeldOut,
-    Recipe,
-    calibrate,
-    fit_maps,
-    gap_closed,
-    judge,
-    whole_model,
-)
+from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, fit_maps, gap_closed, judge, whole_model
 from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path, default_mechanisms
 from softgap.models.tensor_files import load_calibration, save_calibration
 from softgap.probe import read_ids
@@ -338,7 +329,7 @@ def _places(ids: list[int], part: tuple[int, ...]) -> int:
 def test_gap_closed_by_hand() -> None:
     one, two = np.full((1, 1, 100), 0.25), np.full((1, 1, 100), 0.5)
     found = gap_closed([one], [two], rng=np.random.default_rng(0))
-    assert found == Closed(0.5, 0.5, 0.5)
+    assert found == Interval(0.5, 0.5, 0.5)
     assert gap_closed([one], [two], range(128, 256), rng=np.random.default_rng(0)) is None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from softgap.analysis import ComparisonPlan, compare_study
+from softgap.analysis import Preregistration, compare_study
 from softgap.cli import main
 from softgap.cli.compare import PlanOptions
 from support.cli_examples import contents, failure, script, without_progress
@@ -62,9 +62,9 @@ def test_a_plan_decides_everything_and_its_hash_is_kept_first(study: Path, capsy
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("margin 0.5", r"the plan 'plan.toml' is not TOML \(.*\); write lines such as margin = 0.5"),
-        ("marign = 0.5", r"unknown key of the plan 'plan.toml' 'marign'; did you mean 'margin'\?"),
-        ('margin = "big"', "margin in the plan 'plan.toml' must be like 0.5, got 'big'; correct it"),
+        ("margin 0.5", r"the preregistration 'plan.toml' is not TOML \(.*\); write lines such as margin = 0.5"),
+        ("marign = 0.5", r"unknown key of the preregistration 'plan.toml' 'marign'; did you mean 'margin'\?"),
+        ('margin = "big"', "margin in the preregistration 'plan.toml' must be like 0.5, got 'big'; correct it"),
         ("orders = [9]", "order must be .*got 9.*"),
         ('features = ["meen"]', r"unknown feature 'meen'; did you mean 'mean'\?"),
     ],
@@ -98,7 +98,7 @@ def test_the_report_shows_the_comparison(study: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
-    found = compare_study(str(study), ComparisonPlan(features=("mean",), permutations=99, refits=19))
+    found = compare_study(str(study), Preregistration(features=("mean",), permutations=99, refits=19))
     assert repr(found) == f"<ComparisonFindings: {found.verdict.sentence}>"
     shown = found._repr_html_()
     assert shown is not None
@@ -106,7 +106,7 @@ def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
 
 
 def test_options_are_fields_of_the_plan() -> None:
-    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, ComparisonPlan))
+    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, Preregistration))
     assert options <= plan
     given = PlanOptions(features=["mean"], orders=[4], margin=0.3, collapse=True, match=[])
-    assert given.plan(None) == ComparisonPlan(features=("mean",), orders=(4,), margin=0.3, collapse=True)
+    assert given.plan(None) == Preregistration(features=("mean",), orders=(4,), margin=0.3, collapse=True)

@@ -71,7 +71,7 @@ def test_what_is_missing_comes_with_its_remedy(
     monkeypatch.setattr(room, "embedded_copy", lambda: Path("/nowhere"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     parts = {part.name: part for part in room.installation()}
-    assert parts["extra 'plot'"] == room.Part(
+    assert parts["extra 'plot'"] == room.InstallationCheck(
         "extra 'plot'", "absent", "matplotlib is missing", "pip install 'softgap[plot]'"
     )
     assert parts["required packages"].verdict == "wrong"

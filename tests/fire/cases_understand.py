@@ -91,10 +91,22 @@ FINDINGS: Table = {
     "compare: no plan": ("compare s --plan none.toml", "none.toml", "cannot read 'none.toml': No such file or dir"),
     "compare: a folder as plan": ("compare s --plan s", "'s'", "cannot read 's': Is a directory; give a text file"),
     "compare: weights as plan": ("compare s --plan c.safetensors", "c.safetensors", "'c.safetensors' must be UTF-8"),
-    "compare: a plan of heads": ("compare s --plan plans/plan.json", "plan.json", "the plan 'plans/plan.json' is not"),
-    "compare: an unknown key": ("compare s --plan key.toml", "'marign'", "unknown key of the plan 'key.toml' 'marign'"),
-    "compare: a deep plan": ("compare s --plan deep.toml", "deep.toml", "the plan 'deep.toml' is not TOML"),
-    "compare: half a number": ("compare s --plan number.toml", "1000.0", "permutations in the plan 'number.toml' must"),
+    "compare: a plan of heads": (
+        "compare s --plan plans/plan.json",
+        "plan.json",
+        "the preregistration 'plans/plan.json' is not",
+    ),
+    "compare: an unknown key": (
+        "compare s --plan key.toml",
+        "'marign'",
+        "unknown key of the preregistration 'key.toml' 'marign'",
+    ),
+    "compare: a deep plan": ("compare s --plan deep.toml", "deep.toml", "the preregistration 'deep.toml' is not TOML"),
+    "compare: half a number": (
+        "compare s --plan number.toml",
+        "1000.0",
+        "permutations in the preregistration 'number.toml' must",
+    ),
     "compare: endless work": (
         "compare s --plan huge.toml",
         "99999999999999",
@@ -158,8 +170,12 @@ PLANS: Table = {
     "no number": (f"{START} --budget nan", "nan", "the budget must be above 0 nats per token and finite, got nan; 0.1"),
     "an endless budget": (f"{START} --budget inf", "inf", "the budget must be above 0 .* and finite, got inf; 0.1 is"),
     "much recall": (f"{START} --recall-budget 5", "5", "the recall budget must be between 0 and 1, the largest drop"),
-    "a tuning alone": (f"{START} --tune 3 --no-repair", "3", "tuning takes 0 steps or more and begins with a repair"),
-    "no length": (f"{START} --length 0", "0", "passages must have at least 16 tokens, got 0; 512 is usual"),
+    "a tuning alone": (
+        f"{START} --tune 3 --no-repair",
+        "3",
+        "distillation takes 0 steps or more and needs the output correction",
+    ),
+    "no length": (f"{START} --length 0", "0", "sequences must have at least 16 tokens, got 0; 512 is usual"),
     "no tokens": (f"{START} --tokens 0", "0", "tokens must be at least 1, got 0; 16384 are usual"),
     "no window": (f"{START} --window 0", "0", "window must be from 1 to 1048576 keys, got 0; leave it out for none"),
     "a huge window": (f"{START} --window {NINES}", NINES, "window must be from 1 to 1048576 keys, got 9*; leave"),
@@ -198,7 +214,7 @@ PLANS: Table = {
     "an empty text": ("linearize tiny --text empty", "'empty'", "'empty' must hold some text, got ''; write"),
 }
 WITH_MODEL: Table = {
-    "long passages": (START, "512", "passages can have at most the model's context of 64 tokens, got 512; shorten"),
+    "long passages": (START, "512", "sequences can have at most the model's context of 64 tokens, got 512; shorten"),
     "a short text": (
         "linearize tiny --text fox.txt --length 64",
         "12",

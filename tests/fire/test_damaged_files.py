@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from softgap.analysis.preregistration import ComparisonPlan, Tried, read_plan
+from softgap.analysis.preregistration import ComparisonLog, Preregistration, read_preregistration
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
 from softgap.intervene.swap import Substitute
@@ -67,8 +67,8 @@ def read_study(place: Path) -> None:
         assert run.n_steps >= 0
     stored_prompts(Folder.at(place))
     read_failures(Folder.at(place))
-    log = Tried(Folder.at(place))
-    log.status(ComparisonPlan(), "labels", from_file=True)
+    log = ComparisonLog(Folder.at(place))
+    log.status(Preregistration(), "labels", from_file=True)
     assert log.locked_share is None or 0 < log.locked_share < 1
 
 
@@ -142,7 +142,11 @@ TARGETS: dict[str, tuple[str, Callable[[Path], dict[str, bytes]], Reader]] = {
         lambda _: {"h.csv": HEADS},
         lambda place: [json.dumps(column.to_json(example_run())) for column in read_columns(place / "h.csv")],
     ),
-    "comparison plan": ("p.toml", lambda _: {"p.toml": TOML}, lambda place: read_plan(str(place / "p.toml")).hash),
+    "comparison plan": (
+        "p.toml",
+        lambda _: {"p.toml": TOML},
+        lambda place: read_preregistration(str(place / "p.toml")).hash,
+    ),
     "GGUF": ("m.gguf", gguf_files, lambda place: gguf_metadata(place / "m.gguf")),
     "request": (
         "r.json",

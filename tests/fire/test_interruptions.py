@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from softgap.analysis.preregistration import Tried
+from softgap.analysis.preregistration import ComparisonLog
 from softgap.cli import main
 from softgap.progress import Progress
 from softgap.trajectories import open_study
@@ -84,7 +84,7 @@ def test_an_interrupted_look_does_not_use_up_the_confirmation(
     assert main([*start, "--open-confirmation"]) == 0
     capsys.readouterr()
     assert failure([*start, "--open-confirmation"], capsys).startswith("confirmation samples are opened once")
-    assert [entry["event"] for entry in Tried(Folder.at(study)).entries].count("opened") == 1
+    assert [entry["event"] for entry in ComparisonLog(Folder.at(study)).entries].count("opened") == 1
 
 
 @pytest.mark.parametrize(

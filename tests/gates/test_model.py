@@ -143,14 +143,14 @@ def forgotten_override(monkeypatch: pytest.MonkeyPatch) -> None:
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instrument that keeps what it measured."""
     kept: list[object] = []
-    honest = meter.Meter.measured
+    honest = meter.Meter.measurements
 
-    def measured(self: meter.Meter) -> meter.Measured:
+    def measured(self: meter.Meter) -> meter.LayerMeasurements:
         found = honest(self)
         kept.append(found)
         return found
 
-    monkeypatch.setattr(meter.Meter, "measured", measured)
+    monkeypatch.setattr(meter.Meter, "measurements", measured)
 
 
 def block_edge(monkeypatch: pytest.MonkeyPatch) -> None:

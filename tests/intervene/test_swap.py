@@ -13,7 +13,7 @@ from softgap.attention import attend
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_group, heads_of_layer, swap
 from softgap.probe.layout import attention_layers
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.visibility import VisibleSets
 from support.linearize_cases import (
     DOUBLE,
@@ -266,7 +266,11 @@ def test_a_listener_sees_what_the_model_passes_on_wherever_it_stands() -> None:
     model = tiny_with("llama")
     around: list[AttentionCall] = []
     inside: list[AttentionCall] = []
-    with tapped(model, around.append), swap(model, [(0, 2)], "zero"), tapped(model, inside.append):
+    with (
+        observe_attention(model, around.append),
+        swap(model, [(0, 2)], "zero"),
+        observe_attention(model, inside.append),
+    ):
         logits_of(model, IDS)
     for call in (around[0], inside[0]):
         assert torch.count_nonzero(call.output[:, :, 2]) == 0

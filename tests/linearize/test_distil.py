@@ -10,9 +10,9 @@ import torch
 
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
-from softgap.linearize import Readout, Substitute, repaired, swap, tuned
-from softgap.linearize.distil import _rows
-from softgap.linearize.sequences import Passages
+from softgap.linearize import Readout, Substitute, distil_substitute, fit_output_correction, swap
+from softgap.linearize.distil import _sequence_order
+from softgap.linearize.sequences import Sequences
 from softgap.models.tensor_files import digest_of
 from support.linearize_cases import sharp_llama, with_random_parameters
 
@@ -30,15 +30,15 @@ def small() -> Any:
     return model
 
 
-def passages(rows: slice) -> Passages:
+def passages(rows: slice) -> Sequences:
     ids = torch.randint(3, 40, (28, 40), generator=torch.Generator().manual_seed(4))[rows]
-    return Passages(ids, torch.ones(len(ids), 39, dtype=torch.bool))
+    return Sequences(ids, torch.ones(len(ids), 39, dtype=torch.bool))
 
 
 FIT, UNSEEN = passages(slice(0, 24)), passages(slice(24, 28))
 
 
-def divergence(model: Any, read: Passages, chosen: Substitute) -> float:
+def divergence(model: Any, read: Sequences, chosen: Substitute) -> float:
     """Mean KL from the original next-token distributions, by the plain formula."""
     with torch.no_grad():
         p = model(read.ids, use_cache=False).logits.double().softmax(-1)
@@ -49,8 +49,8 @@ def divergence(model: Any, read: Passages, chosen: Substitute) -> float:
 
 
 def test_tuning_brings_the_model_nearer_to_itself(small: Any) -> None:
-    ridge = repaired(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))
-    found = tuned(small, FIT, HEADS, ridge, steps=48, learning_rate=0.02)
+    ridge = fit_output_correction(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))
+    found = distil_substitute(small, FIT, HEADS, ridge, steps=48, learning_rate=0.02)
     for read in (FIT, UNSEEN):
         assert divergence(small, read, found) < 0.85 * divergence(small, read, ridge)
 
@@ -58,8 +58,8 @@ def test_tuning_brings_the_model_nearer_to_itself(small: Any) -> None:
 def test_one_step_goes_down_the_gradient(small: Any) -> None:
     """Adam's first step moves every number by its rate, against the sign of the slope."""
     begin = Substitute(resolve("elu1"), readout=Readout.identity(2, 4, 8))
-    text = Passages(FIT.ids[:1], FIT.scored[:1])
-    found = tuned(small, text, HEADS, begin, steps=1, learning_rate=0.01)
+    text = Sequences(FIT.ids[:1], FIT.scored[:1])
+    found = distil_substitute(small, text, HEADS, begin, steps=1, learning_rate=0.01)
     assert found.readout is not None
     moved = found.readout.bias[1, 2]
     step = 0.01 / 5  # the first step of the warm-up
@@ -77,11 +77,11 @@ def test_only_the_numbers_of_swapped_heads_move(small: Any) -> None:
     mechanism = with_random_parameters("fitted", 2, 4, 2, 8, 8)
     before = {name: x.clone() for name, x in mechanism.parameters.items()}
     weights = [x.clone() for x in small.parameters()]
-    begin = repaired(small, FIT, HEADS, mechanism)
+    begin = fit_output_correction(small, FIT, HEADS, mechanism)
     assert begin.readout is not None
     start = begin.readout.weight.clone()
-    found = tuned(small, FIT, HEADS, begin, steps=3)
-    alone = tuned(small, FIT, HEADS, begin, steps=3, maps=False)
+    found = distil_substitute(small, FIT, HEADS, begin, steps=3)
+    alone = distil_substitute(small, FIT, HEADS, begin, steps=3, maps=False)
     assert found.readout is not None
     swapped = torch.zeros(2, 4, dtype=torch.bool)
     swapped[tuple(torch.tensor(HEADS).T)] = True
@@ -105,26 +105,26 @@ def test_only_the_numbers_of_swapped_heads_move(small: Any) -> None:
 
 def test_lookups_are_learnt_beside_the_text(small: Any) -> None:
     """Trained on tokens of its own kind only, a substitute gets better where only the last ones count."""
-    asked = Passages(UNSEEN.ids.flip(1), (torch.arange(39) > 29).expand(4, 39))
-    begin = repaired(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))
+    asked = Sequences(UNSEEN.ids.flip(1), (torch.arange(39) > 29).expand(4, 39))
+    begin = fit_output_correction(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))
     without, beside = (
-        tuned(small, FIT.part(slice(0, 2)), HEADS, begin, asked=more, steps=24, learning_rate=0.02)
+        distil_substitute(small, FIT.part(slice(0, 2)), HEADS, begin, asked=more, steps=24, learning_rate=0.02)
         for more in (None, asked)
     )
     assert divergence(small, asked, beside) < 0.8 * divergence(small, asked, without)
 
 
 def test_a_seed_decides_the_order_and_every_round_reads_everything() -> None:
-    drawn = list(_rows(5, 12, np.random.default_rng(1)))
+    drawn = list(_sequence_order(5, 12, np.random.default_rng(1)))
     assert sorted(drawn[:5]) == sorted(drawn[5:10]) == list(range(5))
     assert drawn[:5] != drawn[5:10]
-    assert drawn == list(_rows(5, 12, np.random.default_rng(1)))
+    assert drawn == list(_sequence_order(5, 12, np.random.default_rng(1)))
 
 
 def test_bad_input_is_one_sentence(small: Any) -> None:
     with pytest.raises(SoftgapError, match=r"at least 1 step and a rate above 0, got 0 and 0\.0006"):
-        tuned(small, FIT, HEADS, "elu1", steps=0)
+        distil_substitute(small, FIT, HEADS, "elu1", steps=0)
     with pytest.raises(SoftgapError, match="at least 1 step and a rate above 0, got 2 and -1"):
-        tuned(small, FIT, HEADS, "elu1", steps=2, learning_rate=-1)
+        distil_substitute(small, FIT, HEADS, "elu1", steps=2, learning_rate=-1)
     with pytest.raises(SoftgapError, match="heads of layer 0 are 0 to 3, got"):
-        tuned(small, FIT, [(0, 9)], "elu1", steps=2)
+        distil_substitute(small, FIT, [(0, 9)], "elu1", steps=2)

@@ -16,18 +16,18 @@ from softgap.linearize import (
     Budget,
     Frontier,
     Point,
+    distil_substitute,
     find_plan,
     frontier,
     head_scores,
     heads_of_group,
     load_plan,
-    lookups,
-    passages_of,
+    recall_sequences,
+    split_sequences,
     swap,
-    tuned,
 )
-from softgap.linearize.frontier import ordered, random_order, taken, units_of
-from softgap.linearize.search import _largest
+from softgap.linearize.frontier import first_heads, order_units, random_order, units_of
+from softgap.linearize.search import _largest_set
 from softgap.linearize.sequences import read_swapped
 from softgap.report.figures import draw_frontier, draw_plan
 from softgap.report.files import save_figure
@@ -44,15 +44,15 @@ def small() -> Any:
 
 @pytest.fixture(scope="module")
 def texts(small: Any) -> Any:
-    read = passages_of(small, byte_tokenizer(), [TEXT], length=64)
-    return read.part(slice(0, 8)), read.part(slice(8, 16)), lookups(small, byte_tokenizer(), 2, pairs=4)
+    read = split_sequences(small, byte_tokenizer(), [TEXT], length=64)
+    return read.part(slice(0, 8)), read.part(slice(8, 16)), recall_sequences(small, byte_tokenizer(), 2, pairs=4)
 
 
 def test_orders_put_the_cheapest_first_and_keep_groups_together(small: Any) -> None:
     heads = [(layer, head) for layer in range(2) for head in range(4)]
     score = np.array([5.0, 0, 1, 2, 9, 9, -8, -3])
-    assert ordered(units_of(small, "heads"), heads, score)[:3] == [((1, 2),), ((1, 3),), ((0, 1),)]
-    assert ordered(units_of(small, "groups"), heads, score) == [
+    assert order_units(units_of(small, "heads"), heads, score)[:3] == [((1, 2),), ((1, 3),), ((0, 1),)]
+    assert order_units(units_of(small, "groups"), heads, score) == [
         tuple(heads_of_group(small, 1, 1)),
         tuple(heads_of_group(small, 0, 1)),
         tuple(heads_of_group(small, 0, 0)),
@@ -60,7 +60,7 @@ def test_orders_put_the_cheapest_first_and_keep_groups_together(small: Any) -> N
     ]
     drawn = random_order(units_of(small, "heads"), rng=np.random.default_rng(0))
     assert sorted(drawn) == units_of(small, "heads")
-    assert taken(drawn, 8) == heads
+    assert first_heads(drawn, 8) == heads
 
 
 def test_every_point_is_what_a_plain_forward_says(small: Any, texts: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_pat
     assert plan.layers == (0, 1)
     assert plan.memory["per_token"] == 0
     assert plan.memory["saved_per_token"] == 4 * 2 * 8 * 4
-    read = passages_of(small, tokenizer, [TEXT], length=64)
+    read = split_sequences(small, tokenizer, [TEXT], length=64)
     unseen = read.part(slice(len(read) - len(read) // 4, None))
     rise = (
         read_swapped(small, unseen, None, plan.heads, plan.substitute).loss
@@ -164,7 +164,7 @@ def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
     plain, trained = found.points
     assert (plain.mechanism, trained.mechanism) == ("elu1", "elu1, tuned")
     everything = [(layer, head) for layer in range(2) for head in range(4)]
-    by_hand = tuned(small, fit, everything, "elu1", steps=2)
+    by_hand = distil_substitute(small, fit, everything, "elu1", steps=2)
     rise = (
         read_swapped(small, held_out, None, everything, by_hand).loss
         - read_swapped(small, held_out, None, [], None).loss
@@ -176,8 +176,8 @@ def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
 def test_a_plan_of_tuned_heads_is_tuned_on_the_half_that_fits(small: Any) -> None:
     tokenizer = byte_tokenizer()
     plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, length=64, recalls=0, score="divergence", tune=2)
-    read = passages_of(small, tokenizer, [TEXT], length=64)
-    by_hand = tuned(small, read.part(slice(0, len(read) // 2)), plan.heads, "elu1", steps=2)
+    read = split_sequences(small, tokenizer, [TEXT], length=64)
+    by_hand = distil_substitute(small, read.part(slice(0, len(read) // 2)), plan.heads, "elu1", steps=2)
     assert plan.provenance["tune"] == 2
     assert plan.substitute.readout is not None
     assert by_hand.readout is not None
@@ -194,7 +194,7 @@ class Known:
 def largest(budget: float, recall_budget: float | None = None) -> int:
     search: Any = Known()
     sets = [[(0, head) for head in range(n)] for n in range(21)]
-    return len(_largest(search, sets, Budget(budget, recall_budget), "heads", lambda stage, share: None))
+    return len(_largest_set(search, sets, Budget(budget, recall_budget), "heads", lambda stage, share: None))
 
 
 def test_a_plan_of_heads_without_a_state_frees_no_memory(small: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
         scored_on.append(None if asked is None else asked.ids)
         return head_scores(*given, asked=asked, **settings)
 
-    check, choose, fit = (lookups(small, byte_tokenizer(), 2, seed=seed).ids for seed in range(3))
+    check, choose, fit = (recall_sequences(small, byte_tokenizer(), 2, seed=seed).ids for seed in range(3))
     monkeypatch.setattr("softgap.linearize.recall.read_swapped", watched)
     monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
     settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
@@ -288,7 +288,7 @@ def test_the_largest_point_within_both_budgets() -> None:
     with pytest.raises(SoftgapError, match="this frontier has gradient: elu1, random: elu1, got greedy: any"):
         found.largest(0.1, order="greedy")
     blind = Frontier("heads", {}, (Point("random", "elu1", 1, 1, 0.1, {"loss": Interval(0.1, 0.1, 0.1)}),))
-    with pytest.raises(SoftgapError, match="a recall budget needs lookups, and none were asked"):
+    with pytest.raises(SoftgapError, match="a recall budget needs recall lists, and none were asked"):
         blind.largest(1.0, 0.1)
 
 
@@ -320,11 +320,11 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=-1)
     with pytest.raises(SoftgapError, match="recall budget must be between 0 and 1, the largest drop, got 5"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=5)
-    with pytest.raises(SoftgapError, match="a recall budget needs lookups, got recalls=0"):
+    with pytest.raises(SoftgapError, match="a recall budget needs recall lists, got recalls=0"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=0.1, recalls=0, length=64)
     with pytest.raises(SoftgapError, match="at least 2048 tokens"):
         find_plan(small, byte_tokenizer(), ["short"], "elu1", budget=1)
-    with pytest.raises(SoftgapError, match="begins with a repair, got 3 and repair=False"):
+    with pytest.raises(SoftgapError, match="needs the output correction, got tune=3 and repair=False"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, tune=3, repair=False)
     with pytest.raises(SoftgapError, match="unknown score"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, score="luck")

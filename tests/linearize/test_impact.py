@@ -12,7 +12,7 @@ import torch
 from softgap.errors import SoftgapError, StoreError
 from softgap.linearize import Impact, heads_of_layer, impact, swap
 from softgap.linearize.impact import impact_on, mean_outputs
-from softgap.linearize.sequences import Passages, lookups, passages_of
+from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences
 from softgap.report.columns import read_columns
 from support.linearize_cases import with_random_parameters
 from support.model_examples import byte_tokenizer, tiny_llama
@@ -28,7 +28,7 @@ def small() -> Any:
     return tiny_llama(num_hidden_layers=3, max_position_embeddings=512).double()
 
 
-def plain_loop(model: Any, read: Passages, heads: list[tuple[int, int]], mechanism: Any) -> dict[str, np.ndarray]:
+def plain_loop(model: Any, read: Sequences, heads: list[tuple[int, int]], mechanism: Any) -> dict[str, np.ndarray]:
     """The obvious way: a whole forward for every head, logarithms of all probabilities."""
     wanted = read.ids[:, 1:]
     with torch.no_grad():
@@ -49,7 +49,7 @@ def plain_loop(model: Any, read: Passages, heads: list[tuple[int, int]], mechani
     return {name: np.array(values) for name, values in found.items()}
 
 
-def answers_right(right: Any, read: Passages) -> np.ndarray:
+def answers_right(right: Any, read: Sequences) -> np.ndarray:
     """For every list, the shares of answers whose first token, and of those of which every token is right: loops."""
     shares = []
     assert read.first is not None
@@ -67,7 +67,7 @@ def answers_right(right: Any, read: Passages) -> np.ndarray:
 def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
     tokenizer = byte_tokenizer()
     found = impact(small, tokenizer, [TEXT], "elu1", length=48, recalls=3)
-    read = passages_of(small, tokenizer, [TEXT], length=48)
+    read = split_sequences(small, tokenizer, [TEXT], length=48)
     heads = [head for layer in range(3) for head in heads_of_layer(small, layer)]
     assert found.heads == tuple(heads)
     assert found.mechanisms == ("elu1", "mean_ablation")
@@ -75,7 +75,7 @@ def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
         truth = plain_loop(small, read, heads, mechanism)
         for name, values in truth.items():
             np.testing.assert_allclose(found.change[name][place], values, atol=1e-9)
-    asked = plain_loop(small, lookups(small, tokenizer, 3), heads, "elu1")
+    asked = plain_loop(small, recall_sequences(small, tokenizer, 3), heads, "elu1")
     for name in ("recall", "whole_answers"):
         np.testing.assert_allclose(found.change[name][0], asked[name], atol=1e-9)
     assert np.abs(found.change["loss"]).max() > 1e-3
@@ -86,7 +86,7 @@ def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
 def test_reuse_equals_the_loop_in_every_family(model_type: str) -> None:
     model = tiny_with(model_type, attn=attention_names(model_type)[-1])
     ids = torch.randint(3, 100, (3, 21), generator=torch.Generator().manual_seed(1))
-    read = Passages(ids, torch.ones(3, 20, dtype=torch.bool))
+    read = Sequences(ids, torch.ones(3, 20, dtype=torch.bool))
     both = [impact_on(model, read, None, "elu1", controls=["zero"], reuse=reuse) for reuse in (True, False)]
     for name in ("loss", "kl", "accuracy"):
         np.testing.assert_allclose(both[0].change[name], both[1].change[name], atol=1e-5)
@@ -99,7 +99,7 @@ def test_reuse_computes_no_block_below(small: Any) -> None:
         layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
         for number, layer in enumerate(small.model.layers)
     ]
-    read = passages_of(small, byte_tokenizer(), [TEXT], length=48).part(slice(0, 3))
+    read = split_sequences(small, byte_tokenizer(), [TEXT], length=48).part(slice(0, 3))
     impact_on(small, read, None, "elu1", controls=["zero"], heads=heads)
     for hook in hooks:
         hook.remove()
@@ -138,7 +138,7 @@ def test_the_map_of_the_report_takes_an_impact(tmp_path: Path) -> None:
 
 def test_lookups_ask_for_what_stands_in_their_context(small: Any) -> None:
     tokenizer = byte_tokenizer()
-    asked = lookups(small, tokenizer, 4, pairs=5, seed=3)
+    asked = recall_sequences(small, tokenizer, 4, pairs=5, seed=3)
     for row, scored in zip(asked.ids, asked.scored, strict=True):
         lines = str(tokenizer.decode(row)).split("\n")[1:11]
         assert sorted(lines[:5]) == sorted(lines[5:10])
@@ -161,7 +161,7 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
     with pytest.raises(SoftgapError, match="cannot read an impact"):
         Impact.load(tmp_path / "no.npz")
     alone = Impact(("elu1",), ((0, 0),), {}, {"loss": np.zeros((1, 1, 2))})
-    with pytest.raises(SoftgapError, match="no control to compare with"):
+    with pytest.raises(SoftgapError, match="no baseline to compare with"):
         alone.linearizable()
     whole = alone.save(tmp_path / "cut.npz").read_bytes()
     for length in range(0, len(whole), 97):

@@ -11,9 +11,9 @@ from torch import Tensor
 from softgap.errors import SoftgapError
 from softgap.intervene.swap import Readout, Substitute
 from softgap.linearize import heads_of_layer, swap
-from softgap.linearize.output_correction import repaired, ridge_map
-from softgap.linearize.sequences import Passages
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.linearize.output_correction import fit_output_correction, ridge_map
+from softgap.linearize.sequences import Sequences
+from softgap.probe.tap import AttentionCall, observe_attention
 from support.linearize_cases import sharp_llama
 
 HEADS = [(0, 0), (0, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
@@ -25,20 +25,20 @@ def small() -> Any:
 
 
 @pytest.fixture(scope="module")
-def read() -> Passages:
+def read() -> Sequences:
     ids = torch.randint(3, 200, (6, 40), generator=torch.Generator().manual_seed(4))
-    return Passages(ids, torch.ones(6, 39, dtype=torch.bool))
+    return Sequences(ids, torch.ones(6, 39, dtype=torch.bool))
 
 
 def calls(model: Any, ids: Tensor) -> list[AttentionCall]:
     seen: list[AttentionCall] = []
-    with torch.no_grad(), tapped(model, seen.append):
+    with torch.no_grad(), observe_attention(model, seen.append):
         model(ids, use_cache=False)
     return seen
 
 
-def test_every_map_is_the_regression_on_what_its_layer_sees(small: Any, read: Passages) -> None:
-    found = repaired(small, read, HEADS, "elu1", ridge=0.1)
+def test_every_map_is_the_regression_on_what_its_layer_sees(small: Any, read: Sequences) -> None:
+    found = fit_output_correction(small, read, HEADS, "elu1", ridge=0.1)
     assert found.readout is not None
     own = calls(small, read.ids)
     for layer in range(3):
@@ -66,7 +66,7 @@ def test_every_map_is_the_regression_on_what_its_layer_sees(small: Any, read: Pa
 def test_a_repair_brings_outputs_nearer_to_the_original(small: Any) -> None:
     drawn = torch.randint(3, 30, (34, 60), generator=torch.Generator().manual_seed(9))
     fresh, more = drawn[:4], drawn[4:]
-    found = repaired(small, Passages(more, torch.ones(30, 59, dtype=torch.bool)), HEADS, "elu1")
+    found = fit_output_correction(small, Sequences(more, torch.ones(30, 59, dtype=torch.bool)), HEADS, "elu1")
     with torch.no_grad():
         truth = small(fresh, use_cache=False).logits
         apart = []
@@ -76,8 +76,8 @@ def test_a_repair_brings_outputs_nearer_to_the_original(small: Any) -> None:
     assert apart[1] < 0.9 * apart[0]
 
 
-def test_a_softmax_substitute_needs_no_repair(small: Any, read: Passages) -> None:
-    found = repaired(small, read, heads_of_layer(small, 1), "softmax")
+def test_a_softmax_substitute_needs_no_repair(small: Any, read: Sequences) -> None:
+    found = fit_output_correction(small, read, heads_of_layer(small, 1), "softmax")
     assert found.readout is not None
     torch.testing.assert_close(found.readout.weight, torch.eye(8).expand(3, 4, 8, 8), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.readout.bias, torch.zeros(3, 4, 8), atol=1e-5, rtol=0)
@@ -91,17 +91,19 @@ def test_nothing_to_learn_from_leaves_the_identity() -> None:
     assert not bias.any()
 
 
-def test_bad_input_is_one_sentence(small: Any, read: Passages) -> None:
+def test_bad_input_is_one_sentence(small: Any, read: Sequences) -> None:
     with pytest.raises(SoftgapError, match="ridge must be above 0, got 0"):
-        repaired(small, read, HEADS, "elu1", ridge=0)
+        fit_output_correction(small, read, HEADS, "elu1", ridge=0)
     with pytest.raises(SoftgapError, match="heads of layer 0 are 0 to 3, got"):
-        repaired(small, read, [(0, 4)], "elu1")
+        fit_output_correction(small, read, [(0, 4)], "elu1")
     with (
         pytest.raises(SoftgapError, match="must be for 3 layers"),
         swap(
             small,
             HEADS,
-            Substitute(repaired(small, read, HEADS[:1], "elu1").mechanism, readout=Readout.identity(2, 4, 8)),
+            Substitute(
+                fit_output_correction(small, read, HEADS[:1], "elu1").mechanism, readout=Readout.identity(2, 4, 8)
+            ),
         ),
     ):
         pass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from softgap.linearize import Passages, find_plan, load_plan, lookups
+from softgap.linearize import Sequences, find_plan, load_plan, recall_sequences
 from softgap.linearize.recall import (
     BLOCK_LISTS,
     FEWEST_LISTS,
@@ -19,7 +19,7 @@ from softgap.linearize.recall import (
     RecallTest,
     half_widths,
 )
-from softgap.linearize.sequences import Reading, judge_forward, read_swapped, right_tokens
+from softgap.linearize.sequences import Reading, correct_tokens, read_swapped, score_forward
 from support.linearize_cases import sharp_llama
 from support.model_examples import byte_tokenizer
 
@@ -33,11 +33,11 @@ def small() -> Any:
 
 
 @pytest.fixture(scope="module")
-def asked(small: Any) -> Passages:
-    return lookups(small, byte_tokenizer(), 5, pairs=6, seed=1)
+def asked(small: Any) -> Sequences:
+    return recall_sequences(small, byte_tokenizer(), 5, pairs=6, seed=1)
 
 
-def knowing(small: Any, asked: Passages, known: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
+def knowing(small: Any, asked: Sequences, known: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A forward whose top token is the right one where ``known``, and another one elsewhere."""
 
     def forward(input_ids: Any, **settings: Any) -> Any:
@@ -52,7 +52,7 @@ def knowing(small: Any, asked: Passages, known: torch.Tensor, monkeypatch: pytes
 
 
 def test_first_tokens_alone_are_recall_without_whole_answers(
-    small: Any, asked: Passages, monkeypatch: pytest.MonkeyPatch
+    small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert asked.first is not None
     assert (asked.scored.sum() > 2 * asked.first.sum()).item(), "words are several bytes"
@@ -62,14 +62,14 @@ def test_first_tokens_alone_are_recall_without_whole_answers(
     assert found.whole_answers.tolist() == [0] * 5
 
 
-def test_later_tokens_alone_are_no_recall(small: Any, asked: Passages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_tokens_alone_are_no_recall(small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
     model = knowing(small, asked, asked.scored & ~asked.first, monkeypatch)  # type: ignore[operator]
     found = read_swapped(model, None, asked, [], None)
     assert found.recall.tolist() == [0] * 5
     assert found.whole_answers.tolist() == [0] * 5
 
 
-def test_answers_count_one_by_one(small: Any, asked: Passages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_count_one_by_one(small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
     """All right in the first list; half of the answers whole in the second; one wrong last token in the third."""
     assert asked.first is not None
     known = asked.scored.clone()
@@ -83,7 +83,7 @@ def test_answers_count_one_by_one(small: Any, asked: Passages, monkeypatch: pyte
     np.testing.assert_allclose(found.whole_answers, [1, 3 / 6, 5 / 6, 0, 1])
 
 
-def test_every_answer_begins_once(asked: Passages) -> None:
+def test_every_answer_begins_once(asked: Sequences) -> None:
     assert asked.first is not None
     assert asked.first.sum(dim=-1).tolist() == [6] * 5
     assert not (asked.first & ~asked.scored).any()
@@ -91,14 +91,14 @@ def test_every_answer_begins_once(asked: Passages) -> None:
     assert torch.equal(asked.first, asked.scored & ~before), "a line break stands between two answers"
 
 
-def test_right_tokens_are_those_of_a_whole_forward(small: Any, asked: Passages) -> None:
-    whole = judge_forward(small, asked.ids, None).right * asked.scored
-    assert torch.equal(right_tokens(small, asked), whole)
+def test_right_tokens_are_those_of_a_whole_forward(small: Any, asked: Sequences) -> None:
+    whole = score_forward(small, asked.ids, None).right * asked.scored
+    assert torch.equal(correct_tokens(small, asked), whole)
 
 
 def test_further_lists_are_others(small: Any) -> None:
     together, one, two = (
-        lookups(small, byte_tokenizer(), n, pairs=4, skip=skip) for n, skip in ((4, 0), (2, 0), (2, 2))
+        recall_sequences(small, byte_tokenizer(), n, pairs=4, skip=skip) for n, skip in ((4, 0), (2, 0), (2, 2))
     )
     width = min(together.ids.shape[1], two.ids.shape[1])
     assert torch.equal(together.ids[2:, : width - 8], two.ids[:, : width - 8])
@@ -124,7 +124,7 @@ class Simulated:
 
     def test(self, monkeypatch: pytest.MonkeyPatch, lists: int | None = None) -> RecallTest:
         monkeypatch.setattr("softgap.linearize.recall.read_swapped", self.read)
-        monkeypatch.setattr("softgap.linearize.recall.digest_of_passages", str)
+        monkeypatch.setattr("softgap.linearize.recall.digest_of_sequences", str)
         return RecallTest(None, lambda skip, n: (skip, n), lists)  # type: ignore[arg-type,return-value]
 
 

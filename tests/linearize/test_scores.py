@@ -15,9 +15,9 @@ from softgap.linearize import heads_of_layer
 from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.impact import impact_on
 from softgap.linearize.ranking import rank_agreement, split_half
-from softgap.linearize.scores import SCORES, Scores, beside, head_scores
-from softgap.linearize.sequences import Passages
-from softgap.probe.tap import AttentionCall, replaced, tapped
+from softgap.linearize.scores import SCORES, Scores, add_recall_scores, head_scores
+from softgap.linearize.sequences import Sequences
+from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from support.linearize_cases import sharp_llama, with_random_parameters
 
 HEADS = [(layer, head) for layer in range(2) for head in range(4)]
@@ -29,9 +29,9 @@ def small() -> Any:
 
 
 @pytest.fixture(scope="module")
-def read() -> Passages:
+def read() -> Sequences:
     ids = torch.randint(3, 200, (2, 24), generator=torch.Generator().manual_seed(2))
-    return Passages(ids, torch.ones(2, 23, dtype=torch.bool))
+    return Sequences(ids, torch.ones(2, 23, dtype=torch.bool))
 
 
 def gated_loss(model: Any, ids: torch.Tensor, gates: dict[tuple[int, int], float], mechanism: Any) -> torch.Tensor:
@@ -49,14 +49,14 @@ def gated_loss(model: Any, ids: torch.Tensor, gates: dict[tuple[int, int], float
                 found[:, :, head] += gate * (swapped[:, :, head] - found[:, :, head])
         return found
 
-    with torch.no_grad(), replaced(model, output):
+    with torch.no_grad(), replace_attention(model, output):
         logs = model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)
     found: torch.Tensor = -logs.gather(-1, ids[:, 1:, None])[..., 0].mean(-1)
     return found
 
 
 @pytest.mark.parametrize("name", ["elu1", "fitted"])
-def test_the_gradient_is_the_slope_of_the_loss(small: Any, read: Passages, name: str) -> None:
+def test_the_gradient_is_the_slope_of_the_loss(small: Any, read: Sequences, name: str) -> None:
     mechanism = name if name == "elu1" else with_random_parameters(name, 2, 4, 2, 8, 8)
     found = head_scores(small, read, mechanism, names=["gradient"])
     for place, head in enumerate(found.heads):
@@ -68,10 +68,10 @@ def test_the_gradient_is_the_slope_of_the_loss(small: Any, read: Passages, name:
     assert np.abs(found.values["gradient"]).max() > 1e-3
 
 
-def test_only_the_tokens_that_count_are_scored(small: Any, read: Passages) -> None:
+def test_only_the_tokens_that_count_are_scored(small: Any, read: Sequences) -> None:
     """A slope is linear in the loss: that of some tokens and that of the others add up to that of all."""
     some = torch.arange(23) % 3 == 0
-    parts = [Passages(read.ids, mask.expand(2, 23)) for mask in (some, ~some)]
+    parts = [Sequences(read.ids, mask.expand(2, 23)) for mask in (some, ~some)]
     whole, first, second = (
         head_scores(small, part, "elu1", names=["gradient", "integrated"]).values for part in (read, *parts)
     )
@@ -80,8 +80,8 @@ def test_only_the_tokens_that_count_are_scored(small: Any, read: Passages) -> No
         assert np.abs(first[name] - second[name]).max() > 1e-3
 
 
-def test_lookups_are_scored_beside_the_text(small: Any, read: Passages) -> None:
-    asked = Passages(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
+def test_lookups_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
+    asked = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
     names = ["gradient+fisher", "divergence"]
     apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
     both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
@@ -90,11 +90,11 @@ def test_lookups_are_scored_beside_the_text(small: Any, read: Passages) -> None:
         weight = np.abs(text).sum() / np.abs(lookup).sum()
         np.testing.assert_allclose(both.mean(name), text + weight * lookup, atol=1e-12)
         assert not np.array_equal(np.argsort(both.mean(name)), np.argsort(text))
-    nothing = beside(np.ones((3, 2)), np.zeros(3))
+    nothing = add_recall_scores(np.ones((3, 2)), np.zeros(3))
     assert np.array_equal(nothing, np.ones((3, 2)))
 
 
-def test_the_integrated_gradient_is_the_mean_slope_on_the_way(small: Any, read: Passages) -> None:
+def test_the_integrated_gradient_is_the_mean_slope_on_the_way(small: Any, read: Sequences) -> None:
     """With the last layer alone no step depends on another: the integral is the loss of swapping them all."""
     heads = heads_of_layer(small, 1)
     found = head_scores(small, read, "elu1", names=["integrated"], heads=heads, steps=16)
@@ -102,7 +102,7 @@ def test_the_integrated_gradient_is_the_mean_slope_on_the_way(small: Any, read: 
     np.testing.assert_allclose(found.values["integrated"].sum(axis=0), rise.numpy(), atol=2e-4)
 
 
-def test_the_fisher_score_is_half_the_curvature_of_the_divergence(small: Any, read: Passages) -> None:
+def test_the_fisher_score_is_half_the_curvature_of_the_divergence(small: Any, read: Sequences) -> None:
     """KL(p(0) || p(g)) = F g^2 / 2 for small g; drawn labels give F on average."""
     found = head_scores(small, read, "elu1", names=["fisher"], samples=150, heads=HEADS[2:6])
     with torch.no_grad():
@@ -117,31 +117,31 @@ def test_the_fisher_score_is_half_the_curvature_of_the_divergence(small: Any, re
                 found[:, :, head[1]] += g * (other[:, head[1]] - found[:, :, head[1]])
             return found
 
-        with torch.no_grad(), replaced(small, output):
+        with torch.no_grad(), replace_attention(small, output):
             logs = small(read.ids[:, :-1], use_cache=False).logits.log_softmax(-1)
         half = (base.exp() * (base - logs)).sum(-1).mean(-1) / g**2
         ratios.append(found.values["fisher"][place] / half.numpy())
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.15)
 
 
-def test_scores_of_further_swaps_see_the_swapped_model(small: Any, read: Passages) -> None:
+def test_scores_of_further_swaps_see_the_swapped_model(small: Any, read: Sequences) -> None:
     gone = [(0, 1), (1, 2)]
     found = head_scores(small, read, "elu1", names=["divergence", "gradient"], swapped=gone)
     assert set(found.heads) == set(HEADS) - set(gone)
     seen: list[AttentionCall] = []
-    with torch.no_grad(), swap(small, gone, "elu1"), tapped(small, seen.append):
+    with torch.no_grad(), swap(small, gone, "elu1"), observe_attention(small, seen.append):
         small(read.ids[:1, :-1], use_cache=False)
     linear = attend("elu1", seen[1].query, seen[1].key, seen[1].value, scale=seen[1].scale, dtype=torch.float64).output
     truth = compare_outputs(seen[1].output.transpose(1, 2), linear).divergence[0, 0].mean()
     assert found.values["divergence"][found.heads.index((1, 0)), 0] == pytest.approx(float(truth), abs=1e-7)
 
 
-def test_what_is_looked_at_is_what_the_definitions_say(small: Any, read: Passages) -> None:
+def test_what_is_looked_at_is_what_the_definitions_say(small: Any, read: Sequences) -> None:
     found = head_scores(
         small, read, "elu1", names=["relative_l2", "output_l2", "focus", "logit_variance", "block_rank"]
     )
     seen: list[AttentionCall] = []
-    with torch.no_grad(), tapped(small, seen.append):
+    with torch.no_grad(), observe_attention(small, seen.append):
         small(read.ids[:1, :-1], use_cache=False)
     for layer, call in enumerate(seen):
         linear = attend("elu1", call.query, call.key, call.value, scale=call.scale, dtype=torch.float64).output[0]
@@ -164,7 +164,7 @@ def test_what_is_looked_at_is_what_the_definitions_say(small: Any, read: Passage
             assert 1 <= found.values["block_rank"][place, 0] <= 11
 
 
-def test_the_costliest_heads_are_measured(small: Any, read: Passages) -> None:
+def test_the_costliest_heads_are_measured(small: Any, read: Sequences) -> None:
     scores = head_scores(small, read, "elu1", names=["gradient+fisher"])
     found = with_finite_steps(small, read, "elu1", scores, top=3)
     truth = impact_on(small, read, None, "elu1", controls=[]).mean()
@@ -189,7 +189,7 @@ def test_a_ranking_is_held_against_its_ceiling() -> None:
     assert ceiling < 0.35
 
 
-def test_bad_input_is_one_sentence(small: Any, read: Passages) -> None:
+def test_bad_input_is_one_sentence(small: Any, read: Sequences) -> None:
     with pytest.raises(SoftgapError, match="unknown score 'gradent'"):
         head_scores(small, read, "elu1", names=["gradent"])
     with pytest.raises(SoftgapError, match="at least 1, got 0"):

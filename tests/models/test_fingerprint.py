@@ -100,11 +100,11 @@ def test_weights_are_hashed_once_per_model(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_is_forgotten_with_its_last_reference() -> None:
     model = examples.tiny_llama()
     model_fingerprint(model)
-    assert model in fingerprint._KNOWN
-    known = len(fingerprint._KNOWN)
+    assert model in fingerprint._FINGERPRINTS
+    known = len(fingerprint._FINGERPRINTS)
     del model
     gc.collect()
-    assert len(fingerprint._KNOWN) < known
+    assert len(fingerprint._FINGERPRINTS) < known
 
 
 def test_tied_and_untied_heads_differ() -> None:

@@ -29,7 +29,16 @@ from transformers import (
 import softgap
 from softgap.calibration import judge
 from softgap.errors import ModelError
-from softgap.linearize import Passages, find_plan, frontier, head_scores, impact, repaired, swap, tuned
+from softgap.linearize import (
+    Sequences,
+    distil_substitute,
+    find_plan,
+    fit_output_correction,
+    frontier,
+    head_scores,
+    impact,
+    swap,
+)
 from softgap.linearize.sequences import read_swapped
 from softgap.models.support import check_measurable, untappable_reason
 from softgap.probe import read_ids
@@ -38,7 +47,7 @@ from softgap.theory import focus_in_model, injectivity_in_model, position_in_mod
 from support.model_examples import byte_tokenizer, tiny_llama
 
 IDS = [5, 9, 4, 12, 7, 31, 8, 6]
-PASSAGES = Passages(torch.tensor([IDS] * 4), torch.ones(4, len(IDS) - 1, dtype=torch.bool))
+PASSAGES = Sequences(torch.tensor([IDS] * 4), torch.ones(4, len(IDS) - 1, dtype=torch.bool))
 SMALL: dict[str, Any] = {
     "vocab_size": 270, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
 }  # fmt: skip
@@ -62,8 +71,8 @@ ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "visit_layers": lambda model: visit_layers(model, IDS, lambda layer: layer.layer),
     "impact": lambda model: impact(model, byte_tokenizer(), ["Boat 3 left"]),
     "head_scores": lambda model: head_scores(model, PASSAGES, "elu1"),
-    "repaired": lambda model: repaired(model, PASSAGES, [(0, 0)], "elu1"),
-    "tuned": lambda model: tuned(model, PASSAGES, [(0, 0)], "elu1"),
+    "repaired": lambda model: fit_output_correction(model, PASSAGES, [(0, 0)], "elu1"),
+    "tuned": lambda model: distil_substitute(model, PASSAGES, [(0, 0)], "elu1"),
     "frontier": lambda model: frontier(model, PASSAGES, PASSAGES, None, "elu1"),
     "find_plan": lambda model: find_plan(model, byte_tokenizer(), ["Boat 3 left"], "elu1", budget=1),
     "read_swapped": lambda model: read_swapped(model, PASSAGES, None, [], None),

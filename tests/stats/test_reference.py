@@ -12,7 +12,7 @@ from softgap.stats import design as designs
 from softgap.stats import reference as oracle
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import contrast_of
-from softgap.stats.permutation import THRESHOLDS, parts, prepare, tail_counts
+from softgap.stats.permutation import THRESHOLDS, numerator_and_error, statistic_terms, tail_counts
 from support.stats_cases import RNG, heads, labels_of, questions
 
 BLOCKS = np.array([0] * 9 + [1] * 5 + [2] * 2 + [3] * 7)
@@ -135,8 +135,8 @@ def test_labels_that_vary_within_clusters_are_compared_there() -> None:
 def test_relabelled_statistics_are_those_of_the_relabelled_study(kind: str) -> None:
     design = design_named(kind)
     rows = heads(RNG(5), design.rows, 7)
-    drawn = design.relabelled(20, RNG(6))
-    s, root = parts(prepare(rows, design), drawn, slice(None))
+    drawn = design.permuted_labels(20, RNG(6))
+    s, root = numerator_and_error(statistic_terms(rows, design), drawn, slice(None))
     for labels, t in zip(drawn.astype(bool), s / root, strict=True):
         again = Design("samples", labels, design.block, design.index, design.starts, design.cluster, 0)
         expected = contrast_of(rows, again, ("a", "b"), (7,), 0.95).t
@@ -146,7 +146,7 @@ def test_relabelled_statistics_are_those_of_the_relabelled_study(kind: str) -> N
 @pytest.mark.parametrize("kind", ["samples", "strata", "between", "within", "whole"])
 def test_relabelling_keeps_the_numbers_of_every_block(kind: str) -> None:
     design = design_named(kind)
-    drawn = design.relabelled(50, RNG(7))
+    drawn = design.permuted_labels(50, RNG(7))
     for block in range(design.blocks):
         where = design.block == block
         assert (drawn[:, where].sum(axis=1) == design.labels[where].sum()).all()
@@ -156,7 +156,7 @@ def test_relabelling_keeps_the_numbers_of_every_block(kind: str) -> None:
 def test_whole_clusters_keep_their_label_vectors() -> None:
     design = design_named("whole")
     vectors = sorted(tuple(design.labels[design.cluster == c]) for c in np.unique(design.cluster))
-    for labels in design.relabelled(20, RNG(8)):
+    for labels in design.permuted_labels(20, RNG(8)):
         assert sorted(tuple(labels[design.cluster == c] > 0) for c in np.unique(design.cluster)) == vectors
 
 
@@ -179,7 +179,7 @@ def test_p_values_are_those_of_all_relabellings(blocks: list[int]) -> None:
     np.testing.assert_allclose(found.p, alone, atol=4 * 0.5 / np.sqrt(20_000))
     np.testing.assert_allclose(found.p_max, adjusted, atol=4 * 0.5 / np.sqrt(20_000))
     assert min(alone) < 0.06
-    assert found.contrast.arrangements == pytest.approx(len(oracle.reference_relabellings(labels, blocks)))
+    assert found.contrast.arrangements == pytest.approx(len(oracle.reference_permutations(labels, blocks)))
 
 
 def test_a_perfect_separation_counts_its_own_relabelling() -> None:
@@ -204,7 +204,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = heads(RNG(14), 40, 50), labels_of(RNG(15), 40, 15)
     whole = stats.compare_table(x, labels, permutations=300, rng=RNG(16))
     monkeypatch.setattr("softgap.stats.permutation._UNITS", 7)
-    monkeypatch.setattr("softgap.stats.permutation._RELABELLINGS", 11)
+    monkeypatch.setattr("softgap.stats.permutation._PERMUTATIONS", 11)
     cut = stats.compare_table(x, labels, permutations=300, rng=RNG(16))
     np.testing.assert_array_equal(cut.p, whole.p)
     np.testing.assert_allclose(cut.maximum.sample, whole.maximum.sample, rtol=1e-5)
@@ -245,9 +245,9 @@ def test_replicates_of_the_auroc_are_areas_of_drawn_samples() -> None:
     a, b = rng.integers(0, 9, 8).astype(float), rng.integers(0, 9, 7).astype(float)
     clusters = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6])
     ours = stats.auroc(a, b, clusters=clusters, replicates=99, rng=RNG(23))
-    from softgap.stats.design import drawn_weights
+    from softgap.stats.design import bootstrap_weights
 
-    drawn = drawn_weights(np.arange(15) < 8, clusters, 99, RNG(23)).astype(int)
+    drawn = bootstrap_weights(np.arange(15) < 8, clusters, 99, RNG(23)).astype(int)
     assert ours.sample is not None
     for times, area in zip(drawn, ours.sample, strict=True):
         first, second = np.repeat(a, times[:8]), np.repeat(b, times[8:])

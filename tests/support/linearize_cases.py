@@ -17,7 +17,7 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.reference import reference_attention
 from softgap.models.support import attention_registries
 from softgap.probe.layout import attention_layers
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from support.model_examples import tiny_llama
 from support.probe_cases import ids_of, row
 
@@ -110,7 +110,7 @@ def logits_of(model: Any, ids: Tensor, **settings: Any) -> Tensor:
 def calls_of(model: Any, ids: Tensor, **settings: Any) -> list[AttentionCall]:
     """What passes the seam in one forward."""
     calls: list[AttentionCall] = []
-    with tapped(model, calls.append):
+    with observe_attention(model, calls.append):
         logits_of(model, ids, **settings)
     return calls
 

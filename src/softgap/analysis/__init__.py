@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from softgap.analysis.comparison_findings import ComparisonFindings
     from softgap.analysis.dynamics import analyze
     from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
-    from softgap.analysis.preregistration import ComparisonPlan, read_plan
+    from softgap.analysis.preregistration import Preregistration, read_preregistration
 
 __all__ = [
     "ComparisonFindings",
-    "ComparisonPlan",
     "Findings",
     "GapSums",
     "HeadFinding",
     "Headline",
+    "Preregistration",
     "SystemPoint",
     "analyze",
     "compare_study",
     "gap_sums",
     "headline",
-    "read_plan",
+    "read_preregistration",
 ]
 
 _MODULE_OF = {

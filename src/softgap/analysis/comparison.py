@@ -1,4 +1,4 @@
-"""Two groups of a study compared: the whole family at once, controls, baselines, reliability, and a verdict first."""
+"""Compare two groups of a study: all features at once, with controls, baselines, label noise and a verdict."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import pandas as pd
 
 from softgap.analysis.comparison_data import (
-    ComparedSamples,
+    ComparisonSamples,
     baseline_table,
-    compared_samples,
+    comparison_samples,
+    drop_repeats,
     repeated_prompts,
     samples_frame,
-    without_repeats,
 )
 from softgap.analysis.comparison_findings import ComparisonFindings, Reliability, top_units
-from softgap.analysis.preregistration import ComparisonPlan, Tried
+from softgap.analysis.preregistration import ComparisonLog, Preregistration
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.progress import Progress, silent
 from softgap.stats import (
@@ -46,13 +46,13 @@ __all__ = ["compare_study"]
 
 _RATES = (0.02, 0.05, 0.1, 0.2)
 _TOP = 5
-# Relabellings of each of the many comparisons with flipped labels.
+# Permutations in each of the many comparisons with flipped labels.
 _FLIPPED = 499
 
 
 def compare_study(
     path: str,
-    plan: ComparisonPlan | None = None,
+    plan: Preregistration | None = None,
     *,
     planned: str | None = None,
     open_confirmation: bool = False,
@@ -70,10 +70,10 @@ def compare_study(
     second
         Labels of some samples by another scorer, or by hand, by sample id.
     """
-    plan = plan or ComparisonPlan()
+    plan = plan or Preregistration()
     tell = progress or silent
     study = open_study(path)
-    log = Tried(Folder.at(path))
+    log = ComparisonLog(Folder.at(path))
     if planned is not None:
         log.record_plan(plan, planned)
     share = plan.confirm if plan.confirm is not None else log.locked_share
@@ -85,31 +85,31 @@ def compare_study(
     if open_confirmation:
         log.refuse_second_opening()
     frame = samples_frame(study, plan)
-    split = None if share is None else _locked(log, frame, share)
+    split = None if share is None else _lock_split(log, frame, share)
     locked = np.zeros(len(frame), bool) if split is None else split.confirmation
-    data, left_out = compared_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
+    data, left_out = comparison_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
     confirmation = None
     if split is not None:
         held = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
         confirmation, data = data.rows(held) if open_confirmation else None, data.rows(~held)
-    data, repeats = without_repeats(data)
+    data, repeats = drop_repeats(data)
     if confirmation is not None:
-        confirmation, more = without_repeats(confirmation)
+        confirmation, more = drop_repeats(confirmation)
         repeats += more
     left_out["repeats of another sample"] = repeats
     kappa = None if second is None else _agreement(data, second)
     if split is not None and open_confirmation:  # everything that can be refused has been: this cannot be taken back
         log.open(split)
-    found = _found(data, confirmation, plan, tell)
+    results = _run_tests(data, confirmation, plan, tell)
     tell("flipping labels", 0.0)
-    reliability = _reliability(data, confirmation, found.comparison.contrast.groups, plan, kappa)
+    reliability = _reliability(data, confirmation, results.comparison.contrast.groups, plan, kappa)
     seen = data.fingerprint
     status = log.status(plan, seen, from_file=planned is not None)
     log.add(
         "looked",
         hash=plan.hash,
         status=status,
-        outcome=found.verdict.outcome,
+        outcome=results.verdict.outcome,
         samples=len(data.labels),
         labels=seen,
         plan=plan.to_json(),
@@ -125,12 +125,12 @@ def compare_study(
         split=split,
         opened=open_confirmation,
         reliability=reliability,
-        **vars(found),
+        **vars(results),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Results:
     comparison: Comparison
     controls: dict[str, Comparison]
     impossible: dict[str, str]
@@ -141,9 +141,11 @@ class _Found:
     top: tuple[dict[str, Any], ...]
 
 
-def _found(data: ComparedSamples, confirmation: ComparedSamples | None, plan: ComparisonPlan, tell: Progress) -> _Found:
-    judged = _judged(data, confirmation, plan, tell)
-    first, impossible = judged.comparison, dict(judged.impossible)
+def _run_tests(
+    data: ComparisonSamples, confirmation: ComparisonSamples | None, plan: Preregistration, tell: Progress
+) -> _Results:
+    decision = _decide(data, confirmation, plan, tell)
+    first, impossible = decision.comparison, dict(decision.impossible)
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
         tell(name, 0.0)
@@ -153,34 +155,36 @@ def _found(data: ComparedSamples, confirmation: ComparedSamples | None, plan: Co
             impossible[name] = str(error)
             return None
 
-    beyond = attempt("beyond baselines", lambda: _beyond(data, plan))
-    recurring = attempt("recurrence", lambda: _recurring(data, plan)) if len(data.table.modes) > 1 else None
-    tested = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
+    beyond = attempt("beyond baselines", lambda: _incremental_auroc(data, plan))
+    recurring = attempt("recurrence", lambda: _head_recurrence(data, plan)) if len(data.table.modes) > 1 else None
+    equivalence_test = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
     rng = np.random.default_rng([plan.seed, 5])
     top = top_units(first, data.values, data.labels == first.contrast.groups[0], data.clusters, rng)
-    return _Found(first, judged.controls, impossible, judged.verdict, tested, beyond, recurring, top)
+    return _Results(first, decision.controls, impossible, decision.verdict, equivalence_test, beyond, recurring, top)
 
 
 @dataclass(frozen=True, eq=False)
-class _Judged:
+class _Decision:
     comparison: Comparison
     controls: dict[str, Comparison]
     impossible: dict[str, str]
     verdict: Verdict
 
 
-def _judged(
-    data: ComparedSamples, confirmation: ComparedSamples | None, plan: ComparisonPlan, tell: Progress = silent
-) -> _Judged:
+def _decide(
+    data: ComparisonSamples, confirmation: ComparisonSamples | None, plan: Preregistration, tell: Progress = silent
+) -> _Decision:
     """All samples compared, then every control of the plan, then the verdict: the same for any labels."""
     tell("comparing", 0.0)
-    first = _compared(data, plan)
+    first = _compare_samples(data, plan)
     control = plan.control_name
     wanted: dict[str, Callable[[], Comparison]] = {}
     if control:
-        wanted[control] = lambda: _controlled(data, plan)
+        wanted[control] = lambda: _compare_controlled(data, plan)
     if confirmation is not None:
-        wanted[f"confirmation, {control}" if control else "confirmation"] = lambda: _controlled(confirmation, plan)
+        wanted[f"confirmation, {control}" if control else "confirmation"] = lambda: _compare_controlled(
+            confirmation, plan
+        )
     controls: dict[str, Comparison] = {}
     impossible: dict[str, str] = {}
     for name, work in wanted.items():
@@ -190,11 +194,11 @@ def _judged(
         except SoftgapError as error:
             impossible[name] = str(error)
     joint = tuple(wanted) if control else ()
-    found = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
-    return _Judged(first, controls, impossible, found)
+    outcome = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
+    return _Decision(first, controls, impossible, outcome)
 
 
-def _locked(log: Tried, frame: pd.DataFrame, share: float) -> Split:
+def _lock_split(log: ComparisonLog, frame: pd.DataFrame, share: float) -> Split:
     """The split by groups where every sample has one, else by prompts where some repeat, else by sample ids."""
     ids = frame["sample_id"].tolist()
     groups = frame["group"].tolist() if "group" in frame.columns and frame["group"].notna().all() else None
@@ -205,7 +209,7 @@ def _locked(log: Tried, frame: pd.DataFrame, share: float) -> Split:
     return split
 
 
-def _compared(data: ComparedSamples, plan: ComparisonPlan, control: JointControl | None = None) -> Comparison:
+def _compare_samples(data: ComparisonSamples, plan: Preregistration, control: JointControl | None = None) -> Comparison:
     rows = np.arange(len(data.labels)) if control is None else control.kept
     return compare_table(
         data.values[rows],
@@ -222,7 +226,7 @@ def _compared(data: ComparedSamples, plan: ComparisonPlan, control: JointControl
     )
 
 
-def _controlled(data: ComparedSamples, plan: ComparisonPlan) -> Comparison:
+def _compare_controlled(data: ComparisonSamples, plan: Preregistration) -> Comparison:
     """The comparison with every named confounder held fixed at once."""
     control = joint_control(
         data.labels,
@@ -231,10 +235,10 @@ def _controlled(data: ComparedSamples, plan: ComparisonPlan) -> Comparison:
         clusters=data.clusters,
         first=plan.first,
     )
-    return _compared(data, plan, control)
+    return _compare_samples(data, plan, control)
 
 
-def _beyond(data: ComparedSamples, plan: ComparisonPlan) -> Incremental:
+def _incremental_auroc(data: ComparisonSamples, plan: Preregistration) -> Incremental:
     return incremental_auroc(
         data.values,
         data.labels,
@@ -246,7 +250,7 @@ def _beyond(data: ComparedSamples, plan: ComparisonPlan) -> Incremental:
     )
 
 
-def _recurring(data: ComparedSamples, plan: ComparisonPlan) -> Recurrence:
+def _head_recurrence(data: ComparisonSamples, plan: Preregistration) -> Recurrence:
     """Over the heads that vary in every mode."""
     full = np.full((len(data.values), *data.kept.shape), np.nan)
     full[:, data.kept] = data.values
@@ -266,10 +270,10 @@ def _recurring(data: ComparedSamples, plan: ComparisonPlan) -> Recurrence:
 
 
 def _reliability(
-    data: ComparedSamples,
-    confirmation: ComparedSamples | None,
+    data: ComparisonSamples,
+    confirmation: ComparisonSamples | None,
     groups: tuple[str, str],
-    plan: ComparisonPlan,
+    plan: Preregistration,
     kappa: Kappa | None,
 ) -> Reliability:
     """The verdict under flipped labels, of locked samples too where they were opened, with every control made anew."""
@@ -277,9 +281,9 @@ def _reliability(
     parts = [data] if confirmation is None else [data, confirmation]
 
     def judge(flipped: np.ndarray) -> Verdict:
-        given = np.where(flipped, *groups)
-        own, rest = data.relabelled(given[: len(data.labels)]), given[len(data.labels) :]
-        return _judged(own, None if confirmation is None else confirmation.relabelled(rest), quick).verdict
+        labels = np.where(flipped, *groups)
+        main, rest = data.with_labels(labels[: len(data.labels)]), labels[len(data.labels) :]
+        return _decide(main, None if confirmation is None else confirmation.with_labels(rest), quick).verdict
 
     try:
         noise = label_noise(
@@ -296,7 +300,7 @@ def _reliability(
     return Reliability(noise, "", kappa)
 
 
-def _agreement(data: ComparedSamples, second: Mapping[str, str | None]) -> Kappa:
+def _agreement(data: ComparisonSamples, second: Mapping[str, str | None]) -> Kappa:
     both = [
         (label, other)
         for sample_id, label in zip(data.frame["sample_id"], data.labels, strict=True)

@@ -14,7 +14,7 @@ import pandas as pd
 from jaxtyping import Bool, Float64
 
 from softgap.analysis.features import FeatureTable, feature_table
-from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.preregistration import Preregistration
 from softgap.errors import ValueInputError
 from softgap.tasks.stored import stored_prompts
 from softgap.trajectories import Study
@@ -22,12 +22,12 @@ from softgap.trajectories.folder import Folder
 
 __all__ = [
     "BASELINES",
-    "ComparedSamples",
+    "ComparisonSamples",
     "baseline_table",
-    "compared_samples",
+    "comparison_samples",
+    "drop_repeats",
     "repeated_prompts",
     "samples_frame",
-    "without_repeats",
 ]
 
 
@@ -45,7 +45,7 @@ _PAIRS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class ComparedSamples:
+class ComparisonSamples:
     """The samples that are compared, one row each.
 
     Attributes
@@ -67,18 +67,18 @@ class ComparedSamples:
     labels: np.ndarray
     clusters: np.ndarray | None
 
-    def rows(self, chosen: np.ndarray) -> ComparedSamples:
+    def rows(self, selection: np.ndarray) -> ComparisonSamples:
         """Some of the samples."""
-        clusters = None if self.clusters is None else self.clusters[chosen]
+        clusters = None if self.clusters is None else self.clusters[selection]
         return replace(
             self,
-            values=self.values[chosen],
-            frame=self.frame[chosen].reset_index(drop=True),
-            labels=self.labels[chosen],
+            values=self.values[selection],
+            frame=self.frame[selection].reset_index(drop=True),
+            labels=self.labels[selection],
             clusters=clusters,
         )
 
-    def relabelled(self, labels: np.ndarray) -> ComparedSamples:
+    def with_labels(self, labels: np.ndarray) -> ComparisonSamples:
         """The same samples with other labels."""
         return replace(self, labels=labels)
 
@@ -100,7 +100,7 @@ class ComparedSamples:
         return [str(value) for value in _field(self.frame, name)]
 
 
-def samples_frame(study: Study, plan: ComparisonPlan) -> pd.DataFrame:
+def samples_frame(study: Study, plan: Preregistration) -> pd.DataFrame:
     """The samples table with the fields of the prompts beside it, and the number of steps compared."""
     frame = study.samples()
     if frame.empty:
@@ -128,19 +128,19 @@ def _field(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
     return frame[column]
 
 
-def compared_samples(
+def comparison_samples(
     study: Study,
     frame: pd.DataFrame,
     locked: Bool[np.ndarray, " sample"],
-    plan: ComparisonPlan,
+    plan: Preregistration,
     tell: Callable[[float], None],
-) -> tuple[ComparedSamples, dict[str, int]]:
+) -> tuple[ComparisonSamples, dict[str, int]]:
     """The samples of the two groups, and how many were left out for which reason.
 
     Units are features that vary among the locked samples and among the others, so that both can be compared.
     """
-    given = _field(frame, plan.by)
-    labels = np.array([None if value is None or value != value else str(value) for value in given], dtype=object)
+    group_names = _field(frame, plan.by)
+    labels = np.array([None if value is None or value != value else str(value) for value in group_names], dtype=object)
     known = np.array([label is not None for label in labels])
     wanted = known & np.isin(labels, plan.between) if plan.between else known
     long_enough = (frame["steps"] >= plan.min_steps).to_numpy()
@@ -154,19 +154,19 @@ def compared_samples(
     for name in (*plan.match, *plan.strata):
         _field(frame, name)
     table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
-    kept = _varying(table.values[locked[used]]) & _varying(table.values[~locked[used]])
-    if not kept.any():
+    varying = _varying_units(table.values[locked[used]]) & _varying_units(table.values[~locked[used]])
+    if not varying.any():
         raise ValueInputError(
             "every feature is the same in all samples, so that there is nothing to compare; choose another part, "
             "quantity or feature"
         )
-    chosen = frame[used].reset_index(drop=True)
+    samples = frame[used].reset_index(drop=True)
     names = labels[used].astype(str)
-    clusters = _clusters(chosen, names, plan)
-    return ComparedSamples(table, table.values[:, kept], kept, chosen, names, clusters), left_out
+    clusters = _clusters(samples, names, plan)
+    return ComparisonSamples(table, table.values[:, varying], varying, samples, names, clusters), left_out
 
 
-def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: ComparisonPlan) -> np.ndarray | None:
+def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: Preregistration) -> np.ndarray | None:
     """What samples belong to: the field that the plan names, or their prompts where no sample has it and some repeat.
 
     Repeated prompts that nobody declared: if most samples share their prompt with one of the other group, labels are
@@ -174,8 +174,8 @@ def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: ComparisonPlan) -> 
     """
     if plan.clusters in frame.columns and frame[plan.clusters].notna().any():
         # A sample without a group belongs to nobody but itself.
-        given = frame[plan.clusters]
-        clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(given)])
+        column = frame[plan.clusters]
+        clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(column)])
     else:
         prompts = repeated_prompts(frame)
         if prompts is None:
@@ -195,7 +195,7 @@ def repeated_prompts(frame: pd.DataFrame) -> list[str] | None:
     return texts if 1 < len(set(texts)) < len(texts) else None
 
 
-def without_repeats(data: ComparedSamples) -> tuple[ComparedSamples, int]:
+def drop_repeats(data: ComparisonSamples) -> tuple[ComparisonSamples, int]:
     """Samples that are the same or nearly the same in all features count once; also how many were left out.
 
     Only samples of one group and cluster are joined. Copies carry no new evidence, and counted as samples they would
@@ -207,13 +207,13 @@ def without_repeats(data: ComparedSamples) -> tuple[ComparedSamples, int]:
     codes = np.unique(within, return_inverse=True)[1]
     reach = _SAME * math.sqrt(scaled.shape[1])
     if scaled.shape[1] >= _NEAR_UNITS and len(scaled) > _NEIGHBOUR:
-        reach = max(reach, _NEAR * _usual_distance(scaled))
-    first = _first_alike(scaled, codes, reach)
-    kept = first == np.arange(len(first))
-    return (data, 0) if kept.all() else (data.rows(kept), int((~kept).sum()))
+        reach = max(reach, _NEAR * _typical_distance(scaled))
+    first = _first_duplicate(scaled, codes, reach)
+    distinct = first == np.arange(len(first))
+    return (data, 0) if distinct.all() else (data.rows(distinct), int((~distinct).sum()))
 
 
-def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[str, int]) -> None:
+def _check_groups(labels: np.ndarray, plan: Preregistration, left_out: Mapping[str, int]) -> None:
     names = sorted(set(labels))
     without = "; ".join(f"{count} samples {why}" for why, count in left_out.items() if count)
     rest = f" ({without})" if without else ""
@@ -231,7 +231,7 @@ def _check_groups(labels: np.ndarray, plan: ComparisonPlan, left_out: Mapping[st
         raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'; choose one")
 
 
-def _varying(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray, "mode head"]:
+def _varying_units(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray, "mode head"]:
     """Which features are not the same in all samples, rounding aside; all of them where no two samples are."""
     if len(values) < 2:
         return np.ones(values.shape[1:], bool)
@@ -247,18 +247,18 @@ def _distances(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, np.sqrt(np.maximum(squares[rows, None] + squares - 2 * values[rows] @ values.T, 0))
 
 
-def _usual_distance(values: np.ndarray) -> float:
+def _typical_distance(values: np.ndarray) -> float:
     """The median distance to a neighbour so far off that it is no copy."""
     place = max(_NEIGHBOUR, len(values) // _NEIGHBOUR)
-    found = [np.partition(distances, place, axis=1)[:, place] for _, distances in _distances(values)]
-    return float(np.median(np.concatenate(found)))
+    neighbour_distances = [np.partition(distances, place, axis=1)[:, place] for _, distances in _distances(values)]
+    return float(np.median(np.concatenate(neighbour_distances)))
 
 
-def _first_alike(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
+def _first_duplicate(values: np.ndarray, codes: np.ndarray, reach: float) -> np.ndarray:
     """The first row within reach of each row, among rows of the same code."""
     first = np.arange(len(values))
-    for start, found in _distances(values):
-        for row, distance in enumerate(found, start):
+    for start, distances in _distances(values):
+        for row, distance in enumerate(distances, start):
             like = np.flatnonzero((distance[:row] <= reach) & (codes[:row] == codes[row]))
             if len(like):
                 first[row] = first[like[0]]

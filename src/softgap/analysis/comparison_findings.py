@@ -1,4 +1,4 @@
-"""What a comparison of two groups found, in plain values and in words; the verdict comes first."""
+"""The findings of a comparison of two groups, as values and as sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Bool
 
 from softgap.analysis.comparison_data import BASELINES
 from softgap.analysis.features import FeatureTable
-from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.preregistration import Preregistration
 from softgap.stats import (
     OUTCOMES,
     Comparison,
@@ -42,17 +42,21 @@ class Reliability:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        found: dict[str, Any] = {"noise": None, "kappa": None}
+        document: dict[str, Any] = {"noise": None, "kappa": None}
         if self.noise is not None:
             shares = {outcome: self.noise.share(outcome).tolist() for outcome in OUTCOMES}
-            found["noise"] = {"rates": self.noise.rates.tolist(), "outcomes": shares, "kept": self.noise.kept.tolist()}
+            document["noise"] = {
+                "rates": self.noise.rates.tolist(),
+                "outcomes": shares,
+                "kept": self.noise.kept.tolist(),
+            }
         elif self.without_noise:
-            found["noise_impossible"] = self.without_noise
+            document["noise_impossible"] = self.without_noise
         if self.kappa is not None:
             names = ("value", "low", "high", "agreement", "chance")
-            found["kappa"] = {name: getattr(self.kappa, name) for name in names}
-            found["kappa"] |= {"table": self.kappa.table.tolist(), "categories": list(self.kappa.categories)}
-        return found
+            document["kappa"] = {name: getattr(self.kappa, name) for name in names}
+            document["kappa"] |= {"table": self.kappa.table.tolist(), "categories": list(self.kappa.categories)}
+        return document
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +77,7 @@ class ComparisonFindings(Displayed):
         The largest units with Hedges' g and AUROC, both with intervals.
     """
 
-    plan: ComparisonPlan
+    plan: Preregistration
     status: str
     tried: tuple[dict[str, Any], ...]
     table: FeatureTable
@@ -170,32 +174,32 @@ class ComparisonFindings(Displayed):
     def _beyond(self) -> dict[str, Any] | None:
         if self.incremental is None:
             return None
-        found = self.incremental
+        incremental = self.incremental
         return {
             "baselines": list(BASELINES),
-            "baseline": _interval(found.baseline),
-            "combined": _interval(found.combined),
-            "difference": _interval(found.difference),
-            "p": found.null.p,
+            "baseline": _interval(incremental.baseline),
+            "combined": _interval(incremental.combined),
+            "difference": _interval(incremental.difference),
+            "p": incremental.null.p,
         }
 
     def _recurrence(self) -> dict[str, Any] | None:
         if self.recurring is None:
             return None
-        found = self.recurring
+        recurrence = self.recurring
         heads = np.flatnonzero(self.kept.all(axis=0))
-        best = np.argsort(-found.counts, kind="stable")[:_LISTED]
+        best = np.argsort(-recurrence.counts, kind="stable")[:_LISTED]
         return {
-            "top": found.top,
+            "top": recurrence.top,
             "modes": len(self.table.modes),
-            "recurring": found.recurring.tolist(),
-            "p_recurring": found.p_recurring.tolist(),
+            "recurring": recurrence.recurring.tolist(),
+            "p_recurring": recurrence.p_recurring.tolist(),
             "heads": [
                 {
                     "layer": int(self.table.layer[heads[i]]),
                     "head": int(self.table.head[heads[i]]),
-                    "count": int(found.counts[i]),
-                    "p": float(found.p_head[i]),
+                    "count": int(recurrence.counts[i]),
+                    "p": float(recurrence.p_head[i]),
                 }
                 for i in best
             ],
@@ -230,11 +234,11 @@ def top_units(
     rng: np.random.Generator,
 ) -> tuple[dict[str, Any], ...]:
     """The units with the largest |t|: Hedges' g and AUROC of all samples, with intervals that know of clusters."""
-    chosen = np.argsort(-np.abs(comparison.contrast.t), kind="stable")[:_LISTED]
-    a, b = values[first][:, chosen], values[~first][:, chosen]
+    largest = np.argsort(-np.abs(comparison.contrast.t), kind="stable")[:_LISTED]
+    a, b = values[first][:, largest], values[~first][:, largest]
     grouped = None if clusters is None else np.concatenate([clusters[first], clusters[~first]])
-    drawn: dict[str, Any] = {"clusters": grouped, "rng": rng} if grouped is not None else {}
-    size, area = hedges_g(a, b, **drawn), auroc(a, b, **drawn)
+    bootstrap: dict[str, Any] = {"clusters": grouped, "rng": rng} if grouped is not None else {}
+    size, area = hedges_g(a, b, **bootstrap), auroc(a, b, **bootstrap)
     return tuple(
         {
             "unit": int(unit),
@@ -245,7 +249,7 @@ def top_units(
             "auroc": {"value": float(area.value[i]), "low": float(area.low[i]), "high": float(area.high[i])},
             "interval": area.method,
         }
-        for i, unit in enumerate(chosen)
+        for i, unit in enumerate(largest)
     )
 
 
@@ -268,5 +272,10 @@ def _tests(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _interval(found: Any) -> dict[str, Any]:
-    return {"value": float(found.value), "low": float(found.low), "high": float(found.high), "method": found.method}
+def _interval(estimate: Any) -> dict[str, Any]:
+    return {
+        "value": float(estimate.value),
+        "low": float(estimate.low),
+        "high": float(estimate.high),
+        "method": estimate.method,
+    }

@@ -14,8 +14,8 @@ from scipy.stats import false_discovery_control
 from softgap import __version__
 from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
 from softgap.analysis.pattern_counts import (
-    Counted,
     Geometry,
+    HeadPatternCounts,
     Moments,
     count_patterns,
     known_points,
@@ -25,7 +25,7 @@ from softgap.analysis.pattern_counts import (
 from softgap.analysis.series import Samples, Settings, samples_of
 from softgap.progress import Progress, silent
 from softgap.signal.complexity import plane
-from softgap.signal.nulls import scored
+from softgap.signal.nulls import score_against_null
 from softgap.trajectories import Study, Trajectories
 
 __all__ = ["analyze"]
@@ -74,16 +74,16 @@ def analyze(
     tell = progress or silent
     tell("looking through the study", 0.0)
     samples = samples_of([study] if isinstance(study, Trajectories) else study, settings)
-    return _found(samples, settings, _source(study), tell)
+    return _compute_findings(samples, settings, _source(study), tell)
 
 
-def _found(samples: Samples, settings: Settings, source: dict[str, Any], tell: Progress) -> Findings:
+def _compute_findings(samples: Samples, settings: Settings, source: dict[str, Any], tell: Progress) -> Findings:
     rng = np.random.default_rng(settings.seed)
     moments = moments_of(samples, settings.segment)
     counted = count_patterns(samples, settings, rng, tell)
     geometry = Geometry(settings, samples.used_positions())
     tell("simulating noise", 0.0)
-    tested = _against_noise(counted, geometry, rng)
+    tested = _test_against_noise(counted, geometry, rng)
     tell("placing known systems", 0.0)
     points = known_points(geometry, rng)
     return Findings(
@@ -102,7 +102,7 @@ def _found(samples: Samples, settings: Settings, source: dict[str, Any], tell: P
 
 
 @dataclass(frozen=True, eq=False)
-class _Tested:
+class _NoiseTest:
     """The null of a head without ties, and every head against noise with as many windows as it has.
 
     ``least`` is the number of windows from which a head is eligible; z, p and q of the others are NaN.
@@ -115,13 +115,13 @@ class _Tested:
     least: int
 
 
-def _against_noise(counted: Counted, geometry: Geometry, rng: np.random.Generator) -> _Tested:
+def _test_against_noise(counted: HeadPatternCounts, geometry: Geometry, rng: np.random.Generator) -> _NoiseTest:
     settings = geometry.settings
     entropy = plane(counted.frequencies())[0]
     eligible = counted.windows >= settings.least
     # Heads that lost about as many windows to ties share a null; half a percent of them moves nothing.
-    kept = np.round(counted.windows / counted.possible, 2)
-    shares = np.unique(kept[eligible])
+    share_counted = np.round(counted.windows / counted.possible, 2)
+    shares = np.unique(share_counted[eligible])
     # So many that one head alone, among all, can stand out: its p, 2 / (studies + 1), is multiplied by their number.
     wanted = math.ceil(2 * len(entropy) / settings.alpha)
     nulls = len({1.0, *shares})
@@ -129,21 +129,21 @@ def _against_noise(counted: Counted, geometry: Geometry, rng: np.random.Generato
     z, p, q = (np.full(len(entropy), np.nan) for _ in range(3))
     for share in shares:
         values = null if share == 1 else noise_entropies(geometry, float(share), rng, wanted=wanted, nulls=nulls)
-        some = (kept == share) & eligible
-        z[some], p[some] = scored(entropy[some], values)
+        some = (share_counted == share) & eligible
+        z[some], p[some] = score_against_null(entropy[some], values)
     if eligible.any():
         q[eligible] = false_discovery_control(p[eligible], method="bh")
-    return _Tested(null, z, p, q, settings.least)
+    return _NoiseTest(null, z, p, q, settings.least)
 
 
 def _head_findings(
-    samples: Samples, moments: Moments, counted: Counted, tested: _Tested, points: Sequence[SystemPoint]
+    samples: Samples, moments: Moments, counted: HeadPatternCounts, tested: _NoiseTest, points: Sequence[SystemPoint]
 ) -> tuple[HeadFinding, ...]:
     entropy, complexity = plane(counted.frequencies())
     heads = []
     for i, ((layer, head), windows) in enumerate(zip(np.argwhere(samples.real), counted.windows.tolist(), strict=True)):
         eligible = windows >= tested.least
-        nearest, distance = _nearest(entropy[i], complexity[i], points) if eligible else ("", math.nan)
+        nearest, distance = _nearest_system(entropy[i], complexity[i], points) if eligible else ("", math.nan)
         measured = [float(x[i]) if eligible else math.nan for x in (entropy, counted.low, counted.high, complexity)]
         heads.append(
             HeadFinding(
@@ -171,7 +171,7 @@ def _head_findings(
     return tuple(heads)
 
 
-def _nearest(entropy: float, complexity: float, points: Sequence[SystemPoint]) -> tuple[str, float]:
+def _nearest_system(entropy: float, complexity: float, points: Sequence[SystemPoint]) -> tuple[str, float]:
     distances = [math.hypot(entropy - point.entropy, complexity - point.complexity) for point in points]
     if not distances:
         return "", math.nan
@@ -190,9 +190,9 @@ def _reason(windows: int, possible: int, least: int) -> str:
 
 def _source(study: Study | Trajectories | Iterable[Trajectories]) -> dict[str, Any]:
     manifest: Any = getattr(study, "manifest", None)
-    found: dict[str, Any] = {"study": getattr(study, "path", None), "softgap": __version__, "numpy": np.__version__}
+    source: dict[str, Any] = {"study": getattr(study, "path", None), "softgap": __version__, "numpy": np.__version__}
     if manifest is not None:
         names = ("model", "weights", "dtype", "backend", "seed", "inputs", "dropped_sinks")
-        found.update({name: getattr(manifest, name) for name in names})
-        found["versions"] = dict(manifest.versions)
-    return found
+        source.update({name: getattr(manifest, name) for name in names})
+        source["versions"] = dict(manifest.versions)
+    return source

@@ -1,4 +1,4 @@
-"""What an analysis of the dynamics found: a line per head, the known systems beside them, and how it was done."""
+"""The findings of an analysis of dynamics: one row per head, the known systems, and the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: features of every head in every sample, entropies at equal window counts, read sample by sample."""
+"""Compute the features that a comparison tests, for every head and sample."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from softgap.analysis.pattern_counts import HELD
-from softgap.analysis.preregistration import ComparisonPlan
+from softgap.analysis.pattern_counts import HELD_VALUES
+from softgap.analysis.preregistration import Preregistration
 from softgap.analysis.series import CONTROL_TRANSFORM, Cut
 from softgap.errors import ValueInputError, unknown_name
 from softgap.signal import pattern_counts
@@ -69,7 +69,7 @@ def feature_table(
     study: Study,
     steps: Sequence[int],
     used: Bool[np.ndarray, " sample"],
-    plan: ComparisonPlan,
+    plan: Preregistration,
     tell: Callable[[float], None],
 ) -> FeatureTable:
     """The features of the used samples of a study, whose parts have so many steps."""
@@ -93,11 +93,11 @@ def feature_table(
         ties = max(ties, _fill(values[row], part, real, modes, plan))
         row += 1
     held = sum(n for n, use in zip(steps, used, strict=True) if use)
-    again = partial(_used_parts, study, used, plan.part)
+    again = partial(_eligible_parts, study, used, plan.part)
     ties = max(ties, _fill_residuals(values, again, held, real, modes, plan))
     layers = np.array(first.layers)[layer]
     if plan.collapse:
-        values, layers, head = _collapsed(values, layers, first.kv_group[real])
+        values, layers, head = _collapse_groups(values, layers, first.kv_group[real])
     return FeatureTable(values, modes, skipped, layers, head, plan.collapse, used, ties)
 
 
@@ -111,23 +111,23 @@ def _part(run: Trajectories, part: str) -> Trajectories:
     return run.prompt
 
 
-def _used_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
+def _eligible_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
     return (_part(run, part) for run, use in zip(study, used, strict=True) if use)
 
 
-def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tuple[tuple[Mode, ...], dict[str, str]]:
+def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tuple[tuple[Mode, ...], dict[str, str]]:
     names = plan.mechanisms or run.mechanisms
     for name in names:
         if name not in run.mechanisms:
             raise unknown_name("mechanism of this study", name, run.mechanisms)
     shortest = min(steps)
-    found: list[Mode] = []
+    modes: list[Mode] = []
     skipped: dict[str, str] = {}
     for name, feature in product(names, [f for f in plan.features if f in ("mean", "slope")]):
         if feature == "slope" and shortest < 2:
             skipped[str(Mode(name, feature))] = f"a slope needs 2 steps, the shortest sample has {shortest}"
         else:
-            found.append(Mode(name, feature))
+            modes.append(Mode(name, feature))
     wanted = [feature for feature in plan.features if feature in ("entropy", "complexity")]
     for name, feature, transform, order, segment in product(names, wanted, plan.transforms, plan.orders, plan.segments):
         windows = max(0, Cut(transform, segment).length(shortest) - (order - 1))
@@ -138,20 +138,20 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: ComparisonPlan) -> tup
         elif windows < least:
             skipped[str(mode)] = f"the shortest sample has {windows} windows and {least} are needed; set min_steps"
         else:
-            found.append(mode)
+            modes.append(mode)
     if "sparsity" in plan.features:
         if "sparsity" in run.focus:
-            found.append(Mode("", "sparsity"))
+            modes.append(Mode("", "sparsity"))
         elif len(plan.features) == 1:  # one of several is passed over in silence
             skipped["sparsity"] = "it was not recorded; measure the study with --focus"
-    if not found:
+    if not modes:
         raise ValueInputError(
             f"a comparison needs at least one feature, got none that can be measured ({next(iter(skipped.values()))})"
         )
-    return tuple(found), skipped
+    return tuple(modes), skipped
 
 
-def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: ComparisonPlan, control: bool) -> np.ndarray:
+def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: Preregistration, control: bool) -> np.ndarray:
     def taken(name: str) -> np.ndarray:
         return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
 
@@ -171,43 +171,47 @@ def _fill(
     run: Trajectories,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: ComparisonPlan,
+    plan: Preregistration,
 ) -> float:
     """Fill in one sample, residuals aside; return the largest share of windows with equal values."""
     ties = 0.0
     for mechanism in dict.fromkeys(mode.mechanism for mode in modes):
-        mine = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
+        own_modes = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
         if not mechanism:
-            for k, _ in mine:
+            for k, _ in own_modes:
                 row[k] = run.focus["sparsity"][real].astype(np.float64).mean(axis=-1)
             continue
         series = _series(run, mechanism, real, plan, control=False)
-        for k, mode in mine:
+        for k, mode in own_modes:
             if mode.feature == "mean":
                 row[k] = series.mean(axis=-1)
             elif mode.feature == "slope":
                 time = np.arange(series.shape[-1]) - (series.shape[-1] - 1) / 2
                 row[k] = 100 * series @ time / (time @ time)
-        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in mine if m.order):
+        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in own_modes if m.order):
             if transform == "residual":
                 continue
             source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL_TRANSFORM else series
             left = Cut(transform, segment)([source], [run.positions])[0]
             ties = max(
                 ties,
-                _fill_patterns(row, left, [p for p in mine if (p[1].transform, p[1].segment) == (transform, segment)]),
+                _fill_patterns(
+                    row, left, [p for p in own_modes if (p[1].transform, p[1].segment) == (transform, segment)]
+                ),
             )
     return ties
 
 
-def _fill_patterns(row: Float64[np.ndarray, "mode head"], left: np.ndarray, mine: Sequence[tuple[int, Mode]]) -> float:
+def _fill_patterns(
+    row: Float64[np.ndarray, "mode head"], left: np.ndarray, numbered_modes: Sequence[tuple[int, Mode]]
+) -> float:
     """Entropy and complexity of the first windows: as many in every sample, whatever its length."""
     ties = 0.0
-    for order, windows in dict.fromkeys((mode.order, mode.windows) for _, mode in mine if mode.order):
+    for order, windows in dict.fromkeys((mode.order, mode.windows) for _, mode in numbered_modes if mode.order):
         counted = pattern_counts(left[:, : windows + order - 1], order, 1, ties="stable")
         both = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
         ties = max(ties, float(counted.tie_rate.max()))
-        for k, mode in mine:
+        for k, mode in numbered_modes:
             if mode.order == order:
                 row[k] = both[mode.feature]
     return ties
@@ -219,13 +223,13 @@ def _fill_residuals(
     steps: int,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: ComparisonPlan,
+    plan: Preregistration,
 ) -> float:
     """Fill in residuals, whose trend is fitted over all samples: some heads at a time where all would not fit."""
-    ties, at_once = 0.0, max(1, HELD // steps)
+    ties, at_once = 0.0, max(1, HELD_VALUES // steps)
     wanted = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
     for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in wanted):
-        mine = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
+        own_modes = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
         for start in range(0, values.shape[-1], at_once):
             heads = slice(start, start + at_once)
             # A copy, or the other heads of every sample would stay in memory behind these.
@@ -233,11 +237,11 @@ def _fill_residuals(
                 (_series(run, mechanism, real, plan, control=False)[heads].copy(), run.positions) for run in runs()
             ]
             for row, left in zip(values, Cut("residual", segment)(*zip(*pairs, strict=True)), strict=True):
-                ties = max(ties, _fill_patterns(row[:, heads], left, mine))
+                ties = max(ties, _fill_patterns(row[:, heads], left, own_modes))
     return ties
 
 
-def _collapsed(
+def _collapse_groups(
     values: np.ndarray, layer: np.ndarray, group: np.ndarray
 ) -> tuple[np.ndarray, Int64[np.ndarray, " head"], Int64[np.ndarray, " head"]]:
     """Means over the heads that share a KV head."""

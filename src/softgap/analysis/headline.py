@@ -3,7 +3,7 @@
 The share of the gap closed is the one that a calibration reports: 1 - mean divergence(fitted) / mean
 divergence(uniform), over heads and over steps from position 64 on (over all steps where these are too few). Intervals
 resample blocks of steps within one run, and whole samples in a study. Every number stands beside that of elu1, the
-control of the fit. The mean of values is a weak baseline, so a second paragraph quotes stricter measures of the
+baseline of the fit. The mean of values is a weak baseline, so a second paragraph quotes stricter measures of the
 calibration on held-out text.
 """
 
@@ -36,8 +36,8 @@ FIRST, BLOCK, FEWEST = 64, 16, 32
 RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
-NAMED = 3
-ENDS = (0.025, 0.975)
+NAMED_HEADS = 3
+INTERVAL_QUANTILES = (0.025, 0.975)
 UNKNOWN = (
     "No fitted linear attention was measured here, so the share of the gap that it closes is unknown. Fit one to each "
     "head of this model, once, with 'softgap calibrate'."
@@ -63,12 +63,12 @@ class GapSums:
     @classmethod
     def of_samples(cls, samples: Sequence[GapSums]) -> GapSums:
         """Every sample as one part."""
-        return cls(np.stack([one.parts.sum(axis=0) for one in samples]), sum(one.steps for one in samples))
+        return cls(np.stack([sums.parts.sum(axis=0) for sums in samples]), sum(sums.steps for sums in samples))
 
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
         """The share of its gap that the fitted map leaves to each head, NaN for a head without a gap."""
-        fitted, _ = _left(self.parts.sum(axis=0), self.steps)
+        fitted, _ = _remaining_gaps(self.parts.sum(axis=0), self.steps)
         return np.asarray(fitted)
 
     @property
@@ -81,7 +81,7 @@ class GapSums:
 
 @dataclass(frozen=True)
 class Headline:
-    """How much of the gap a fitted linear attention closes, beside its control.
+    """How much of the gap a fitted linear attention closes, beside its baseline.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class Headline:
             return f"None of {self.heads} heads keeps more than half of its gap{classical}"
         names = [
             f"{layer}.{head} ({_percent(share)})"
-            for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED]
+            for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED_HEADS]
         ]
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
         keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
@@ -160,21 +160,21 @@ def _hundredths(share: float) -> str:
 
 
 def gap_sums(run: Trajectories) -> GapSums | None:
-    """The sums of one run by blocks of steps; None where fitted or its control was not measured."""
+    """The sums of one run by blocks of steps; None where fitted or its baseline was not measured."""
     if not {FITTED, BASELINE} <= set(run.mechanisms):
         return None
-    kept = gap_steps(run)
+    steps = gap_steps(run)
     absent = np.full((len(run.layers), run.divergence.shape[1], run.n_steps), np.nan)
-    found = np.stack(
+    sums = np.stack(
         [run.select(name).divergence if name in run.mechanisms else absent for name in (FITTED, BASELINE, CLASSICAL)]
-    )[..., kept].astype(np.float64)
-    if not found.shape[-1]:
+    )[..., steps].astype(np.float64)
+    if not sums.shape[-1]:
         return None
     parts = np.stack(
-        [np.nansum(found[..., start : start + BLOCK], axis=-1) for start in range(0, found.shape[-1], BLOCK)]
+        [np.nansum(sums[..., start : start + BLOCK], axis=-1) for start in range(0, sums.shape[-1], BLOCK)]
     )
-    parts[:, np.isnan(found).all(axis=(1, 2, 3))] = np.nan
-    return GapSums(parts, found.shape[-1])
+    parts[:, np.isnan(sums).all(axis=(1, 2, 3))] = np.nan
+    return GapSums(parts, sums.shape[-1])
 
 
 def gap_steps(run: Trajectories) -> Bool[np.ndarray, " step"]:
@@ -231,16 +231,16 @@ def _signed(value: float) -> str:
 def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     """The headline of a run or a study; None where nothing lies between softmax and the mean of values."""
     total = gap.parts.sum(axis=0)
-    mine, uniform, classical = total.sum(axis=(1, 2))
+    fitted, uniform, classical = total.sum(axis=(1, 2))
     if not uniform > 0:
         return None
-    left = _left(total, gap.steps)
+    left = _remaining_gaps(total, gap.steps)
     keeps = left > HALF
     stubborn = gap.ranked[: int(keeps[0].sum())]
     (lows, highs), counts = _intervals(gap)
     measured = not np.isnan(classical)
     return Headline(
-        share=float(1 - mine / uniform),
+        share=float(1 - fitted / uniform),
         low=lows[0],
         high=highs[0],
         classical=float(1 - classical / uniform) if measured else None,
@@ -255,7 +255,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     )
 
 
-def _left(
+def _remaining_gaps(
     total: Float[np.ndarray, "*draw mechanism layer head"], steps: int
 ) -> Float[np.ndarray, "*draw two layer head"]:
     """The share of each head's gap that fitted and elu1 leave, NaN for a head without a gap."""
@@ -268,10 +268,10 @@ def _intervals(gap: GapSums) -> tuple[list[list[float]], list[float]]:
     if count < 2:
         return [[np.nan, np.nan], [np.nan, np.nan]], [np.nan, np.nan]
     rng = np.random.default_rng(0)
-    drawn = rng.integers(count, size=(RESAMPLES, count))
-    taken = (drawn[:, :, None] == np.arange(count)).sum(axis=1)
-    totals = np.tensordot(taken, gap.parts, axes=1)
-    mine, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
-    shares = np.quantile(1 - np.stack([mine, classical], axis=1) / uniform[:, None], ENDS, axis=0)
-    heads = (_left(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
-    return shares.tolist(), np.quantile(heads, ENDS).tolist()
+    resampled = rng.integers(count, size=(RESAMPLES, count))
+    times = (resampled[:, :, None] == np.arange(count)).sum(axis=1)
+    totals = np.tensordot(times, gap.parts, axes=1)
+    fitted, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
+    shares = np.quantile(1 - np.stack([fitted, classical], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
+    heads = (_remaining_gaps(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
+    return shares.tolist(), np.quantile(heads, INTERVAL_QUANTILES).tolist()

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 
 from softgap.analysis.dynamics_findings import SystemPoint
-from softgap.analysis.series import Cut, Samples, Settings, transformed
+from softgap.analysis.series import Cut, Samples, Settings, transform_series
 from softgap.progress import Progress
 from softgap.signal import ordinal_patterns, pattern_counts, simulate, systems
 from softgap.signal.complexity import plane
@@ -18,9 +18,9 @@ from softgap.signal.estimates import centred_interval, resampled_entropies, usua
 from softgap.signal.kernels import shannon_rows
 
 __all__ = [
-    "HELD",
-    "Counted",
+    "HELD_VALUES",
     "Geometry",
+    "HeadPatternCounts",
     "Moments",
     "count_patterns",
     "known_points",
@@ -63,25 +63,25 @@ class Geometry:
         """Steps of every sample."""
         return tuple(map(len, self.positions))
 
-    def windows(self, kept: float) -> list[int]:
+    def windows(self, share: float) -> list[int]:
         """Windows of every sample if a share of all is kept; rounded so that those of short samples add up."""
         total = np.cumsum([self.settings.windows(length) for length in self.lengths])
-        return [int(windows) for windows in np.diff(np.round(kept * total), prepend=0)]
+        return [int(windows) for windows in np.diff(np.round(share * total), prepend=0)]
 
 
 def noise_entropies(
-    geometry: Geometry, kept: float, rng: np.random.Generator, *, wanted: int, nulls: int = 1
+    geometry: Geometry, share: float, rng: np.random.Generator, *, wanted: int, nulls: int = 1
 ) -> Float64[np.ndarray, " study"]:
     """Normalised entropy of simulated studies of white noise: the same lengths, the same cut, all windows together.
 
-    ``kept`` is the share of windows that are left where ties were excluded: the noise is shorter by as much.
+    ``share`` is the share of windows that are left where ties were excluded: the noise is shorter by as much.
     ``wanted`` studies are made if that is not too much noise for one of so many ``nulls``.
     """
     patterns, steps = geometry.settings.patterns, nulls * sum(geometry.lengths)
     usual = min(_USUAL, _USUAL_STEPS // steps)
     entropies = np.empty(max(_FEWEST, usual, min(wanted, _MOST_STEPS // steps)))
     add = _add_residual_noise if geometry.settings.cut.fits_a_trend else _add_noise
-    windows = geometry.windows(kept)
+    windows = geometry.windows(share)
     step = max(1, _BLOCK // patterns)
     for start in range(0, len(entropies), step):
         part = entropies[start : start + step]
@@ -130,10 +130,10 @@ def interval_over_samples(
     times = rng.multinomial(n, np.full(n, 1 / n), size=replicates).astype(np.float64)
     low, high = np.full(heads, np.nan), np.full(heads, np.nan)
     for head in range(heads):
-        drawn = times @ counts[:, head]
-        if (drawn.sum(axis=1) > 0).all():
+        resampled = times @ counts[:, head]
+        if (resampled.sum(axis=1) > 0).all():
             pooled = counts[:, head].sum(axis=0, dtype=np.int64)
-            low[head], high[head] = _interval(pooled, _entropies(drawn), level, patterns)
+            low[head], high[head] = _interval(pooled, _entropies(resampled), level, patterns)
     return low, high
 
 
@@ -183,8 +183,8 @@ def known_points(geometry: Geometry, rng: np.random.Generator) -> tuple[SystemPo
         for parameters in _VARIANTS.get(name, ({},)):
             series = simulate(name, steps, rng=rng, size=_GROUPS * pooled, **parameters)
             left = settings.cut([series], [np.arange(steps)])[0]
-            found = pattern_counts(left, settings.order, settings.delay, ties=ties, rng=rng)
-            counts = found.counts.reshape(_GROUPS, pooled, -1).sum(axis=1)
+            patterns = pattern_counts(left, settings.order, settings.delay, ties=ties, rng=rng)
+            counts = patterns.counts.reshape(_GROUPS, pooled, -1).sum(axis=1)
             # What ties leave of a series that repeats itself may be too little to place it.
             if (counts.sum(axis=1) < min(settings.least, pooled * settings.windows(steps))).any():
                 continue
@@ -203,7 +203,7 @@ _LEVEL, _REPLICATES = 0.95, 499
 
 # Numbers of a study that are held at once where a trend is fitted over all its samples (float64: 256 MiB), and
 # pattern counts of all its samples (int32: 256 MiB). Where the heads need more, the study is read again for the next.
-HELD = 2**25
+HELD_VALUES = 2**25
 
 
 _COUNTS = 2**26
@@ -219,7 +219,7 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class HeadPatternCounts:
     """The patterns of all samples of every head together, with the interval of their entropy.
 
     ``tied`` windows hold equal values, whether they were counted or not; ``possible`` is the number of all windows.
@@ -263,12 +263,12 @@ def moments_of(samples: Samples, segment: str) -> Moments:
     return Moments(total / max(n, 1), np.sqrt(squares / max(n, 1)), slope)
 
 
-def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generator, tell: Progress) -> Counted:
+def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generator, tell: Progress) -> HeadPatternCounts:
     """Count the windows of all used samples, some heads at a time where all would not fit into memory."""
     counts = np.zeros((samples.n_heads, settings.patterns), np.int64)
     tied = np.zeros(samples.n_heads, np.int64)
     low, high = np.full(samples.n_heads, np.nan), np.full(samples.n_heads, np.nan)
-    count = _counted_by_sample if sum(samples.used) >= _ENOUGH_SAMPLES else _counted_by_window
+    count = _count_by_sample if sum(samples.used) >= _ENOUGH_SAMPLES else _count_by_window
     step = _heads_at_once(samples, settings)
     for start in range(0, samples.n_heads, step):
         heads = slice(start, min(samples.n_heads, start + step))
@@ -279,13 +279,13 @@ def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generato
 
         counts[heads], tied[heads], low[heads], high[heads] = count(samples, settings, heads, rng, told)
     possible = sum(settings.windows(len(at)) for at in samples.used_positions())
-    return Counted(counts, tied, possible, low, high)
+    return HeadPatternCounts(counts, tied, possible, low, high)
 
 
 def _heads_at_once(samples: Samples, settings: Settings) -> int:
     room = samples.n_heads
     if settings.cut.fits_a_trend:
-        room = min(room, HELD // sum(map(len, samples.used_positions())))
+        room = min(room, HELD_VALUES // sum(map(len, samples.used_positions())))
     if sum(samples.used) >= _ENOUGH_SAMPLES:
         room = min(room, _COUNTS // (sum(samples.used) * settings.patterns))
     return max(1, room)
@@ -295,34 +295,34 @@ def _heads_at_once(samples: Samples, settings: Settings) -> int:
 Tally = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def _counted_by_sample(
-    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
+def _count_by_sample(
+    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     counts = np.empty((n, heads.stop - heads.start, settings.patterns), np.int32)
     tied = np.zeros(heads.stop - heads.start, np.int64)
-    for i, series in enumerate(transformed(samples, settings.cut, heads)):
-        told(i / n)
-        found = pattern_counts(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
-        counts[i] = found.counts
-        tied += _tied(found.tie_rate, series, settings)
+    for i, series in enumerate(transform_series(samples, settings.cut, heads)):
+        report(i / n)
+        patterns = pattern_counts(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
+        counts[i] = patterns.counts
+        tied += _tied_windows(patterns.tie_rate, series, settings)
     # Every group of heads is judged by the same drawn samples, however many groups there are.
     draws = np.random.default_rng([settings.seed, n])
     low, high = interval_over_samples(counts, level=_LEVEL, replicates=_REPLICATES, rng=draws)
     return counts.sum(axis=0, dtype=np.int64), tied, low, high
 
 
-def _counted_by_window(
-    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, told: Callable[[float], None]
+def _count_by_window(
+    samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
     n = sum(samples.used)
     indices: list[Int[np.ndarray, "head window"]] = []
     tied = np.zeros(heads.stop - heads.start, np.int64)
-    for i, series in enumerate(transformed(samples, settings.cut, heads)):
-        told(i / n)
-        found = ordinal_patterns(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
-        indices.append(found.index)
-        tied += _tied(found.tie_rate, series, settings)
+    for i, series in enumerate(transform_series(samples, settings.cut, heads)):
+        report(i / n)
+        patterns = ordinal_patterns(series, settings.order, settings.delay, ties=settings.ties, rng=rng)
+        indices.append(patterns.index)
+        tied += _tied_windows(patterns.tie_rate, series, settings)
     sequences = [np.concatenate([part[part >= 0] for part in parts]) for parts in zip(*indices, strict=True)]
     counts = np.stack([np.bincount(sequence, minlength=settings.patterns) for sequence in sequences])
     low, high = interval_within_samples(
@@ -331,7 +331,7 @@ def _counted_by_window(
     return counts, tied, low, high
 
 
-def _tied(
+def _tied_windows(
     rate: Float64[np.ndarray, " head"], series: Float64[np.ndarray, "head step"], settings: Settings
 ) -> Int64[np.ndarray, " head"]:
     return np.asarray(np.rint(rate * (series.shape[-1] - settings.span)), np.int64)

@@ -1,4 +1,4 @@
-"""The preregistration of a comparison, and the log of every comparison tried on a study."""
+"""The preregistration of a comparison, and the log of all comparisons of a study."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from softgap.analysis.series import Cut
 from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items, checked_count, checked_share
 from softgap.signal.patterns import least_windows
-from softgap.signal.validation import checked_order
+from softgap.signal.validation import check_order
 from softgap.stats import EXCHANGES, Split
 from softgap.tasks.text_files import file_text
 from softgap.trajectories import QUANTITIES
 from softgap.trajectories.folder import Folder, add_line, read_lines
 from softgap.trajectories.validation import PARTS
 
-__all__ = ["ComparisonPlan", "Tried", "read_plan"]
+__all__ = ["ComparisonLog", "Preregistration", "read_preregistration"]
 
 
 FEATURES = ("mean", "slope", "entropy", "complexity", "sparsity")
@@ -43,7 +43,7 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
-class ComparisonPlan:
+class Preregistration:
     """What is compared, and by which rule it is judged.
 
     Attributes
@@ -68,7 +68,7 @@ class ComparisonPlan:
     min_steps, eligibility
         Shorter samples are left out; the least number of windows of an entropy.
     permutations, refits, draws, seed
-        Relabellings; permutations with the whole selection refitted; draws of flipped labels per rate.
+        Permutations of the labels; permutations with the whole selection refitted; draws of flipped labels per rate.
     """
 
     by: str = "label"
@@ -99,20 +99,20 @@ class ComparisonPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if isinstance(one.default, tuple):
-                object.__setattr__(self, one.name, as_items(getattr(self, one.name)))
-        for name, given, known in (
+        for field in fields(self):
+            if isinstance(field.default, tuple):
+                object.__setattr__(self, field.name, as_items(getattr(self, field.name)))
+        for name, names, known in (
             ("feature", self.features, FEATURES),
             ("quantity", (self.quantity,), QUANTITIES),
             ("part", (self.part,), PARTS),
             ("exchange", (self.exchange,), EXCHANGES),
         ):
-            for value in given:
+            for value in names:
                 if value not in known:
                     raise unknown_name(name, value, known)
         for order in self.orders:
-            least_windows(self.eligibility, checked_order(order))
+            least_windows(self.eligibility, check_order(order))
         for transform in self.transforms:
             for segment in self.segments:
                 Cut(transform, segment)
@@ -155,22 +155,24 @@ class ComparisonPlan:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-def read_plan(path: str) -> ComparisonPlan:
-    """A plan from a TOML file whose keys are the fields of :class:`ComparisonPlan`; all others are as by default."""
+def read_preregistration(path: str) -> Preregistration:
+    """Read a preregistration from a TOML file whose keys are fields of :class:`Preregistration`."""
     try:
         document = tomllib.loads(file_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueInputError(f"the plan '{path}' is not TOML ({error}); write lines such as margin = 0.5") from error
-    known = {f.name: f.default for f in fields(ComparisonPlan)}
+        raise ValueInputError(
+            f"the preregistration '{path}' is not TOML ({error}); write lines such as margin = 0.5"
+        ) from error
+    known = {f.name: f.default for f in fields(Preregistration)}
     values: dict[str, Any] = {}
     for name, value in document.items():
         if name not in known:
-            raise unknown_name(f"key of the plan '{path}'", name, known)
-        values[name] = _fitting(path, name, value, known[name])
-    return ComparisonPlan(**values)
+            raise unknown_name(f"key of the preregistration '{path}'", name, known)
+        values[name] = _convert_value(path, name, value, known[name])
+    return Preregistration(**values)
 
 
-def _fitting(path: str, name: str, value: Any, default: Any) -> Any:
+def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
     """The value as the field's own type."""
     if isinstance(default, tuple):
         entries = tuple(value) if isinstance(value, list) else (value,)
@@ -178,7 +180,9 @@ def _fitting(path: str, name: str, value: Any, default: Any) -> Any:
         if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
             return entries
         wanted = "whole numbers" if kind is int else "names"
-        raise ValueInputError(f"{name} in the plan '{path}' must be a list of {wanted}, got {value!r}; correct it")
+        raise ValueInputError(
+            f"{name} in the preregistration '{path}' must be a list of {wanted}, got {value!r}; correct it"
+        )
     if isinstance(default, float) or name == "confirm":
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
@@ -187,14 +191,16 @@ def _fitting(path: str, name: str, value: Any, default: Any) -> Any:
     else:
         fits = type(value) is (str if default is None else type(default))
     if not fits:
-        raise ValueInputError(f"{name} in the plan '{path}' must be like {default!r}, got {value!r}; correct it")
+        raise ValueInputError(
+            f"{name} in the preregistration '{path}' must be like {default!r}, got {value!r}; correct it"
+        )
     return value
 
 
 _LOG = "comparisons/log.jsonl"
 
 
-class Tried:
+class ComparisonLog:
     """The log of one study."""
 
     def __init__(self, folder: Folder) -> None:
@@ -212,12 +218,12 @@ class Tried:
         add_line(self._folder, _LOG, entry)
         self.entries = (*self.entries, entry)
 
-    def record_plan(self, plan: ComparisonPlan, source: str) -> None:
+    def record_plan(self, plan: Preregistration, source: str) -> None:
         """Write down a plan, unless it is there already."""
         if not any(entry["hash"] == plan.hash for entry in self._of("plan")):
             self.add("plan", hash=plan.hash, source=source, plan=plan.to_json())
 
-    def status(self, plan: ComparisonPlan, labels: str, *, from_file: bool) -> str:
+    def status(self, plan: Preregistration, labels: str, *, from_file: bool) -> str:
         """Whether this look at the labels with that hash is "planned", or "exploratory" with the reason."""
         if not from_file:
             return "exploratory: no plan was written down before the labels were read"
@@ -228,7 +234,7 @@ class Tried:
                 return f"exploratory: the labels were looked at on {entry['time']}, before this plan was written down"
         return "exploratory: the plan was not written down"
 
-    def _planned(self, plan: ComparisonPlan, labels: str) -> str:
+    def _planned(self, plan: Preregistration, labels: str) -> str:
         """Which look of a plan that was written down in time this is; the same samples again are the same look."""
         # A line of 0.1 holds no hash of labels: it may have seen anything, so it counts as a look of its own.
         earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == plan.hash]

@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float64, Int
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
 from softgap.inputs import checked_count, checked_share
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
-from softgap.signal.patterns import checked_batch, least_windows
+from softgap.signal.patterns import check_batch, least_windows
 from softgap.signal.transforms import fewest_steps
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["CONTROL_TRANSFORM", "Cut", "Samples", "Settings", "samples_of", "transformed"]
+__all__ = ["CONTROL_TRANSFORM", "Cut", "Samples", "Settings", "samples_of", "transform_series"]
 
 
 CONTROL_TRANSFORM = "control"
@@ -51,7 +51,7 @@ class Cut:
 
     @property
     def _own(self) -> str:
-        # The control is subtracted where samples are read, so that noise, which has none, passes as it is.
+        # The baseline is subtracted where samples are read, so that noise, which has none, passes as it is.
         return "raw" if self.transform == CONTROL_TRANSFORM else self.transform
 
     def length(self, steps: int) -> int:
@@ -98,7 +98,7 @@ class Settings:
         # Order, delay, ties and eligibility by the rules of the signal room.
         rng = np.random.default_rng(0)
         options: Any = {"ties": self.ties, "rng": rng, "eligibility": self.eligibility}
-        checked_batch(np.zeros(1), self.order, self.delay, options, short=True)
+        check_batch(np.zeros(1), self.order, self.delay, options, short=True)
         Cut(self.transform, self.segment)
 
     @property
@@ -168,7 +168,7 @@ class Samples:
         return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
 
     def controlled(self) -> Samples:
-        """The same with the control subtracted."""
+        """The same with the baseline subtracted."""
         if BASELINE not in self.mechanisms or self.mechanism == BASELINE:
             raise ValueInputError(
                 f"transform '{CONTROL_TRANSFORM}' subtracts '{BASELINE}' from another mechanism of the study, got "
@@ -223,23 +223,23 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
             "steps; use longer runs or a lower order"
         )
     real = first.kv_group >= 0
-    found = Samples(
+    samples = Samples(
         runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
     )
     if settings.transform == CONTROL_TRANSFORM:
-        found.controlled()  # refused before anything is read
-    return found
+        samples.controlled()  # refused before anything is read
+    return samples
 
 
-def transformed(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
+def transform_series(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
     """The series of some heads after the cut, one used sample after the other."""
     if cut.transform == CONTROL_TRANSFORM:
         samples = samples.controlled()
-    chosen = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
-    kept = ((sample.series[heads], sample.positions) for sample in chosen)
+    used = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
+    selected = ((sample.series[heads], sample.positions) for sample in used)
     if cut.fits_a_trend:
-        series, positions = zip(*kept, strict=True)
+        series, positions = zip(*selected, strict=True)
         yield from cut(series, positions)
         return
-    for one, at in kept:
-        yield cut([one], [at])[0]
+    for values, at in selected:
+        yield cut([values], [at])[0]

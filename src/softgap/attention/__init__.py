@@ -1,4 +1,4 @@
-"""Attention mathematics on tensors: mechanisms, three forms that agree, and how far outputs lie apart."""
+"""Attention mathematics on tensors: mechanisms, their quadratic, chunked and streaming forms, and divergences."""
 
 from softgap.attention.attend import attend, attention_weights, choose_form
 from softgap.attention.hybrid import HybridState, attend_hybrid

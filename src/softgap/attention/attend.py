@@ -1,4 +1,4 @@
-"""One call for any mechanism: check the input, choose the form, compute."""
+"""Attend by any mechanism: check the input, choose the form, compute."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def attend(
     check
         Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
     """
-    chosen = resolve(mechanism)
-    q, k, v, shown = _checked(q, k, v, visible, dtype, values=check)
+    resolved = resolve(mechanism)
+    q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)
     scaling = _scaling(scale, q.shape[-1])
-    if _resolved_form(chosen, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
-        return quadratic(chosen, q, k, v, visible=shown, scale=scaling)
+    if _resolve_form(resolved, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
+        return quadratic(resolved, q, k, v, visible=shown, scale=scaling)
     stop = (shown.offset or 0) + q.shape[2]
-    state = LinearState(chosen, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
+    state = LinearState(resolved, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 
@@ -76,7 +76,7 @@ def attention_weights(
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "batch head query key"]:
     """The full matrix of normalised weights: for study at small sizes, O(T^2) numbers."""
-    q, k, _, shown = _checked(q, k, k, visible, dtype)
+    q, k, _, shown = _check_inputs(q, k, k, visible, dtype)
     weights = q.new_zeros(*q.shape[:3], k.shape[2])
     for block in weight_blocks(resolve(mechanism), q, k, visible=shown, scale=_scaling(scale, q.shape[-1])):
         weights[:, :, block.rows, block.keys] = block.weights
@@ -89,7 +89,7 @@ def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> 
     return "chunked" if features is not None and (features <= FEW_FEATURES or n_keys >= features) else "quadratic"
 
 
-def _resolved_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:
+def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:
     if form == "auto":
         return choose_form(mechanism, d, visible, n_keys)
     if form == "chunked":
@@ -111,7 +111,7 @@ def _scaling(scale: float | None, d: int) -> float:
     return d**-0.5 if scale is None else float(scale)
 
 
-def _checked(
+def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible | None, dtype: torch.dtype, *, values: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Visible]:
     if dtype not in (torch.float32, torch.float64):

@@ -90,9 +90,9 @@ def _options(**options: float) -> Options:
     return MappingProxyType(options)
 
 
-def _require(fine: bool, what: str, given: float) -> None:
+def _require(fine: bool, requirement: str, value: float) -> None:
     if not fine:
-        raise ValueInputError(f"{what}, got {given:g}")
+        raise ValueInputError(f"{requirement}, got {value:g}")
 
 
 def _check_lam(options: Options) -> None:
@@ -344,18 +344,18 @@ BUILT_IN: tuple[Mechanism, ...] = (
     Mechanism(
         name="uniform",
         formula="w_j = 1 / N: the mean of the visible values",
-        paper="control",
+        paper="baseline",
         kind="features",
         query_free=True,
         query_map=_maps.ones,
         key_map=_maps.ones,
         dim=lambda d, _: 1,
     ),
-    Mechanism(name="zero", formula="0", paper="control", kind="constant"),
+    Mechanism(name="zero", formula="0", paper="baseline", kind="constant"),
     Mechanism(
         name="mean_ablation",
         formula="the head's mean output over calibration text",
-        paper="control",
+        paper="baseline",
         kind="constant",
         needs=("mean",),
         constant=_mean_output,
@@ -363,28 +363,28 @@ BUILT_IN: tuple[Mechanism, ...] = (
     Mechanism(
         name="self_token",
         formula="v_t (the last visible value)",
-        paper="control",
+        paper="baseline",
         kind="positions",
         position_weights=self_token,
     ),
     Mechanism(
         name="previous_token",
         formula="v_(t-1) (the last visible value but one)",
-        paper="control",
+        paper="baseline",
         kind="positions",
         position_weights=previous_token,
     ),
     Mechanism(
         name="first_token",
         formula="v_0 (the first visible value)",
-        paper="control",
+        paper="baseline",
         kind="positions",
         position_weights=first_token,
     ),
     Mechanism(
         name="profile",
         formula="a weight for the first visible token, one by distance for the others; from calibration text",
-        paper="control",
+        paper="baseline",
         kind="positions",
         needs=("first", "by_distance"),
         position_weights=profile,

@@ -65,7 +65,7 @@ PRESENT = LOG_ZERO / 2
 RATE_SPREAD = 5.0
 
 
-class Part(NamedTuple):
+class ScaledSums(NamedTuple):
     """A weighted sum of values and of ones per query row, to be multiplied by exp(scale) (scale None: by 1)."""
 
     sums: Float[Tensor, "n chunk gc e"]
@@ -117,18 +117,18 @@ def block_sums(
     before = full + edges
     absent = LOG_ZERO if log else 0.0
     if window is not None:
-        key = _front_padded(torch.cat([carry.tail_key, key], dim=1), before * c + t, absent)
-        value = _front_padded(torch.cat([carry.tail_value, value], dim=1), before * c + t, 0.0)
+        key = _pad_front(torch.cat([carry.tail_key, key], dim=1), before * c + t, absent)
+        value = _pad_front(torch.cat([carry.tail_value, value], dim=1), before * c + t, 0.0)
     missing = chunks * c - t
-    keys = _behind_padded(key, missing, absent).unflatten(1, (-1, c))
-    values = _behind_padded(value, missing, 0.0).unflatten(1, (-1, c))
+    keys = _pad_end(key, missing, absent).unflatten(1, (-1, c))
+    values = _pad_end(value, missing, 0.0).unflatten(1, (-1, c))
     # Every product below reads the queries chunk by chunk: one copy here saves one in each.
-    queries = _behind_padded(query, missing, 0.0).unflatten(2, (chunks, c)).transpose(1, 2).contiguous()
+    queries = _pad_end(query, missing, 0.0).unflatten(2, (chunks, c)).transpose(1, 2).contiguous()
 
     geometry = _Geometry(c=c, chunks=chunks, t=t, before=before, full=full, window=window)
     parts = [_own_chunk(queries, keys[:, before:], values[:, before:], rate, log, geometry)]
     # The tail and the border of its chunk decide where a state's decay is counted to.
-    to_border = _decayed(keys, rate, geometry.to_border(keys.device, keys.dtype), -1)
+    to_border = _apply_decay(keys, rate, geometry.to_border(keys.device, keys.dtype), -1)
     for shift in range(full + 1, before + 1):
         lagged = slice(before - shift, before - shift + chunks)
         parts.append(_edge_chunk(queries, to_border[:, lagged], values[:, lagged], rate, log, geometry, shift))
@@ -142,8 +142,8 @@ def block_sums(
     total = _total(parts)
 
     def by_position(x: Tensor) -> Tensor:
-        found: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
-        return found
+        joined: Tensor = x.unflatten(2, (g, c)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+        return joined
 
     scale = None if total.scale is None else by_position(total.scale)
     return by_position(total.sums), by_position(total.totals), scale, carry
@@ -175,9 +175,9 @@ def _one_step(
     else:
         carried = carry.scale if rate is None else carry.scale - rate * carry.age
         top = torch.maximum(carried, key)
-        kept, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
-        states = torch.baddbmm(carry.sums * kept[:, :, None], new[:, :, None], value[:, None])
-        totals = carry.totals * kept + new
+        carried_weight, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
+        states = torch.baddbmm(carry.sums * carried_weight[:, :, None], new[:, :, None], value[:, None])
+        totals = carry.totals * carried_weight + new
         # The larger of the two sets the scale, and its age is counted to the position behind this one.
         newer = key > carried
         after = replace(
@@ -208,7 +208,7 @@ def _one_step_within(
     oldest = max(0, key.shape[1] - (window - 1))
     carry = replace(carry, tail_key=key[:, oldest:], tail_value=value[:, oldest:])
     distance = torch.arange(key.shape[1] - 1, -1, -1, device=key.device, dtype=key.dtype)[:, None]
-    keys = _decayed(key, rate, distance, -1)
+    keys = _apply_decay(key, rate, distance, -1)
     seen = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
     sums, totals, scale = _masked_product(query[:, None], keys[:, None], value[:, None], seen, log)
     return sums.transpose(1, 2), totals.transpose(1, 2), None if scale is None else scale.transpose(1, 2), carry
@@ -250,15 +250,15 @@ def _window_chunks(window: int | None, c: int) -> tuple[int, int]:
     return full, -(-(window - 1) // c) - full
 
 
-def _front_padded(x: Float[Tensor, "n k f"], length: int, fill: float) -> Float[Tensor, "n length f"]:
+def _pad_front(x: Float[Tensor, "n k f"], length: int, fill: float) -> Float[Tensor, "n length f"]:
     return functional.pad(x, (0, 0, length - x.shape[1], 0), value=fill)
 
 
-def _behind_padded(x: Float[Tensor, "*rows t f"], missing: int, fill: float) -> Float[Tensor, "*rows length f"]:
+def _pad_end(x: Float[Tensor, "*rows t f"], missing: int, fill: float) -> Float[Tensor, "*rows length f"]:
     return functional.pad(x, (0, 0, 0, missing), value=fill) if missing else x
 
 
-def _decayed(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
+def _apply_decay(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
     """Log-features after ``distance`` positions of decay (sign -1), or before it (sign +1)."""
     if rate is None:
         return x
@@ -272,14 +272,14 @@ def _own_chunk(
     rate: Float[Tensor, "n r"] | None,
     log: bool,
     geometry: _Geometry,
-) -> Part:
+) -> ScaledSums:
     distance = geometry.distance(0, keys.device, keys.dtype)
     seen = distance >= 0
     if geometry.window is not None:
         seen = seen & (distance < geometry.window)
     if rate is not None:
         from_middle = geometry.inside(keys.device, keys.dtype) - (geometry.c - 1) / 2
-        queries, keys = _decayed(queries, rate, from_middle, -1), _decayed(keys, rate, from_middle, 1)
+        queries, keys = _apply_decay(queries, rate, from_middle, -1), _apply_decay(keys, rate, from_middle, 1)
     return _masked_product(queries, keys, values, seen, log)
 
 
@@ -291,10 +291,10 @@ def _edge_chunk(
     log: bool,
     geometry: _Geometry,
     shift: int,
-) -> Part:
+) -> ScaledSums:
     seen = geometry.distance(shift, keys.device, keys.dtype) < (geometry.window or 0)
     since_border = geometry.inside(keys.device, keys.dtype) + (shift - 1) * geometry.c
-    return _masked_product(_decayed(queries, rate, since_border, -1), keys, values, seen, log)
+    return _masked_product(_apply_decay(queries, rate, since_border, -1), keys, values, seen, log)
 
 
 def _masked_product(
@@ -303,11 +303,11 @@ def _masked_product(
     values: Float[Tensor, "n chunk c e"],
     seen: Bool[Tensor, "c c"],
     log: bool,
-) -> Part:
+) -> ScaledSums:
     g, c = queries.shape[2:4]
     if not log:
         weights = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (g, c)).mul_(seen).flatten(2, 3)
-        return Part(weights @ values, weights.sum(-1, keepdim=True), None)
+        return ScaledSums(weights @ values, weights.sum(-1, keepdim=True), None)
     query_top, key_top = queries.amax(-1, keepdim=True), keys.amax(-1, keepdim=True)
     weights = (queries - query_top).exp_().flatten(2, 3) @ (keys - key_top).exp_().transpose(-1, -2)
     key_scale = key_top.transpose(-1, -2)
@@ -317,7 +317,7 @@ def _masked_product(
     factor = (key_scale - row_top).exp_().mul_(shown)
     weights = weights.unflatten(2, (g, c)).mul_(factor[:, :, None]).flatten(2, 3)
     scale = (query_top + row_top[:, :, None]).flatten(2, 3)
-    return Part(weights @ values, weights.sum(-1, keepdim=True), scale)
+    return ScaledSums(weights @ values, weights.sum(-1, keepdim=True), scale)
 
 
 def _whole_chunks(
@@ -328,7 +328,7 @@ def _whole_chunks(
     rate: Float[Tensor, "n r"] | None,
     log: bool,
     geometry: _Geometry,
-) -> tuple[Part, Carry]:
+) -> tuple[ScaledSums, Carry]:
     """The sum over the chunks before each query's own, and the carry behind the block (without a window)."""
     device, dtype = keys.device, keys.dtype
     scales = keys.amax(dim=2) if log else None
@@ -356,27 +356,27 @@ def _whole_chunks(
     if scales is None:
         combined = (allowed.to(dtype) @ states.flatten(2)).unflatten(2, states.shape[2:])
         totals = allowed.to(dtype) @ totals
-        part = _asked(queries, combined, totals, None)
+        part = _query_states(queries, combined, totals, None)
         return part, carry_after(carry, combined, totals)
-    combined, totals, scale, after = _combined(states, totals, scales, age, allowed, rate)
-    shifted = _decayed(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
+    combined, totals, scale, after = _combine_states(states, totals, scales, age, allowed, rate)
+    shifted = _apply_decay(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
     top = shifted.amax(-1, keepdim=True)
-    part = _asked((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
+    part = _query_states((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
     return part, replace(carry_after(carry, combined, totals), scale=after[0], age=after[1])
 
 
-def _asked(
+def _query_states(
     queries: Float[Tensor, "n chunk g c r"],
     states: Float[Tensor, "n rows r e"],
     totals: Float[Tensor, "n rows r"],
     scale: Float[Tensor, "n chunk gc 1"] | None,
-) -> Part:
+) -> ScaledSums:
     """What the queries of each chunk get from the state before it (the last row is the carry)."""
     sums = queries.flatten(2, 3) @ states[:, :-1]
-    return Part(sums, (queries * totals[:, :-1, None, None]).sum(-1).flatten(2, 3)[..., None], scale)
+    return ScaledSums(sums, (queries * totals[:, :-1, None, None]).sum(-1).flatten(2, 3)[..., None], scale)
 
 
-def _combined(
+def _combine_states(
     states: Float[Tensor, "n chunks r e"],
     totals: Float[Tensor, "n chunks r"],
     scales: Float[Tensor, "n chunks r"],
@@ -396,7 +396,7 @@ def _combined(
     return summed, total, top, (scales.gather(1, last)[:, 0], ages.gather(1, last)[:, 0])
 
 
-def _total(parts: list[Part]) -> Part:
+def _total(parts: list[ScaledSums]) -> ScaledSums:
     sums, totals, scale = parts[0]
     if scale is None:
         for part in parts[1:]:
@@ -411,4 +411,4 @@ def _total(parts: list[Part]) -> Part:
     for part, factor in zip(parts[1:], factors[1:], strict=True):
         sums.addcmul_(part.sums, factor)
         totals.addcmul_(part.totals, factor)
-    return Part(sums, totals, top)
+    return ScaledSums(sums, totals, top)

@@ -220,9 +220,9 @@ def featurise(
     if key_valid is not None:
         key = key.masked_fill(~key_valid[:, None, :, None], LOG_ZERO if mechanism.log else 0)
     # Keys appended without a question bring no queries whose heads a map could match.
-    asked = q.shape[2] > 0
+    has_queries = q.shape[2] > 0
     query = key[:, :, :0]
-    if asked:
+    if has_queries:
         query = mechanism.query_map(q, mechanism.site(query_positions, q.dtype, query_turned))
     rate = None if mechanism.rate is None else mechanism.rate(at_keys)
     if rate is not None:

@@ -1,4 +1,4 @@
-"""Linear attention and its comparison with the model's output in one pass: nothing but three numbers leaves the cache.
+"""Compute linear attention and compare it with the model's output in one compiled pass.
 
 The chunked form is fastest where its output is wanted. A recording wants only the distance of that output from another
 one, and then the passes over memory (output, quotient, differences, norms) cost more than the products. Here each
@@ -19,7 +19,7 @@ import numpy as np
 
 from softgap.attention.mechanism import Mechanism
 
-__all__ = ["MOST_FEATURES", "compare_positions", "served"]
+__all__ = ["MOST_FEATURES", "compare_positions", "supports"]
 
 # 128 features of 64 values are 32 KiB.
 MOST_FEATURES = 128
@@ -27,7 +27,7 @@ MOST_FEATURES = 128
 Array = np.ndarray[Any, Any]
 
 
-def served(mechanism: Mechanism, d: int) -> bool:
+def supports(mechanism: Mechanism, d: int) -> bool:
     """Whether the pass can compute a mechanism for vectors of dimension d."""
     features = mechanism.feature_dim(d) if mechanism.kind == "features" else None
     plain = not mechanism.log and mechanism.rate is None and mechanism.normaliser == "sum"
@@ -161,9 +161,9 @@ def compare_positions(
     """
     heads, time = out.shape[1:3]
     groups = k.shape[2]
-    asked, per_group = q.shape[2] // groups, heads // groups
-    answers = np.empty((2 * asked, v.shape[3]), np.float32)
-    denominators = np.empty(2 * asked, np.float32)
+    n_queries, per_group = q.shape[2] // groups, heads // groups
+    answers = np.empty((2 * n_queries, v.shape[3]), np.float32)
+    denominators = np.empty(2 * n_queries, np.float32)
     for unit in range(len(state[0])):
         b, g = unit // groups, unit % groups
         sums, totals = state[0][unit], state[1][unit]
@@ -172,11 +172,11 @@ def compare_positions(
             stop = min(time, start + 2)
             _ask_state(q, b, g, start, stop, sums, totals, answers, denominators)
             for t in range(start, stop):
-                for h in range(asked):
-                    i = (t - start) * asked + h
+                for h in range(n_queries):
+                    i = (t - start) * n_queries + h
                     for seen in range(start, t + 1):
                         if valid[b, seen]:
-                            query = q[b, t, g * asked + h]
+                            query = q[b, t, g * n_queries + h]
                             denominators[i] += _add_key(query, k[b, seen, g], v[b, seen, g], answers[i])
             if stop - start == 2 and valid[b, start] and valid[b, start + 1]:
                 _append_two(k[b, start, g], v[b, start, g], k[b, start + 1, g], v[b, start + 1, g], sums, totals)
@@ -186,7 +186,7 @@ def compare_positions(
                         _append(k[b, t, g], v[b, t, g], sums, totals)
             for t in range(start, stop):
                 for h in range(per_group):
-                    i = (t - start) * asked + min(h, asked - 1)
+                    i = (t - start) * n_queries + min(h, n_queries - 1)
                     _compare(o[b, t, g * per_group + h], answers[i], denominators[i], out[b, g * per_group + h, t])
 
 
@@ -195,14 +195,14 @@ def _ask_state(
     q: Array, b: int, g: int, start: int, stop: int, sums: Array, totals: Array, answers: Array, denominators: Array
 ) -> None:
     """Ask with the queries of one KV head at some positions, two of them at a time."""
-    asked = answers.shape[0] // 2
-    count = (stop - start) * asked
+    n_queries = answers.shape[0] // 2
+    count = (stop - start) * n_queries
     for i in range(0, count - 1, 2):
         # Whole arrays are indexed, not sliced: a slice would lose the knowledge that its numbers lie side by side.
-        query = q[b, start + i // asked, g * asked + i % asked]
-        other = q[b, start + (i + 1) // asked, g * asked + (i + 1) % asked]
+        query = q[b, start + i // n_queries, g * n_queries + i % n_queries]
+        other = q[b, start + (i + 1) // n_queries, g * n_queries + (i + 1) % n_queries]
         denominators[i], denominators[i + 1] = _ask_two(query, other, sums, totals, answers[i], answers[i + 1])
     if count % 2:
         last = count - 1
-        query = q[b, start + last // asked, g * asked + last % asked]
+        query = q[b, start + last // n_queries, g * n_queries + last % n_queries]
         denominators[last] = _ask(query, sums, totals, answers[last])

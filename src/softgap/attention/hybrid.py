@@ -47,16 +47,16 @@ def attend_hybrid(
 
     The other arguments are those of :func:`attend`.
     """
-    chosen = _checked(resolve(mechanism), window)
+    resolved = _check_hybrid(resolve(mechanism), window)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     shown = (visible or Visible()).fitted_to(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     # Under a window of the model's own every key comes and goes: there is no state to gain.
-    chunked = shown.window is None and choose_form(chosen, q.shape[-1], shown, k.shape[2]) == "chunked"
+    chunked = shown.window is None and choose_form(resolved, q.shape[-1], shown, k.shape[2]) == "chunked"
     if form == "quadratic" or not chunked:
-        return _quadratic(chosen, q, k, v, window, shown, q.shape[-1] ** -0.5 if scale is None else scale)
+        return _quadratic(resolved, q, k, v, window, shown, q.shape[-1] ** -0.5 if scale is None else scale)
     stop = (shown.offset or 0) + q.shape[2]
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
-    state = HybridState(chosen, near=max(1, min(window, stop)), scale=scale, dtype=dtype, origin=shown.origin)
+    state = HybridState(resolved, near=max(1, min(window, stop)), scale=scale, dtype=dtype, origin=shown.origin)
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
 
 
@@ -80,11 +80,11 @@ class HybridState:
         dtype: torch.dtype = torch.float32,
         origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
-        chosen = _checked(resolve(mechanism), near)
+        resolved = _check_hybrid(resolve(mechanism), near)
         self.near = near
         self.dtype = dtype
         self._scale = scale
-        self._state = LinearState(chosen, near=near, scale=scale, dtype=dtype, origin=origin)
+        self._state = LinearState(resolved, near=near, scale=scale, dtype=dtype, origin=origin)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._valid: Bool[Tensor, "batch tail"] | None = None
@@ -129,9 +129,13 @@ class HybridState:
         if self._keys is not None and self._values is not None and self._valid is not None:
             k, v = torch.cat([self._keys, k], dim=2), torch.cat([self._values, v], dim=2)
             valid = torch.cat([self._valid, valid], dim=1)
-        kept = slice(max(0, k.shape[2] - self.near + 1), None)
+        recent = slice(max(0, k.shape[2] - self.near + 1), None)
         # Copies: a slice would keep the whole text alive.
-        self._keys, self._values, self._valid = k[:, :, kept].clone(), v[:, :, kept].clone(), valid[:, kept].clone()
+        self._keys, self._values, self._valid = (
+            k[:, :, recent].clone(),
+            v[:, :, recent].clone(),
+            valid[:, recent].clone(),
+        )
         near = slice(max(0, k.shape[2] - self.near), None)
         if q.shape[2] == 1 and bool(valid[:, near].all()):
             # A generation asks one query a step: no mask is needed.
@@ -148,7 +152,7 @@ def _quadratic(
     if visible.key_valid is not None:
         v = v.masked_fill(~visible.key_valid[:, None, :, None], 0)
     softmax = attend(
-        "softmax", q, k, v, visible=_within(visible, window, q, k), scale=scale, dtype=q.dtype, check=False
+        "softmax", q, k, v, visible=_clip_to_window(visible, window, q, k), scale=scale, dtype=q.dtype, check=False
     )
     outputs, flags = [], []
     for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale):
@@ -163,7 +167,7 @@ def _quadratic(
     return Attention(torch.cat(outputs, dim=2), valid, torch.cat(flags, dim=2) & valid[:, None])
 
 
-def _within(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
+def _clip_to_window(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
     """The same set without what lies outside the window."""
     if visible.mask is None:
         return replace(visible, window=min(window, visible.window or window))
@@ -171,7 +175,7 @@ def _within(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
     return replace(visible, mask=visible.mask & (p - torch.arange(k.shape[2], device=k.device) < window))
 
 
-def _checked(mechanism: Mechanism, window: int) -> Mechanism:
+def _check_hybrid(mechanism: Mechanism, window: int) -> Mechanism:
     if window < 1:
         raise ValueInputError(f"window must be at least 1 key, got {window}; leave the hybrid out for none")
     if mechanism.signed or mechanism.normaliser != "sum" or mechanism.kind == "constant":

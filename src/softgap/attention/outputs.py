@@ -1,4 +1,4 @@
-"""Attention outputs: what every form returns, and how far two outputs lie apart."""
+"""Attention outputs, and measures of the distance between two outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
     "compare_heads",
     "compare_outputs",
     "divergence",
-    "divided",
+    "divide",
     "norm_ratio",
     "relative_l2",
 ]
@@ -46,7 +46,7 @@ class Attention:
     flagged: Bool[Tensor, "batch head query"]
 
 
-def divided(
+def divide(
     numerator: Float[Tensor, "*rows value_dim"],
     denominator: Float[Tensor, "*rows 1"],
     terms: Float[Tensor, "*rows 1"] | None,
@@ -126,8 +126,8 @@ def compare_heads(
 ) -> Float[Tensor, "quantity batch head time"]:
     """The three quantities of every head, stacked; a mechanism that ignores the query may answer once per KV head."""
     grouped = softmax_output.unflatten(1, (linear_output.shape[1], -1))
-    found = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
-    return torch.stack([found.divergence, found.relative_l2, found.norm_ratio]).flatten(2, 3)
+    comparison = compare_outputs(grouped, linear_output[:, :, None].expand_as(grouped))
+    return torch.stack([comparison.divergence, comparison.relative_l2, comparison.norm_ratio]).flatten(2, 3)
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.outputs import Attention, divided
+from softgap.attention.outputs import Attention, divide
 from softgap.attention.visible import Visible
 from softgap.errors import UnsupportedError
 
@@ -79,7 +79,7 @@ def weight_blocks(
         seen = visible.rows(start, stop, keys, q.device)
         weights, terms = relative.block(slice(start, stop), slice(*keys), seen)
         weights = weights.expand(batch, heads, -1, -1)
-        normalised, flagged = _normalised(mechanism, weights, terms, seen)
+        normalised, flagged = _normalise(mechanism, weights, terms, seen)
         yield WeightBlock(slice(start, stop), slice(*keys), normalised, flagged)
 
 
@@ -165,7 +165,7 @@ def _feature_weights(
         j = torch.arange(keys.start, keys.stop, device=key.device)
         form = _decayed_exponents if visible.mask is not None else _decayed_products
         exponent = form(query, key, features.rate, p, j, seen)
-    return _exponentiated(exponent, seen), None
+    return _row_exponentials(exponent, seen), None
 
 
 def _decayed_exponents(
@@ -205,18 +205,20 @@ def _decayed_products(
     # Where one side likes only what the other does not, the product has lost its digits.
     lost = ((product < VANISHED) & seen).any(dim=-1).any(dim=1).any(dim=0)
     for row in lost.nonzero()[:, 0].tolist():
-        one = slice(row, row + 1)
-        exponent[:, :, one] = _decayed_exponents(query[:, :, one], key, rate, p[one], j, seen[..., one, :])
+        single_row = slice(row, row + 1)
+        exponent[:, :, single_row] = _decayed_exponents(
+            query[:, :, single_row], key, rate, p[single_row], j, seen[..., single_row, :]
+        )
     return exponent
 
 
-def _exponentiated(exponent: Tensor, seen: Bool[Tensor, "batch head query key"]) -> Tensor:
+def _row_exponentials(exponent: Tensor, seen: Bool[Tensor, "batch head query key"]) -> Tensor:
     """exp relative to the row's largest visible exponent."""
     top = exponent.masked_fill(~seen, LOG_ZERO).amax(dim=-1, keepdim=True)
     return (exponent - top).clamp(max=0).exp()
 
 
-def _normalised(
+def _normalise(
     mechanism: Mechanism, weights: Tensor, terms: Tensor | None, seen: Bool[Tensor, "batch head query key"]
 ) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "batch head query"]]:
     weights = weights.masked_fill(~seen, 0)
@@ -225,7 +227,7 @@ def _normalised(
         centred = (1 + weights - weights.sum(dim=-1, keepdim=True) / count) / count
         return centred.masked_fill(~seen, 0), torch.zeros_like(weights[..., 0], dtype=torch.bool)
     absolute = None if terms is None else terms.masked_fill(~seen, 0).sum(dim=-1, keepdim=True)
-    return divided(weights, weights.sum(dim=-1, keepdim=True), absolute)
+    return divide(weights, weights.sum(dim=-1, keepdim=True), absolute)
 
 
 def _constant(mechanism: Mechanism, q: Tensor, v: Tensor, valid: Bool[Tensor, "batch query"]) -> Attention:

@@ -101,8 +101,8 @@ class BlockSpectra:
                 f"there is no block of size {size}, only {', '.join(map(str, sorted(set(self.sizes))))}"
             )
         energy = np.sum([np.square(v) for v in some], axis=0)
-        kept = np.cumsum(energy, axis=1) / energy.sum(axis=1, keepdims=True)
-        return np.asarray((kept < 1 - lost).sum(axis=1) + 1, float)
+        cumulative = np.cumsum(energy, axis=1) / energy.sum(axis=1, keepdims=True)
+        return np.asarray((cumulative < 1 - lost).sum(axis=1) + 1, float)
 
 
 def block_spectra(weights: Float[Tensor, "head query key"], smallest: int = 16) -> BlockSpectra:

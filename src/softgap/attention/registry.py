@@ -80,8 +80,8 @@ def register_mechanism(
             signed=signed,
             scale="sqrt" if scale == "sqrt" else "none",
             log=log,
-            query_map=_checked(name, phi, signed or log),
-            key_map=_checked(name, key_map or phi, signed or log),
+            query_map=_check_map(name, phi, signed or log),
+            key_map=_check_map(name, key_map or phi, signed or log),
             dim=lambda d, _: int(phi(torch.zeros(1, d)).shape[-1]),
         )
     if mechanism is not None:
@@ -109,7 +109,7 @@ def resolve(mechanism: str | Mechanism) -> Mechanism:
     return _registry[name].configure(**options) if options else _registry[name]
 
 
-def _checked(name: str, plain: PlainMap, any_sign: bool) -> Callable[[Tensor, Site], Tensor]:
+def _check_map(name: str, plain: PlainMap, any_sign: bool) -> Callable[[Tensor, Site], Tensor]:
     """The user's map, held to what it promised."""
 
     def features(x: Float[Tensor, "batch head time dim"], site: Site) -> Float[Tensor, "batch head time feature"]:

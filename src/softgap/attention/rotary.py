@@ -1,4 +1,4 @@
-"""Rotary embedding as data, and vectors as they were before it.
+"""Rotary embedding: apply it, and undo it.
 
 A model turns the vector of position p to R_p x = x cos(p f) + J x sin(p f), with a frequency f per dimension (0 where
 nothing is turned) and J the quarter turn: it pairs dimensions, as (-x_2, x_1). Turns add up, so R_-p undoes it.
@@ -54,7 +54,7 @@ class Rotation:
 
     def turned(self, x: Float[Tensor, "*lead time dim"], by: Int[Tensor, " time"]) -> Float[Tensor, "*lead time dim"]:
         """Vectors moved by so many positions."""
-        return _turned(x, self.turn.to(x.dtype), *_angles(by, self.frequency, x.dtype))
+        return _rotate(x, self.turn.to(x.dtype), *_angles(by, self.frequency, x.dtype))
 
 
 class TurnTable:
@@ -69,7 +69,7 @@ class TurnTable:
     ) -> Float[Tensor, "block *lead time dim"]:
         """The vectors before rotary embedding, given their positions."""
         shape = (len(at), *[1] * (x.dim() - 3), *at.shape[1:], x.shape[-1])
-        return _turned(x, self._turn, self._cos[at].view(shape), self._sin[at].view(shape))
+        return _rotate(x, self._turn, self._cos[at].view(shape), self._sin[at].view(shape))
 
 
 def before_rotation(
@@ -83,7 +83,7 @@ def before_rotation(
         # Cosines cost more than the rest: rows at equal positions share them.
         turned_by = turned_by[:1]
     cos, sin = _angles(-turned_by[:, None], frequency[:, :, None], x.dtype)
-    return _turned(x, turn, cos, sin)
+    return _rotate(x, turn, cos, sin)
 
 
 def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -92,5 +92,5 @@ def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _turned(x: Tensor, turn: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, turn: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x @ turn.transpose(-1, -2), sin)

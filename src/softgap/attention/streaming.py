@@ -14,7 +14,7 @@ from torch import Tensor
 from softgap.attention.chunked import Carry, block_sums, empty_carry
 from softgap.attention.feature_maps import Features, featurise
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.outputs import Attention, compare_heads, divided
+from softgap.attention.outputs import Attention, compare_heads, divide
 from softgap.attention.registry import resolve
 from softgap.errors import ShapeError, UnsupportedError
 
@@ -89,7 +89,7 @@ class LinearState:
         first = states[0]
         whole = cls(mechanism, window=first.window, near=first.near, scale=first._scale, dtype=first.dtype)
         whole.length = first.length
-        whole._carries = {name: _joined([state._carries[name] for state in states]) for name in first._carries}
+        whole._carries = {name: _join_carries([state._carries[name] for state in states]) for name in first._carries}
         whole._seen = _cat([state._seen for state in states])
         whole._tail_valid = _cat([state._tail_valid for state in states])
         rows = [len(state._next) for state in states if state._next is not None]
@@ -101,7 +101,7 @@ class LinearState:
         n = len(states)
         for i, state in enumerate(states):
             state.length = self.length
-            state._carries = {name: _part(carry, i, n) for name, carry in self._carries.items()}
+            state._carries = {name: _split_carry(carry, i, n) for name, carry in self._carries.items()}
             state._seen = None if self._seen is None else self._seen.chunk(n)[i]
             state._tail_valid = None if self._tail_valid is None else self._tail_valid.chunk(n)[i]
             state._next = None if self._next is None else self._next.chunk(n)[i]
@@ -153,9 +153,11 @@ class LinearState:
 
         Over all keys, and over the nearest ones alone.
         """
-        found = list(self._blocks(q, k, v, key_valid))
-        whole, near = (_side_by_side([sums[name] for sums, _ in found], q.shape[1]) for name in ("weights", "near"))
-        return whole, near, torch.cat([seen for _, seen in found], dim=1)
+        blocks = list(self._blocks(q, k, v, key_valid))
+        whole, near = (
+            _concatenate_blocks([sums[name] for sums, _ in blocks], q.shape[1]) for name in ("weights", "near")
+        )
+        return whole, near, torch.cat([seen for _, seen in blocks], dim=1)
 
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
@@ -169,8 +171,8 @@ class LinearState:
         for start, stop in itertools.pairwise(bounds):
             part = slice(start, stop)
             valid = None if key_valid is None else key_valid[:, part]
-            asked = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
-            sums = self._block(asked, k[:, :, part], v[:, :, part], valid)
+            queries = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
+            sums = self._block(queries, k[:, :, part], v[:, :, part], valid)
             seen = self._advance(k.shape[0], stop - start, valid, k.device)
             if start >= ahead:
                 yield sums, seen
@@ -188,15 +190,15 @@ class LinearState:
         The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
         """
         # Here, since it loads numba.
-        from softgap.attention.fused import served
+        from softgap.attention.fused import supports
 
         self._check(q, k)
         plain = self.window is None and self.dtype == torch.float32 and k.device.type == "cpu"
-        if not plain or not served(self.mechanism, k.shape[-1]):
+        if not plain or not supports(self.mechanism, k.shape[-1]):
             return compare_heads(output, self.attend(q, k, v, key_valid, shared=True).output)
-        return self._compared(q, k, v, output, key_valid)
+        return self._compare_features(q, k, v, output, key_valid)
 
-    def _compared(
+    def _compare_features(
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
     ) -> Float[Tensor, "quantity batch head time"]:
         from softgap.attention.fused import compare_positions
@@ -210,13 +212,13 @@ class LinearState:
             carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
         self._carries["weights"] = carry  # the pass writes into it
         valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
-        found = torch.empty(batch, output.shape[1], t, 3)
+        quantities = torch.empty(batch, output.shape[1], t, 3)
         by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
         queries, keys, values, outputs = by_time
         state = (carry.sums.numpy(), carry.totals.numpy())
-        compare_positions(queries, keys, values, valid.numpy(), outputs, state, found.numpy())
+        compare_positions(queries, keys, values, valid.numpy(), outputs, state, quantities.numpy())
         self._advance(batch, t, key_valid, k.device)
-        return found.movedim(-1, 0)
+        return quantities.movedim(-1, 0)
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         if not self.mechanism.factorable(k.shape[-1]):
@@ -285,9 +287,9 @@ class LinearState:
         batch, heads, t, r = features.key.shape
         if heads > values.shape[1]:  # one key map per query head: every head has its own state
             values = values.repeat_interleave(heads // values.shape[1], dim=1)
-        asked = features.query.shape[2] > 0
-        group = features.query.shape[1] // heads if asked else 0
-        query = features.query if asked else features.key[:, :0]
+        has_queries = features.query.shape[2] > 0
+        group = features.query.shape[1] // heads if has_queries else 0
+        query = features.query if has_queries else features.key[:, :0]
         key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
         carry, window = self._carries.get(name), near or self.window
         if carry is None:
@@ -314,7 +316,7 @@ class LinearState:
             mean = sums["count"].values / count
             output = mean + (weighted - total * mean) / count
             return output, torch.zeros_like(output[..., 0], dtype=torch.bool)
-        output, flagged = divided(weighted, total, sums["terms"].totals if "terms" in sums else None)
+        output, flagged = divide(weighted, total, sums["terms"].totals if "terms" in sums else None)
         group = 1 if heads is None else heads // output.shape[1]
         if group == 1:
             return output, flagged
@@ -343,7 +345,7 @@ class LinearState:
         return count[:, self.window :] > count[:, :t]
 
 
-def _side_by_side(blocks: Sequence[Sums], heads: int) -> Sums:
+def _concatenate_blocks(blocks: Sequence[Sums], heads: int) -> Sums:
     """The sums of consecutive blocks as those of one, per query head: a mechanism that ignores queries gives fewer."""
     group = heads // blocks[0].values.shape[1]
     if len(blocks) == group == 1:
@@ -362,12 +364,12 @@ def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def _joined(carries: Sequence[Carry]) -> Carry:
+def _join_carries(carries: Sequence[Carry]) -> Carry:
     values: dict[str, Any] = {f.name: _cat([getattr(carry, f.name) for carry in carries]) for f in fields(Carry)}
     return Carry(**values)
 
 
-def _part(carry: Carry, i: int, n: int) -> Carry:
+def _split_carry(carry: Carry, i: int, n: int) -> Carry:
     values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
     parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
     return Carry(**parts)

@@ -73,17 +73,21 @@ def synthetic_head(*, length: int = 256, dim: int = 64, seed: int = 0) -> Synthe
 def measure(head: SyntheticHead, names: Iterable[str] | None = None) -> tuple[Measurement, ...]:
     """Measure the named mechanisms on a head, by default each one that waits for no parameters."""
     registry = mechanisms()
-    chosen = as_items(names) if names is not None else [name for name, found in registry.items() if not found.missing]
-    softmax, uniform = (_attended(head, name)[0] for name in ("softmax", "uniform"))
+    selected = (
+        as_items(names)
+        if names is not None
+        else [name for name, mechanism in registry.items() if not mechanism.missing]
+    )
+    softmax, uniform = (_attend_head(head, name)[0] for name in ("softmax", "uniform"))
     rows = []
-    for name in chosen:
-        output, flagged = _attended(head, name)
+    for name in selected:
+        output, flagged = _attend_head(head, name)
         from_softmax = compare_outputs(softmax, output).divergence.mean().item()
         from_uniform = compare_outputs(uniform, output).divergence.mean().item()
         rows.append(Measurement(name, from_softmax, from_uniform, flagged))
     return tuple(rows)
 
 
-def _attended(head: SyntheticHead, name: str) -> tuple[Float[Tensor, "1 1 query dim"], int]:
+def _attend_head(head: SyntheticHead, name: str) -> tuple[Float[Tensor, "1 1 query dim"], int]:
     result = attend(name, head.query, head.key, head.value, scale=1 / math.sqrt(head.dim))
     return result.output, int(result.flagged.sum())

@@ -59,10 +59,10 @@ class Visible:
         offset = n_keys - n_queries if self.offset is None else self.offset
         if self.mask is not None:
             wanted = (batch, heads, n_queries, n_keys)
-            given = tuple(self.mask.shape)
-            fits = len(given) == 4 and all(g in (1, w) for g, w in zip(given[:2], wanted[:2], strict=True))
-            if not fits or given[2:] != wanted[2:]:
-                raise ShapeError(f"mask must be [batch, head, query, key] = {list(wanted)}, got {list(given)}")
+            mask_shape = tuple(self.mask.shape)
+            fits = len(mask_shape) == 4 and all(g in (1, w) for g, w in zip(mask_shape[:2], wanted[:2], strict=True))
+            if not fits or mask_shape[2:] != wanted[2:]:
+                raise ShapeError(f"mask must be [batch, head, query, key] = {list(wanted)}, got {list(mask_shape)}")
         elif offset < 0 or offset + n_queries > n_keys:
             raise ShapeError(
                 f"queries at positions {offset}..{offset + n_queries - 1} need as many keys, got {n_keys}; "

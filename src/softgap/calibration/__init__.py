@@ -1,4 +1,4 @@
-"""The fair opponent: a linear attention fitted to each head of a model, as the mechanism ``fitted``."""
+"""Fit a linear attention to each head of a model; the result is the mechanism ``fitted``."""
 
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.held_out import HeldOut, gap_closed, judge

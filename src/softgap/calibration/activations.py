@@ -1,4 +1,4 @@
-"""Queries and keys of every layer over the calibration texts, kept on disk, and the positional profile of each head."""
+"""Collect the queries and keys of every layer on the calibration text, and the positional profile of each head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from softgap.errors import UnsupportedError
 from softgap.models.loading import Model
 from softgap.probe.tensors import LayerTensors, visit_layers
 
-__all__ = ["Gathered", "LayerShown", "LayerSite", "gather"]
+__all__ = ["Activations", "LayerSample", "LayerSite", "gather"]
 
 
 # Rows of each text that the means are taken over; every row of a long text would cost more than the model itself.
@@ -102,7 +102,7 @@ class LayerSite:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerShown:
+class LayerSample:
     """All that a layer attends with over a short text, and its output."""
 
     query: Float[Tensor, "head time dim"]
@@ -112,7 +112,7 @@ class LayerShown:
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
+class Activations:
     """The texts as every layer saw them, and the means of its heads."""
 
     folder: Path
@@ -122,19 +122,19 @@ class Gathered:
     first: Float[Tensor, "layer head"]
     by_distance: Float[Tensor, "layer head distance"]
 
-    def shown(self, layer: int) -> LayerShown:
+    def sample(self, layer: int) -> LayerSample:
         """The same layer over the short text that progress is judged by."""
-        tensors = np.load(_shown_path(self.folder, layer))
-        return LayerShown(**{name: torch.from_numpy(tensors[name]).float() for name in tensors.files})
+        tensors = np.load(_sample_path(self.folder, layer))
+        return LayerSample(**{name: torch.from_numpy(tensors[name]).float() for name in tensors.files})
 
     def layer(self, layer: int) -> list[LayerText]:
         """Queries and keys of one layer, in float32."""
         heads = self.sites[layer].heads
-        found = []
+        texts = []
         for text in range(self.texts):
             both = torch.from_numpy(np.load(_path(self.folder, layer, text))).float()
-            found.append(LayerText(both[:heads], both[heads:]))
-        return found
+            texts.append(LayerText(both[:heads], both[heads:]))
+        return texts
 
 
 def gather(
@@ -142,11 +142,11 @@ def gather(
     texts: Sequence[Sequence[int]],
     folder: Path,
     *,
-    shown: Sequence[int],
+    sample: Sequence[int],
     distances: int,
     rotations: Sequence[Rotation] | None = None,
     report: Callable[[int], None] = lambda done: None,
-) -> Gathered:
+) -> Activations:
     """Let a model read token sequences and keep what its layers attend with in ``folder``.
 
     Parameters
@@ -176,9 +176,9 @@ def gather(
         visit_layers(model, ids, visit)
         report(number + 1)
     _require_one_shape([means.site for means in sums])
-    visit_layers(model, shown, lambda layer: _keep_shown(folder, layer))
+    visit_layers(model, sample, lambda layer: _save_sample(folder, layer))
     profiles = [means.profile.result() for means in sums]
-    return Gathered(
+    return Activations(
         folder=folder,
         texts=len(texts),
         sites=tuple(means.site for means in sums),
@@ -222,12 +222,12 @@ def _require_one_shape(sites: Sequence[LayerSite]) -> None:
         )
 
 
-def _keep_shown(folder: Path, layer: LayerTensors) -> None:
-    kept = {field.name: getattr(layer, field.name).half().cpu().numpy() for field in fields(LayerShown)}
-    np.savez(_shown_path(folder, layer.layer), **kept)
+def _save_sample(folder: Path, layer: LayerTensors) -> None:
+    tensors = {field.name: getattr(layer, field.name).half().cpu().numpy() for field in fields(LayerSample)}
+    np.savez(_sample_path(folder, layer.layer), **tensors)
 
 
-def _shown_path(folder: Path, layer: int) -> Path:
+def _sample_path(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer:04d}-shown.npz"
 
 

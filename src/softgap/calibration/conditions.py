@@ -1,4 +1,4 @@
-"""How far a calibration closes the gap under other conditions: text of other domains and other lengths."""
+"""Measure how far a calibration closes the gap under other conditions: other kinds of text, formats and positions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from softgap.attention import Mechanism
-from softgap.calibration.held_out import compared, gap_closed
+from softgap.calibration.held_out import gap_closed, measure_sequence
 from softgap.calibration.texts import Corpus
 from softgap.intervals import Interval
 from softgap.models.loading import Model, Tokenizer
 from softgap.probe.arguments import takes_positions
 
-__all__ = ["DOMAINS", "elsewhere"]
+__all__ = ["DOMAINS", "evaluate_conditions"]
 
 
 _PROSE = """\
@@ -166,11 +166,11 @@ DOMAINS: Mapping[str, str] = MappingProxyType({"prose": _PROSE, "dialogue": _DIA
 LONGEST = 512
 
 
-PASSAGES = 2
+SEQUENCES = 2
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Condition:
     """Token sequences of one condition, and the position of the first token of each where it is not 0."""
 
     name: str
@@ -178,7 +178,7 @@ class _Reading:
     offsets: Sequence[int] = ()
 
 
-def elsewhere(
+def evaluate_conditions(
     model: Model,
     tokenizer: Tokenizer,
     corpus: Corpus,
@@ -189,37 +189,37 @@ def elsewhere(
 ) -> Mapping[str, Interval]:
     """The share of the gap that the fitted map closes by condition, from position 64 on.
 
-    ``text of the fit`` and ``held-out text`` are passages of equal length; ``after a BOS token``, ``as a chat message``
-    and ``at random offsets`` (the first token far behind position 0) are the held-out passages again, where the model
-    allows it; the others are texts of four kinds that come with softgap.
+    ``text of the fit`` and ``held-out text`` are sequences of equal length; ``after a BOS token``, ``as a chat
+    message`` and ``at random offsets`` (the first token far behind position 0) are the held-out sequences again, where
+    the model allows it; the others are texts of four kinds that come with softgap.
     """
     length = min(LONGEST, corpus.longest // 2)
     rng = np.random.default_rng(seed)
-    readings = list(_readings(model, tokenizer, corpus, length, rng))
-    found = {}
+    readings = list(_conditions(model, tokenizer, corpus, length, rng))
+    by_condition = {}
     for number, reading in enumerate(readings):
-        closed = _closed(model, reading, fitted, rng)
+        closed = _gap_closed(model, reading, fitted, rng)
         if closed is not None:
-            found[reading.name] = closed
+            by_condition[reading.name] = closed
         report((number + 1) / len(readings))
-    return found
+    return by_condition
 
 
-def _readings(
+def _conditions(
     model: Model, tokenizer: Tokenizer, corpus: Corpus, length: int, rng: np.random.Generator
-) -> Iterator[_Reading]:
-    held_out = [ids[:length] for ids in corpus.held_out[:PASSAGES]]
-    yield _Reading("text of the fit", [ids[-length:] for ids in corpus.fitted[-PASSAGES:]])
-    yield _Reading("held-out text", held_out)
+) -> Iterator[_Condition]:
+    held_out = [ids[:length] for ids in corpus.held_out[:SEQUENCES]]
+    yield _Condition("text of the fit", [ids[-length:] for ids in corpus.fitted[-SEQUENCES:]])
+    yield _Condition("held-out text", held_out)
     if tokenizer.bos_token_id is not None:
-        yield _Reading("after a BOS token", [(tokenizer.bos_token_id, *ids[:-1]) for ids in held_out])
+        yield _Condition("after a BOS token", [(tokenizer.bos_token_id, *ids[:-1]) for ids in held_out])
     if tokenizer.chat_template is not None:
-        yield _Reading("as a chat message", [_as_message(tokenizer, ids)[:length] for ids in held_out])
+        yield _Condition("as a chat message", [_as_message(tokenizer, ids)[:length] for ids in held_out])
     if takes_positions(model):
         offsets = rng.integers(1, corpus.longest - length + 1, size=len(held_out)).tolist()
-        yield _Reading("at random offsets", held_out, offsets)
+        yield _Condition("at random offsets", held_out, offsets)
     for name, text in DOMAINS.items():
-        yield _Reading(name, [tokenizer(text)["input_ids"][:length]])
+        yield _Condition(name, [tokenizer(text)["input_ids"][:length]])
 
 
 def _as_message(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
@@ -228,11 +228,11 @@ def _as_message(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _closed(model: Model, reading: _Reading, fitted: Mechanism, rng: np.random.Generator) -> Interval | None:
+def _gap_closed(model: Model, reading: _Condition, fitted: Mechanism, rng: np.random.Generator) -> Interval | None:
     offsets = reading.offsets or [0] * len(reading.sequences)
     runs = [
-        compared(model, ids, [fitted, "uniform"], offset=offset)
+        measure_sequence(model, ids, [fitted, "uniform"], offset=offset)
         for ids, offset in zip(reading.sequences, offsets, strict=True)
     ]
-    mine, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
-    return gap_closed(mine, uniform, rng=rng)
+    fitted_divergence, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
+    return gap_closed(fitted_divergence, uniform, rng=rng)

@@ -106,9 +106,9 @@ def sample_rows(
     ``turns`` lets features see vectors before rotary embedding too.
     """
     lengths = np.array([text.length for text in texts], dtype=float)
-    chosen = rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())
-    drawn = [_block(texts[i], plan, rng) for i in chosen]
-    query, key, row, column, log_count = (torch.stack(part) for part in zip(*drawn, strict=True))
+    text_indices = rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())
+    blocks = [_block(texts[i], plan, rng) for i in text_indices]
+    query, key, row, column, log_count = (torch.stack(part) for part in zip(*blocks, strict=True))
     distance = row[:, :, None] - column[:, None, :]
     seen = (distance >= 0) & (log_count > -torch.inf)[:, None, :]
     if window is not None:
@@ -116,7 +116,7 @@ def sample_rows(
     middle = row.mean(dim=1, keepdim=True)
     query_seen, key_seen = query, key
     if turns is not None:
-        start = torch.tensor([texts[i].start for i in chosen])[:, None]
+        start = torch.tensor([texts[i].start for i in text_indices])[:, None]
         query_seen = torch.cat([query, turns.before(query, start + row.long())], dim=-1)
         key_seen = torch.cat([key, turns.before(key, start + column.long())], dim=-1)
     return Rows(query, key, query_seen, key_seen, row - middle, column - middle, log_count, seen)
@@ -228,9 +228,9 @@ def _affine(
     bias: Float[Tensor, "*head feature"],
 ) -> Float[Tensor, "block *head row feature"]:
     """W x + b with the rows of all blocks side by side: one product per head is faster than one per block and head."""
-    together = x.movedim(0, -3).flatten(-3, -2)
-    found: Tensor = together @ weight.transpose(-1, -2) + bias[..., None, :]
-    by_block: Tensor = found.unflatten(-2, (len(x), -1))
+    stacked = x.movedim(0, -3).flatten(-3, -2)
+    mapped: Tensor = stacked @ weight.transpose(-1, -2) + bias[..., None, :]
+    by_block: Tensor = mapped.unflatten(-2, (len(x), -1))
     return by_block.movedim(-3, 0)
 
 
@@ -247,10 +247,10 @@ def _by_row(logs: Float[Tensor, "block kv_head group_row key"], rows: Rows) -> S
     return logs.reshape(blocks, kv_heads, group, count, -1)
 
 
-def weights_kl(wanted: Scores, found: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
+def weights_kl(wanted: Scores, fitted: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
     """KL divergence of the found weights from the wanted ones, both given as unnormalised log-weights, per row."""
     prior = rows.log_count[:, None, :].masked_fill(~rows.seen, -torch.inf)[:, None, None]
-    target, reached = (functional.log_softmax(logs + prior, dim=-1) for logs in (wanted, found))
+    target, reached = (functional.log_softmax(logs + prior, dim=-1) for logs in (wanted, fitted))
     # Hidden keys are -inf on both sides; their share is 0.
     difference = (target - reached).masked_fill(~rows.seen[:, None, None], 0.0)
     return (target.exp() * difference).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""How far a calibration closes the gap on held-out text, and with more or fewer features."""
+"""Measure how far a calibration closes the gap on held-out text, and how that depends on the number of features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 
 from softgap.attention import Mechanism, attend, compare_outputs
-from softgap.calibration.activations import Gathered
+from softgap.calibration.activations import Activations
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
@@ -30,12 +30,12 @@ from softgap.trajectories import Trajectories
 __all__ = [
     "HeldLayer",
     "HeldOut",
-    "compared",
     "divergences",
     "feature_curve",
     "gap_closed",
     "held_layers",
     "judge",
+    "measure_sequence",
     "some_layers",
 ]
 
@@ -67,7 +67,7 @@ class HeldOut:
     gap_closed
         By mechanism, against ``uniform``, from position 64 on.
     against
-        The fitted map against each control: 1 - mean divergence(fitted) / mean divergence(control).
+        The fitted map against each baseline: 1 - mean divergence(fitted) / mean divergence(baseline).
     by_position
         The fitted map by range of positions, as ``"64-512"``.
     by_sink
@@ -112,7 +112,7 @@ class HeldOut:
     def from_json(cls, data: Mapping[str, Any]) -> HeldOut:
         """From plain data."""
         closed = {name: {key: Interval(**value) for key, value in data[name].items()} for name in _CLOSED}
-        closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda one: int(one[0].split("-")[0])))
+        closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda item: int(item[0].split("-")[0])))
         return cls(
             **closed,
             by_head=_rows(data["by_head"]),
@@ -143,22 +143,22 @@ def gap_closed(
 
     The interval is the middle 95 % over resampled texts. It has no width where there is one text only.
     """
-    chosen = range(FIRST, 2**62) if positions is None else positions
+    bounds = range(FIRST, 2**62) if positions is None else positions
     pairs = [
-        (a[..., chosen.start : chosen.stop], b[..., chosen.start : chosen.stop])
+        (a[..., bounds.start : bounds.stop], b[..., bounds.start : bounds.stop])
         for a, b in zip(fitted, uniform, strict=True)
-        if a.shape[-1] > chosen.start
+        if a.shape[-1] > bounds.start
     ]
     if not pairs:
         return None
     sums = np.array([[np.nansum(a, dtype=float), np.nansum(b, dtype=float)] for a, b in pairs])
-    drawn = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
-    low, high = np.quantile(1 - drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    resampled = sums[rng.integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
+    low, high = np.quantile(1 - resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
     top, bottom = sums.sum(axis=0)
     return Interval(float(1 - top / bottom), float(low), float(high))
 
 
-def compared(
+def measure_sequence(
     model: Model, ids: Sequence[int], mechanisms: Sequence[str | Mechanism], *, offset: int = 0
 ) -> Trajectories:
     """One sequence measured against mechanisms, its first token at position ``offset``; no logits are computed."""
@@ -188,28 +188,30 @@ def judge(
     """
     check_measurable(model)
     mechanisms = as_items(mechanisms)
-    names = [one if isinstance(one, str) else one.name for one in mechanisms]
+    names = [mechanism if isinstance(mechanism, str) else mechanism.name for mechanism in mechanisms]
     if not {"fitted", "uniform"} <= set(names):
         raise ValueInputError(f"mechanisms must name fitted and uniform, got {', '.join(names)}; add what is missing")
     divergence: dict[str, list[np.ndarray]] = {}
     energy: dict[str, list[np.ndarray]] = {}
     for number, ids in enumerate(sequences):
-        run = compared(model, ids, mechanisms)
+        run = measure_sequence(model, ids, mechanisms)
         for name in run.mechanisms:
             divergence.setdefault(name, []).append(run.select(name).divergence)
             energy.setdefault(name, []).append(1 - np.square(run.select(name).relative_l2[..., FIRST:]))
         report(number + 1)
-    both = [one for one, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
+    both = [mechanism for mechanism, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
     beyond = []
     for number, ids in enumerate(far, start=len(sequences)):
-        beyond.append(compared(model, ids, both))
+        beyond.append(measure_sequence(model, ids, both))
         report(number + 1)
     rng = np.random.default_rng(seed)
     fitted, uniform = divergence["fitted"], divergence["uniform"]
     fitted_far, uniform_far = ([run.select(name).divergence for run in beyond] for name in ("fitted", "uniform"))
-    closed = {name: gap_closed(found, uniform, rng=rng) for name, found in divergence.items() if name != "uniform"}
+    closed = {name: gap_closed(values, uniform, rng=rng) for name, values in divergence.items() if name != "uniform"}
     against = {
-        name: gap_closed(fitted, found, rng=rng) for name, found in divergence.items() if name not in ("fitted", "elu1")
+        name: gap_closed(fitted, values, rng=rng)
+        for name, values in divergence.items()
+        if name not in ("fitted", "elu1")
     }
     ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
     positions = {
@@ -222,25 +224,25 @@ def judge(
         for name, heads in groups.items()
         if heads.any()
     }
-    explained = {name: np.nanmean(np.concatenate(found, axis=-1), axis=-1) for name, found in energy.items()}
+    explained = {name: np.nanmean(np.concatenate(values, axis=-1), axis=-1) for name, values in energy.items()}
     by_head = _by_head(fitted, uniform)
     return HeldOut(
-        gap_closed=_present(closed),
-        against=_present(against),
-        by_position=_present(positions),
-        by_sink=_present(sinks),
+        gap_closed=_drop_missing(closed),
+        against=_drop_missing(against),
+        by_position=_drop_missing(positions),
+        by_sink=_drop_missing(sinks),
         by_head=by_head,
         explained=float(np.nanmedian(explained["fitted"])),
         texts=len(sequences),
         tokens=sum(map(len, sequences)),
-        explained_by={name: float(np.nanmedian(found)) for name, found in explained.items()},
-        explained_by_head=_known(explained["fitted"]),
+        explained_by={name: float(np.nanmedian(values)) for name, values in explained.items()},
+        explained_by_head=_finite_rows(explained["fitted"]),
         rank_correlation=_rank_correlation(by_head, explained["fitted"]),
     )
 
 
-def _present(found: Mapping[str, Interval | None]) -> dict[str, Interval]:
-    return {name: closed for name, closed in found.items() if closed is not None}
+def _drop_missing(shares: Mapping[str, Interval | None]) -> dict[str, Interval]:
+    return {name: closed for name, closed in shares.items() if closed is not None}
 
 
 def _by_head(fitted: Sequence[np.ndarray], uniform: Sequence[np.ndarray]) -> tuple[tuple[float | None, ...], ...]:
@@ -252,7 +254,7 @@ def _by_head(fitted: Sequence[np.ndarray], uniform: Sequence[np.ndarray]) -> tup
     )
 
 
-def _known(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:
+def _finite_rows(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:
     return tuple(tuple(float(x) if np.isfinite(x) else None for x in row) for row in values)
 
 
@@ -262,10 +264,10 @@ def _rank_correlation(
     """Spearman's correlation over the heads that have both numbers; None where either orders nothing."""
     shares = np.array([[np.nan if x is None else x for x in row] for row in closed])
     both = np.isfinite(shares) & np.isfinite(explained)
-    one, other = shares[both], explained[both]
-    if len(np.unique(one)) < 2 or len(np.unique(other)) < 2:
+    closed_shares, energies = shares[both], explained[both]
+    if len(np.unique(closed_shares)) < 2 or len(np.unique(energies)) < 2:
         return None
-    return float(spearmanr(one, other).statistic)
+    return float(spearmanr(closed_shares, energies).statistic)
 
 
 FEATURES = (16, 32, 64, 128, 256)
@@ -310,11 +312,11 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
         return replace(layer, **tensors)
 
     read = [visit_layers(model, ids, visit) for ids in texts]
-    found = []
+    held = []
     for number in layers:
-        mine = tuple(layer for text in read if (layer := text[number]) is not None)
-        found.append(HeldLayer(number, mine, divergences("uniform", mine)))
-    return tuple(found)
+        own_texts = tuple(layer for text in read if (layer := text[number]) is not None)
+        held.append(HeldLayer(number, own_texts, divergences("uniform", own_texts)))
+    return tuple(held)
 
 
 def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
@@ -325,7 +327,7 @@ def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) ->
 
 def feature_curve(
     layers: Sequence[HeldLayer],
-    gathered: Gathered,
+    gathered: Activations,
     recipe: Recipe,
     *,
     workers: int = 1,
@@ -351,18 +353,18 @@ def feature_curve(
         )
         return divergences(maps.mechanism(site.rotation), layer.texts)
 
-    mine: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
-    asked = [(layer, features) for features, layer in product(reversed(FEATURES), layers)]
+    by_features: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
+    fits = [(layer, features) for features, layer in product(reversed(FEATURES), layers)]
     with ThreadPoolExecutor(workers) as pool:
-        for done, (one, found) in enumerate(
-            zip(asked, pool.map(divergences_of, *zip(*asked, strict=True)), strict=True)
+        for done, (fit, values) in enumerate(
+            zip(fits, pool.map(divergences_of, *zip(*fits, strict=True)), strict=True)
         ):
-            mine[one[1]].append(found)
-            report((done + 1) / len(asked))
+            by_features[fit[1]].append(values)
+            report((done + 1) / len(fits))
     uniform = _by_text([layer.uniform for layer in layers])
     rng = np.random.default_rng(recipe.seed)
-    closed = {str(features): gap_closed(_by_text(found), uniform, rng=rng) for features, found in mine.items()}
-    return {name: found for name, found in closed.items() if found is not None}
+    closed = {str(features): gap_closed(_by_text(values), uniform, rng=rng) for features, values in by_features.items()}
+    return {name: values for name, values in closed.items() if values is not None}
 
 
 def _by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Two ladders from the mean of values to softmax, by output and by weights, with the floor under the second.
+"""Compare mechanisms with softmax by output and by weights, and with the floor that their rank sets.
 
 The floor is the least error that any linear attention with as many features could have over the off-diagonal blocks of
 the softmax weights (docs/theory/focus.md, Rank). It bounds weights, not outputs. Beside them the capacity
@@ -99,7 +99,7 @@ def _growth(data: Mapping[str, Any]) -> RankGrowth:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _LayerErrors:
     """Per mechanism: features and, per head, divergence, weight error and floor; and the spectra of softmax."""
 
     features: tuple[int | None, ...]
@@ -116,18 +116,18 @@ def ladders(
     report: Callable[[int], None] = lambda layers: None,
 ) -> Ladders:
     """Measure every rung over one text; memory grows with the square of its length, one layer at a time."""
-    compared = [resolve("uniform"), *map(resolve, FIXED), fitted]
+    mechanisms = [resolve("uniform"), *map(resolve, FIXED), fitted]
 
-    def visit(layer: LayerTensors) -> _Layer:
-        found = _measured(layer, compared)
+    def visit(layer: LayerTensors) -> _LayerErrors:
+        errors = _measure_layer(layer, mechanisms)
         report(layer.layer + 1)
-        return found
+        return errors
 
     layers = visit_layers(model, token_ids, visit)
     means = np.stack([layer.numbers for layer in layers]).mean(axis=(0, 3)).tolist()
     rungs = [
         Rung(each.name, features, divergence, error, None if features is None else floor)
-        for each, features, (divergence, error, floor) in zip(compared, layers[0].features, means, strict=True)
+        for each, features, (divergence, error, floor) in zip(mechanisms, layers[0].features, means, strict=True)
     ]
     without, whole = [layer.without for layer in layers], [layer.spectra for layer in layers]
     return Ladders(
@@ -141,7 +141,7 @@ def ladders(
     )
 
 
-def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
+def _measure_layer(layer: LayerTensors, mechanisms: Sequence[Mechanism]) -> _LayerErrors:
     heads, length, d = layer.query.shape
     value = layer.value.repeat_interleave(heads // layer.value.shape[0], dim=0)
 
@@ -153,10 +153,12 @@ def _measured(layer: LayerTensors, compared: Sequence[Mechanism]) -> _Layer:
     spectra, rest = block_spectra(exact), block_spectra(without_sink(exact))
     some = slice(min(FIRST, length // 2), None)
     rows = []
-    for mechanism in compared:
+    for mechanism in mechanisms:
         weights = weights_of(mechanism.for_layers([layer.layer]))
-        found = compare_outputs(layer.output, weights @ value).divergence[:, some].mean(dim=-1)
+        divergence = compare_outputs(layer.output, weights @ value).divergence[:, some].mean(dim=-1)
         features = mechanism.feature_dim(d)
         floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
-        rows.append((features, np.stack([found.double().numpy(), block_error(weights, exact), floor])))
-    return _Layer(tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest)
+        rows.append((features, np.stack([divergence.double().numpy(), block_error(weights, exact), floor])))
+    return _LayerErrors(
+        tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest
+    )

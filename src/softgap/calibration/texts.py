@@ -13,9 +13,9 @@ import torch
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.models.loading import Model, Tokenizer
-from softgap.probe.capture import seeded
+from softgap.probe.capture import fixed_seed
 
-__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "own_texts", "tokens_needed"]
+__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "generate_texts", "tokens_needed"]
 
 
 # Share of the tokens that the fit never sees.
@@ -97,7 +97,7 @@ def corpus_of(
         )
     held_out = ids[split:]
     far = (tuple(held_out[:positions]),) if min(positions, len(held_out)) > NEAR else ()
-    return Corpus(_fitted(ids[:split], positions), _held_out(held_out, positions), far)
+    return Corpus(_fit_sequences(ids[:split], positions), _held_out_sequences(held_out, positions), far)
 
 
 def context_of(model: Model) -> int:
@@ -118,15 +118,15 @@ def check_positions(model: Model, positions: int) -> None:
         )
 
 
-def _fitted(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
+def _fit_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
     """One sequence of the full length, then shorter ones of as many tokens in all, as far as the text reaches."""
-    found = [tuple(ids[:positions])]
+    sequences = [tuple(ids[:positions])]
     rest, length = ids[positions : 2 * positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
-    found += [tuple(rest[i : i + length]) for i in range(0, len(rest) - length + 1, length)]
-    return tuple(found)
+    sequences += [tuple(rest[i : i + length]) for i in range(0, len(rest) - length + 1, length)]
+    return tuple(sequences)
 
 
-def _held_out(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
+def _held_out_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
     """Some sequences, evenly spread."""
     length = min(positions, NEAR, len(ids))
     n = min(JUDGED, len(ids) // length)
@@ -162,7 +162,7 @@ BEGINNINGS = (
 ROWS = 16
 
 
-def own_texts(
+def generate_texts(
     model: Model,
     tokenizer: Tokenizer,
     tokens: int,
@@ -189,12 +189,12 @@ def own_texts(
         longest = max(map(len, rows))
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        with torch.inference_mode(), seeded(seed + batch, model):
+        with torch.inference_mode(), fixed_seed(seed + batch, model):
             write: Any = model.generate
-            found = write(
+            generated = write(
                 ids, attention_mask=mask, max_new_tokens=each, min_new_tokens=each, do_sample=True, pad_token_id=pad
             )
-        texts += tokenizer.batch_decode(found, skip_special_tokens=True)
+        texts += tokenizer.batch_decode(generated, skip_special_tokens=True)
         written += len(rows) * each
         batch += 1
         report(min(1.0, written / tokens))

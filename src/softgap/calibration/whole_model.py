@@ -19,12 +19,12 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, divergence, resolve
 from softgap.attention.rotary import Rotation
-from softgap.calibration.activations import Gathered, LayerShown, LayerSite, gather
-from softgap.calibration.conditions import elsewhere
+from softgap.calibration.activations import Activations, LayerSample, LayerSite, gather
+from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import Maps, Recipe, fit_maps
 from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
 from softgap.calibration.rank_floor import Ladders, ladders
-from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, own_texts, tokens_needed
+from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
@@ -53,7 +53,7 @@ class Calibration:
     Attributes
     ----------
     tensors
-        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the controls
+        Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the baselines
         ``mean_ablation`` and ``profile``, taken from the same text.
     metadata
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
@@ -76,7 +76,7 @@ class Calibration:
     curve: Mapping[str, Interval]
 
     def __repr__(self) -> str:
-        found = held_out_summary(self.held_out.to_json())
+        summary = held_out_summary(self.held_out.to_json())
         words = {
             "gap_closed": "gap closed",
             "against_profile": "of the gap that profile leaves",
@@ -84,7 +84,7 @@ class Calibration:
             "explained_uniform": "by uniform",
             "rank_correlation": "rank correlation of the two over heads",
         }
-        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in found.items())
+        numbers = ", ".join(f"{words[name]} {value:.2f}" for name, value in summary.items())
         return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
 
     def mechanism(self, name: str = "fitted") -> Mechanism:
@@ -156,10 +156,10 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
-JUDGED_BY = ("elu1", BASELINE)
+REFERENCE_MECHANISMS = ("elu1", BASELINE)
 
 
-CONTROLS = ("mean_ablation", "profile")
+BASELINES = ("mean_ablation", "profile")
 
 
 # What features see: without and with a rotation.
@@ -199,14 +199,14 @@ def calibrate(
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
-    given = "given"
+    source = "given"
     if texts is None:
-        given, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
+        source, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
         check_positions(model, positions)
-        texts = _own_texts(model, tokenizer, positions, recipe.seed, progress)
+        texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     rotations = layer_rotations(model)
-    metadata = {**_metadata(model, corpus), "text": given, "vectors": VECTORS[rotations is not None]}
+    metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
     layers = _FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
@@ -214,17 +214,17 @@ def calibrate(
             model,
             corpus.fitted,
             Path(scratch),
-            shown=corpus.held_out[-1][:SHOWN_TOKENS],
+            sample=corpus.held_out[-1][:SHOWN_TOKENS],
             distances=min(DISTANCES, corpus.longest),
             rotations=rotations,
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
         if minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(_steps_for, minutes, gathered, recipe)))
-        tensors = _tensors(gathered, _fitted_layers(gathered, recipe, layers, progress))
+        tensors = _tensors(gathered, _fit_layers(gathered, recipe, layers, progress))
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
-    calibration = _judged(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
+    calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
     layers.remove()
     return calibration
@@ -275,14 +275,14 @@ class _FittedLayers:
         return self._folder / f"layer-{layer:04d}.safetensors"
 
 
-def _own_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
+def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
     wanted = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
-    return own_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
+    return generate_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
 
 
-def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
+def _steps_for(minutes: float, gathered: Activations, recipe: Recipe) -> int:
     """How many steps fit into the time, by the speed of a few in the first layer."""
     site, texts = gathered.sites[0], gathered.layer(0)
     times: list[float] = []
@@ -302,19 +302,19 @@ def _steps_for(minutes: float, gathered: Gathered, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def _fitted_layers(gathered: Gathered, recipe: Recipe, stored: _FittedLayers, progress: Progress) -> list[Maps]:
+def _fit_layers(gathered: Activations, recipe: Recipe, stored: _FittedLayers, progress: Progress) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
     """
     layers = len(gathered.sites)
-    state = _Progress(layers, recipe.steps, progress)
+    state = _FitProgress(layers, recipe.steps, progress)
 
     def fitted(layer: int) -> Maps:
         maps, site = stored.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
-            state.layer_done(*_gap(gathered.shown(layer), site, maps))
+            state.layer_done(*_gap(gathered.sample(layer), site, maps))
             return maps
         maps = fit_maps(
             gathered.layer(layer),
@@ -327,7 +327,7 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, stored: _FittedLayers, pr
             report=state.step,
         )
         stored.save(layer, maps)
-        state.layer_done(*_gap(gathered.shown(layer), site, maps))
+        state.layer_done(*_gap(gathered.sample(layer), site, maps))
         return maps
 
     with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
@@ -340,24 +340,24 @@ def _fitted_layers(gathered: Gathered, recipe: Recipe, stored: _FittedLayers, pr
             raise
 
 
-def _gap(shown: LayerShown, site: LayerSite, maps: Maps) -> tuple[float, float]:
+def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
     """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
     visible = Visible(window=site.window)
     q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
-    mine, uniform = (
+    fitted, uniform = (
         divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
         for mechanism in (maps.mechanism(site.rotation), resolve("uniform"))
     )
-    return mine.sum().item(), uniform.sum().item()
+    return fitted.sum().item(), uniform.sum().item()
 
 
-class _Progress:
+class _FitProgress:
     """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
 
     def __init__(self, layers: int, steps: int, progress: Progress) -> None:
         self._layers, self._steps, self._progress = layers, layers * steps, progress
         self._done, self._finished = 0, 0
-        self._mine, self._uniform = 0.0, 0.0
+        self._fitted, self._uniform = 0.0, 0.0
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -368,10 +368,10 @@ class _Progress:
     def stop(self) -> None:
         self._stopped = True
 
-    def layer_done(self, mine: float, uniform: float) -> None:
+    def layer_done(self, fitted: float, uniform: float) -> None:
         with self._lock:
             self._finished += 1
-            self._mine += mine
+            self._fitted += fitted
             self._uniform += uniform
             self._tell()
 
@@ -383,7 +383,7 @@ class _Progress:
             self._tell()
 
     def _tell(self) -> None:
-        closed = f", {1 - self._mine / self._uniform:.2f} of the gap closed" if self._uniform else ""
+        closed = f", {1 - self._fitted / self._uniform:.2f} of the gap closed" if self._uniform else ""
         stage = f"fitted {self._finished} of {self._layers} layers{closed}"
         self._progress(stage, 0.2 + 0.5 * self._done / self._steps)
 
@@ -399,7 +399,7 @@ def _one_thread_each() -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
+def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]:
     """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
     by_layer = [maps.parameters() for maps in layers]
     return {
@@ -414,9 +414,9 @@ def _tensors(gathered: Gathered, layers: Sequence[Maps]) -> dict[str, Tensor]:
 def _rotation_tensors(rotations: Sequence[Rotation]) -> dict[str, Tensor]:
     """What undoes the rotary embedding, once for all layers where they are alike."""
     by_layer = [rotation.parameters() for rotation in rotations]
-    found = {name: torch.cat([layer[name] for layer in by_layer]) for name in (by_layer[0] if by_layer else ())}
-    alike = all(bool((x == x[:1]).all()) for x in found.values())
-    return {f"fitted.{name}": x[:1] if alike else x for name, x in found.items()}
+    tensors = {name: torch.cat([layer[name] for layer in by_layer]) for name in (by_layer[0] if by_layer else ())}
+    alike = all(bool((x == x[:1]).all()) for x in tensors.values())
+    return {f"fitted.{name}": x[:1] if alike else x for name, x in tensors.items()}
 
 
 def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
@@ -431,7 +431,7 @@ def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _judged(
+def _evaluate(
     model: Model,
     tokenizer: Tokenizer,
     corpus: Corpus,
@@ -442,17 +442,17 @@ def _judged(
     progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
-    fitted, *controls = (stored.equip(name) for name in ("fitted", *CONTROLS))
+    fitted, *baselines = (stored.equip(name) for name in ("fitted", *BASELINES))
     held_out = judge(
         model,
         corpus.held_out,
-        [fitted, *JUDGED_BY, *controls],
+        [fitted, *REFERENCE_MECHANISMS, *baselines],
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / (len(corpus.held_out) + len(corpus.far))),
     )
-    other = elsewhere(
+    conditions = evaluate_conditions(
         model,
         tokenizer,
         corpus,
@@ -461,17 +461,17 @@ def _judged(
         report=lambda share: progress("reading other text", 0.92 + 0.04 * share),
     )
     layers = len(tensors["profile.first"])
-    climbed = ladders(
+    rank_ladders = ladders(
         model,
         corpus.held_out[0][:LADDER_TOKENS],
         fitted,
         report=lambda n: progress("comparing weights", 0.96 + 0.04 * n / layers),
     )
-    return Calibration(tensors, metadata, held_out, other, climbed, curve)
+    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, curve)
 
 
 def _curve(
-    model: Model, gathered: Gathered, recipe: Recipe, corpus: Corpus, progress: Progress
+    model: Model, gathered: Activations, recipe: Recipe, corpus: Corpus, progress: Progress
 ) -> Mapping[str, Interval]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))

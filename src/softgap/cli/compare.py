@@ -12,7 +12,7 @@ from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.analysis import ComparisonFindings, ComparisonPlan
+    from softgap.analysis import ComparisonFindings, Preregistration
 
 __all__ = ["PlanOptions", "compare_command"]
 
@@ -98,20 +98,20 @@ class PlanOptions:
         int | None, typer.Option(min=0, help="Random seed for permutations and bootstrap.", show_default=False)
     ] = None
 
-    def plan(self, path: str | None) -> ComparisonPlan:
+    def plan(self, path: str | None) -> Preregistration:
         """The preregistration in a file, or the default plan with the options given here."""
-        from softgap.analysis import ComparisonPlan, read_plan
+        from softgap.analysis import Preregistration, read_preregistration
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
         if path is None:
             values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-            return ComparisonPlan(**values)
+            return Preregistration(**values)
         if given:
             raise ValueInputError(
                 f"a preregistration sets every option, but the command line also gives {', '.join(given)}; write "
                 f"it into '{path}'"
             )
-        return read_plan(path)
+        return read_preregistration(path)
 
 
 @grouped
@@ -161,7 +161,7 @@ def compare_command(
 
 
 def _compare(
-    study: str, plan: ComparisonPlan, source: str | None, second: str | None, open_confirmation: bool
+    study: str, plan: Preregistration, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
     from softgap.progress import show_progress

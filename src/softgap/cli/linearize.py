@@ -178,7 +178,7 @@ def _search(
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
-    from softgap.models.calibrations import calibrated
+    from softgap.models.calibrations import calibrated_mechanisms
     from softgap.models.verbosity import quiet_transformers
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
@@ -188,7 +188,7 @@ def _search(
     loaded, tokenizer = load_model(model, **options)
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
-        default = (*calibrated(loaded), "elu1")[0]
+        default = (*calibrated_mechanisms(loaded), "elu1")[0]
         chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.tasks.text_files import decoded, file_text, some_text
+from softgap.tasks.text_files import check_text, decode_utf8, file_text
 
 if TYPE_CHECKING:
     from softgap.study import StudySettings
@@ -262,7 +262,7 @@ _STANDARD_INPUT = "standard input"
 def given_prompt(prompt: str) -> str:
     """The prompt, or for ``-`` the text on standard input without its final newline."""
     text = _standard_input().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
-    return some_text(text, "the prompt")
+    return check_text(text, "the prompt")
 
 
 def given_text(file: str) -> tuple[str, str]:
@@ -274,10 +274,10 @@ def given_text(file: str) -> tuple[str, str]:
 
 def plain_text(name: str, text: str) -> str:
     """The text, if it is not empty."""
-    return some_text(text, name)
+    return check_text(text, name)
 
 
 def _standard_input() -> str:
     if sys.stdin is None:
         raise ValueInputError("standard input is closed; give a file or a pipe")
-    return decoded(sys.stdin.buffer.read(), _STANDARD_INPUT)
+    return decode_utf8(sys.stdin.buffer.read(), _STANDARD_INPUT)

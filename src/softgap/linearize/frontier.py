@@ -1,4 +1,4 @@
-"""The frontier: how many heads or KV groups can be swapped at what rise in loss and drop in recall."""
+"""The frontier: the rise in loss and the drop in recall by the number of swapped heads or KV groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
-from softgap.linearize.distil import tuned
+from softgap.linearize.distil import distil_substitute
 from softgap.linearize.impact import mean_outputs
-from softgap.linearize.output_correction import repaired
+from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.scores import SCORES, Scores, head_scores
-from softgap.linearize.sequences import Passages, Reading, digest_of_passages, read_swapped
+from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, read_swapped
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, silent
 
-__all__ = ["BEST", "Budget", "Frontier", "Point", "Unit", "frontier", "ordered", "random_order", "taken", "units_of"]
+__all__ = [
+    "DEFAULT_SCORE",
+    "Budget",
+    "Frontier",
+    "Point",
+    "Unit",
+    "first_heads",
+    "frontier",
+    "order_units",
+    "random_order",
+    "units_of",
+]
 
 
 @dataclass(frozen=True)
@@ -70,18 +81,18 @@ class Budget:
 
     def _exceeded(self, change: Mapping[str, float]) -> list[tuple[str, str]]:
         """Each limit that is not met, and by what."""
-        found = []
+        exceeded = []
         if not change["loss"] <= self.loss:
-            found.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
+            exceeded.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
         if self.recall is not None:
             if "recall" not in change:
                 raise ValueInputError(
-                    f"a recall budget needs lookups, and none were asked (recall budget {self.recall:g}); ask some, "
-                    "or leave the recall budget out"
+                    f"a recall budget needs recall lists, and none were asked (recall budget {self.recall:g}); ask "
+                    "some, or leave the recall budget out"
                 )
             if not -change["recall"] <= self.recall:
-                found.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
-        return found
+                exceeded.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
+        return exceeded
 
 
 @dataclass(frozen=True)
@@ -160,8 +171,8 @@ class Frontier:
 
     def _points(self, order: str | None, mechanism: str | None) -> list[Point]:
         """Those of an order and a mechanism, fewest units first and then the cheapest."""
-        chosen = [p for p in self.points if order in (None, p.order) and mechanism in (None, p.mechanism)]
-        return sorted(chosen, key=lambda point: (point.share, point.change["loss"].value))
+        matching = [p for p in self.points if order in (None, p.order) and mechanism in (None, p.mechanism)]
+        return sorted(matching, key=lambda point: (point.share, point.change["loss"].value))
 
 
 def _values(point: Point) -> dict[str, float]:
@@ -187,7 +198,7 @@ def units_of(model: Model, by: str) -> list[Unit]:
     return [tuple(heads_of_group(model, x.number, group)) for x in layers for group in range(x.kv_heads)]
 
 
-def ordered(units: Sequence[Unit], heads: Sequence[Head], score: Float[np.ndarray, " head"]) -> list[Unit]:
+def order_units(units: Sequence[Unit], heads: Sequence[Head], score: Float[np.ndarray, " head"]) -> list[Unit]:
     """Units by the sum of their heads' scores, the cheapest first; units with heads that have no score are left out."""
     known = dict(zip(heads, map(float, score), strict=True))
     scored = [(sum(known[head] for head in unit), unit) for unit in units if all(head in known for head in unit)]
@@ -199,7 +210,7 @@ def random_order(units: Sequence[Unit], *, rng: np.random.Generator) -> list[Uni
     return [units[i] for i in rng.permutation(len(units))]
 
 
-def taken(order: Sequence[Unit], n: int) -> list[Head]:
+def first_heads(order: Sequence[Unit], n: int) -> list[Head]:
     """The heads of the first n units."""
     return sorted(head for unit in order[:n] for head in unit)
 
@@ -207,14 +218,14 @@ def taken(order: Sequence[Unit], n: int) -> list[Head]:
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
-BEST = "gradient+fisher"
+DEFAULT_SCORE = "gradient+fisher"
 
 
 RANDOM = "random"
 
 
 # Settings that only what is measured depends on.
-MEASURED = {"held_out", "length", "tokens", "by"}
+EVALUATION_SETTINGS = {"held_out", "length", "tokens", "by"}
 
 
 PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
@@ -222,19 +233,19 @@ PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 def frontier(
     model: Model,
-    fit: Passages,
-    held_out: Passages,
-    asked: Passages | None,
+    fit: Sequences,
+    held_out: Sequences,
+    asked: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
     by: str = "heads",
-    orders: Sequence[str] = (BEST, "divergence", RANDOM),
+    orders: Sequence[str] = (DEFAULT_SCORE, "divergence", RANDOM),
     shares: Sequence[float] = SHARES,
     greedy: bool = True,
     repair: bool = True,
     tune: int = 0,
     ablation: bool = True,
-    fit_asked: Passages | None = None,
+    fit_asked: Sequences | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress = silent,
@@ -244,9 +255,9 @@ def frontier(
     Parameters
     ----------
     fit
-        Passages that scores, repairs and mean outputs come from.
+        Sequences that scores, output corrections and mean outputs come from.
     held_out, asked
-        Passages and lookups that every point is measured on.
+        Text and recall lists that every point is measured on.
     by
         ``heads``, or ``groups``: whole KV groups, which is what saves memory.
     orders
@@ -256,14 +267,15 @@ def frontier(
     greedy
         Also score anew after each share, by the first of the orders that is a score.
     repair
-        Also repair every set of the first order and of the greedy one.
+        Also correct the outputs of every set of the first order and of the greedy one.
     tune
-        Also tune every set of the first order after its repair, by so many steps (:func:`tuned`); 0 for none.
+        Also distil every set of the first order after the output correction, by so many steps
+        (:func:`distil_substitute`); 0 for none.
     ablation
         Also swap the sets of the first order by mean ablation.
     fit_asked
-        Lookups, others than ``asked``, that scores and tuning count beside ``fit``: heads that text hardly misses may
-        be all of recall.
+        Recall lists, others than ``asked``, that scores and distillation count beside ``fit``: heads that text hardly
+        misses may carry all of recall.
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     """
@@ -273,16 +285,16 @@ def frontier(
         raise ValueInputError("orders must name at least one score or 'random', got none")
     units = units_of(model, by)
     counts = _counts(len(units), shares)
-    one = substitute(mechanism, model)
-    settings = _settings(model, fit, held_out, asked, one, by, seed)
+    used = substitute(mechanism, model)
+    settings = _settings(model, fit, held_out, asked, used, by, seed)
     if fit_asked is not None:
-        settings["fit_asked"] = digest_of_passages(fit_asked)
+        settings["fit_asked"] = digest_of_sequences(fit_asked)
     expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
-    scored = Checkpoints(folder, {name: value for name, value in settings.items() if name not in MEASURED})
-    walk = _Walk(
-        model, fit, fit_asked, held_out, asked, one, units, Checkpoints(folder, settings), scored, seed, tune, progress,
-        expected,
+    scored = Checkpoints(folder, {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS})
+    walk = _FrontierRun(
+        model, fit, fit_asked, held_out, asked, used, units, Checkpoints(folder, settings), scored, seed, tune,
+        progress, expected,
     )  # fmt: skip
     also = (PLAIN, *(REPAIRED,) * repair)
     walk.one_shot(orders, counts, (*also, *(TUNED,) * bool(tune), *(ABLATED,) * ablation))
@@ -299,15 +311,15 @@ def _counts(units: int, shares: Sequence[float]) -> list[int]:
 
 
 @dataclass(eq=False)
-class _Walk:
+class _FrontierRun:
     """Points that are measured one after the other, each once."""
 
     model: Model
-    fit: Passages
-    fit_asked: Passages | None
-    held_out: Passages
-    asked: Passages | None
-    one: Substitute
+    fit: Sequences
+    fit_asked: Sequences | None
+    held_out: Sequences
+    asked: Sequences | None
+    substitute: Substitute
     units: Sequence[Unit]
     kept: Checkpoints
     scored: Checkpoints
@@ -334,11 +346,11 @@ class _Walk:
                 raise ValueInputError(f"an order is a score ({', '.join(SCORES)}) or 'random', got '{name}'")
 
         def make() -> dict[str, Any]:
-            found = head_scores(
-                self.model, self.fit, self.one, asked=self.fit_asked, names=names, swapped=swapped, seed=self.seed,
-                progress=lambda stage, share: self._tell(stage),
+            scores = head_scores(
+                self.model, self.fit, self.substitute, asked=self.fit_asked, names=names, swapped=swapped,
+                seed=self.seed, progress=lambda stage, share: self._tell(stage),
             )  # fmt: skip
-            return {"heads": found.heads, "values": {name: found.values[name].tolist() for name in names}}
+            return {"heads": scores.heads, "values": {name: scores.values[name].tolist() for name in names}}
 
         data = self.scored.find_or_make(["scores", list(names), sorted(swapped)], make)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
@@ -352,9 +364,9 @@ class _Walk:
             if name == RANDOM or scores is None:
                 order = random_order(self.units, rng=np.random.default_rng(self.seed))
             else:
-                order = ordered(self.units, scores.heads, scores.mean(name))
+                order = order_units(self.units, scores.heads, scores.mean(name))
             for n in counts:
-                self.measure(name, taken(order, n), n, (PLAIN,) if place else kinds)
+                self.measure(name, first_heads(order, n), n, (PLAIN,) if place else kinds)
 
     def greedy(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
         """Sets that grow, each by the cheapest of what remains under the ones before; by the first of the scores."""
@@ -362,49 +374,49 @@ class _Walk:
         for name in [name for name in orders if name != RANDOM][:1]:
             for n in counts:
                 rest = [unit for unit in self.units if unit not in gone]
-                scores = self.scores([name], taken(gone, len(gone)))
-                gone += ordered(rest, scores.heads, scores.mean(name))[: n - len(gone)]
-                self.measure("greedy", taken(gone, len(gone)), n, kinds)
+                scores = self.scores([name], first_heads(gone, len(gone)))
+                gone += order_units(rest, scores.heads, scores.mean(name))[: n - len(gone)]
+                self.measure("greedy", first_heads(gone, len(gone)), n, kinds)
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
-        """Measure one set, plain, repaired, tuned or ablated, and note it."""
+        """Measure one set: plain, with corrected outputs, distilled or ablated."""
         for kind in kinds:
 
             def make(kind: str = kind) -> dict[str, Any]:
-                return self._read(heads, self._used(kind, heads))
+                return self._read(heads, self._substitute_for(kind, heads))
 
             name = ["point", heads, kind == REPAIRED, kind == ABLATED, *([self.tune] if kind == TUNED else [])]
             reading = Reading.from_json(self.kept.find_or_make(name, make))
             change = reading.change_from(self.original, seed=self.seed)
-            called = "mean_ablation" if kind == ABLATED else self.one.name + f", {kind}" * (kind != PLAIN)
+            called = "mean_ablation" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
             self.points.append(Point(order, called, n, len(heads), n / len(self.units), change))
             self._tell(f"{order}, {n} of {len(self.units)}")
 
-    def _used(self, kind: str, heads: list[Head]) -> Substitute:
+    def _substitute_for(self, kind: str, heads: list[Head]) -> Substitute:
         if kind == ABLATED:
             self.ablation = self.ablation or substitute(mean_outputs(self.model, self.fit), self.model)
             return self.ablation
         if kind == PLAIN:
-            return self.one
-        mended = repaired(self.model, self.fit, heads, self.one)
+            return self.substitute
+        mended = fit_output_correction(self.model, self.fit, heads, self.substitute)
         if kind == REPAIRED:
             return mended
-        return tuned(
+        return distil_substitute(
             self.model, self.fit, heads, mended, asked=self.fit_asked, steps=self.tune, seed=self.seed,
             progress=lambda stage, share: self._tell(stage),
         )  # fmt: skip
 
 
 def _settings(
-    model: Model, fit: Passages, held_out: Passages, asked: Passages | None, one: Substitute, by: str, seed: int
+    model: Model, fit: Sequences, held_out: Sequences, asked: Sequences | None, used: Substitute, by: str, seed: int
 ) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
-        "mechanism": one.name,
-        "parameters": one.digest,
-        "fit": digest_of_passages(fit),
-        "held_out": digest_of_passages(*([held_out] if asked is None else [held_out, asked])),
+        "mechanism": used.name,
+        "parameters": used.digest,
+        "fit": digest_of_sequences(fit),
+        "held_out": digest_of_sequences(*([held_out] if asked is None else [held_out, asked])),
         "length": int(held_out.ids.shape[1]),
         "fit_tokens": fit.tokens,
         "tokens": held_out.tokens,

@@ -1,4 +1,4 @@
-"""The impact of each head: every head swapped alone, by a mechanism and by baselines, with intervals over texts."""
+"""Measure the impact of each head: swap it alone, by a mechanism and by baselines."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of, resampled
 from softgap.intervene.layerwise import Blocks
-from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute, swap
+from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swap, swapped_layer
 from softgap.linearize.sequences import (
     LENGTH,
     Original,
-    Passages,
-    digest_of_passages,
-    judge_forward,
-    lookups,
-    passages_of,
+    Sequences,
+    digest_of_sequences,
     read_original,
+    recall_sequences,
+    score_forward,
+    split_sequences,
 )
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.tap import AttentionCall, replaced
+from softgap.probe.tap import AttentionCall, replace_attention
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
@@ -57,19 +57,19 @@ class Impact:
     Attributes
     ----------
     mechanisms
-        What heads were swapped for, the controls last.
+        What heads were swapped for, the baselines last.
     heads
         (layer, head) pairs.
     original
-        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per list of
-        lookups: ``recall``, the share of answers in the context whose first token is right, and ``whole_answers``, the
-        share that is right in every token.
+        Of the unswapped model, per text: ``loss`` in nats per token, ``accuracy`` of the top token; per recall
+        list: ``recall``, the share of answers whose first token is right, and ``whole_answers``, the share that
+        are right in every token.
     change
         By swapping one head, ``[mechanism, head, text]``: the rise in ``loss``, the ``kl`` divergence of the swapped
         model's next-token distribution from the original one, and the changes in ``accuracy``, ``recall`` and
         ``whole_answers``.
     settings
-        Model, hash of the passages and whatever else it depends on.
+        Model, hash of the sequences and whatever else it depends on.
     """
 
     mechanisms: tuple[str, ...]
@@ -80,8 +80,8 @@ class Impact:
 
     def mean(self, quantity: str = "loss", mechanism: str | None = None) -> Float[np.ndarray, " head"]:
         """Mean change over texts, per head."""
-        found: np.ndarray = self._of(quantity, mechanism).mean(axis=-1)
-        return found
+        means: np.ndarray = self._of(quantity, mechanism).mean(axis=-1)
+        return means
 
     def interval(self, head: Head, quantity: str = "loss", mechanism: str | None = None) -> Interval:
         """Mean change of one head, with its middle 95 % over resampled texts."""
@@ -89,14 +89,14 @@ class Impact:
         return interval_of(values, rng=np.random.default_rng(self.settings.get("seed", 0)))
 
     def linearizable(self, control: str | None = None) -> Bool[np.ndarray, " head"]:
-        """Heads where the mechanism costs less than the control (the last one), in 97.5 % of resampled texts."""
+        """Heads where the mechanism costs less than the baseline (the last one), in 97.5 % of resampled texts."""
         if len(self.mechanisms) == 1:
-            raise ValueInputError("this impact has no control to compare with; measure it with controls")
+            raise ValueInputError("this impact has no baseline to compare with; measure it with controls")
         other = self.mechanisms[-1] if control is None else control
         gained = self._of("loss", other) - self._of("loss", None)
-        drawn = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
-        found: np.ndarray = np.quantile(drawn, 0.025, axis=-1) > 0
-        return found
+        resampled_gains = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
+        linearizable: np.ndarray = np.quantile(resampled_gains, 0.025, axis=-1) > 0
+        return linearizable
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all of it to an ``.npz`` file."""
@@ -149,20 +149,20 @@ class Impact:
         if mechanism is not None and mechanism not in self.mechanisms:
             raise unknown_name("mechanism of this impact", mechanism, self.mechanisms)
         place = 0 if mechanism is None else self.mechanisms.index(mechanism)
-        found: np.ndarray = self.change[quantity][place]
-        return found
+        values: np.ndarray = self.change[quantity][place]
+        return values
 
 
-def mean_outputs(model: Model, read: Passages) -> Mechanism:
-    """``mean_ablation`` with the mean output of each head over these passages."""
+def mean_outputs(model: Model, read: Sequences) -> Mechanism:
+    """``mean_ablation`` with the mean output of each head over these sequences."""
     sums: list[Tensor] = []
 
     def visit(layer: LayerTensors) -> None:
-        found = layer.output.sum(dim=1, dtype=torch.float64).cpu()
+        totals = layer.output.sum(dim=1, dtype=torch.float64).cpu()
         if layer.layer == len(sums):
-            sums.append(found)
+            sums.append(totals)
         else:
-            sums[layer.layer] += found
+            sums[layer.layer] += totals
 
     for row in read.ids[:, :-1].tolist():
         visit_layers(model, row, visit)
@@ -178,7 +178,7 @@ BATCH_TOKENS = 1024
 
 
 # Two computations of one model differ by rounding; a forward that begins in the middle may not differ by more.
-SAME = 1e-3
+TOLERANCE = 1e-3
 
 
 def impact(
@@ -201,36 +201,36 @@ def impact(
     Parameters
     ----------
     texts
-        What the model reads, cut into passages of ``length`` tokens, about ``tokens`` in all (None: all of it).
+        What the model reads, cut into sequences of ``length`` tokens, about ``tokens`` in all (None: all of it).
     mechanism
         What the heads are swapped for.
     controls
-        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same passages: a head
+        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same sequences: a head
         is linearizable only where the mechanism beats it.
     heads
         Some heads; None for all.
     recalls
-        Lists of lookups to measure recall with; 0 for none. Few, because every head is asked all of them:
+        Lists to measure associative recall with; 0 for none. Few, because every head is asked all of them:
         :meth:`Impact.interval` says how far each number may be off.
     seed
-        Of the lookups and of the resampling of intervals.
+        Random seed of the recall lists and of the bootstrap.
     reuse
         False runs a whole forward for every head: the same numbers, more slowly.
     progress
         Called with the stage in words and the share that is done.
     """
     check_measurable(model)
-    read = passages_of(model, tokenizer, texts, length=length, tokens=tokens)
-    asked = lookups(model, tokenizer, recalls, seed=seed) if recalls else None
+    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
+    recall = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
-        model, read, asked, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
+        model, read, recall, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
     )
 
 
 def impact_on(
     model: Model,
-    read: Passages,
-    asked: Passages | None,
+    read: Sequences,
+    asked: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
     controls: Sequence[str | Mechanism | Substitute] | None = None,
@@ -239,24 +239,24 @@ def impact_on(
     reuse: bool = True,
     progress: Progress = silent,
 ) -> Impact:
-    """The same on passages and lookups that are given; see :func:`impact`."""
+    """The same on given sequences and recall lists; see :func:`impact`."""
     check_measurable(model)
     layers = attention_layers(model)
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    chosen = heads_by_layer(layers, everything if heads is None else heads)
+    by_layer = heads_by_layer(layers, everything if heads is None else heads)
     swapped = [substitute(mechanism, model)]
     others = [mean_outputs(model, read)] if controls is None else as_items(controls)
-    swapped += [substitute(one, model) for one in others]
-    names = [one.name for one in swapped]
+    swapped += [substitute(other, model) for other in others]
+    names = [other.name for other in swapped]
     if len(set(names)) < len(names):
-        raise ValueInputError(f"the mechanism and its controls must differ, got {', '.join(names)}; leave one out")
-    sweep = _Sweep(model, layers, chosen, swapped, reuse)
+        raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
+    sweep = _Sweep(model, layers, by_layer, swapped, reuse)
     share = len(read) / (len(read) + (0 if asked is None else len(asked)))
     text = sweep.over(read, lambda done: progress("reading text", share * done))
     recall = (
         None
         if asked is None
-        else sweep.over(asked, lambda done: progress("asking lookups", share + (1 - share) * done))
+        else sweep.over(asked, lambda done: progress("asking for recall", share + (1 - share) * done))
     )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
@@ -265,13 +265,13 @@ def impact_on(
     changes = {name: values[1:] - (0 if name == "kl" else values[:1]) for name, values in quantities.items()}
     return Impact(
         mechanisms=tuple(names),
-        heads=tuple((layer.number, head) for layer, own in chosen for head in own),
+        heads=tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         original=originals,
         change=changes,
         settings={
             "model": model.name_or_path or model.config.model_type,
             "fingerprint": model_fingerprint(model),
-            "passages": digest_of_passages(*([read] if asked is None else [read, asked])),
+            "passages": digest_of_sequences(*([read] if asked is None else [read, asked])),
             "length": int(read.ids.shape[1]),
             "tokens": read.tokens,
             "recall_tokens": 0 if asked is None else asked.tokens,
@@ -282,96 +282,100 @@ def impact_on(
 
 
 class _Sweep:
-    """Every chosen head swapped alone, by each substitute, over passages."""
+    """Every chosen head swapped alone, by each substitute, over sequences."""
 
     def __init__(
         self,
         model: Model,
         layers: Sequence[AttentionLayer],
-        chosen: Sequence[tuple[AttentionLayer, list[int]]],
+        by_layer: Sequence[tuple[AttentionLayer, list[int]]],
         swapped: Sequence[Substitute],
         reuse: bool,
     ) -> None:
-        self._model, self._chosen, self._swapped = model, chosen, swapped
-        self._parts = [[part_of(layer, own, one, len(layers)) for one in swapped] for layer, own in chosen]
+        self._model, self._heads_by_layer, self._swapped = model, by_layer, swapped
+        self._parts = [
+            [swapped_layer(layer, heads, used, len(layers)) for used in swapped] for layer, heads in by_layer
+        ]
         self._blocks = Blocks(model)
         self._last = layers[-1]
-        self._reuse = reuse and self._blocks.known
+        self._reuse = reuse and self._blocks.is_stack
         self._checked = False
 
-    def over(self, passages: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+    def over(
+        self, sequences: Sequences, report: Callable[[float], None]
+    ) -> Float[np.ndarray, "quantity swap head text"]:
         """Loss, KL and accuracy of every text: of the original (first), then of each substitute."""
-        widest = max(len(own) for _, own in self._chosen)
-        size = max(1, BATCH_TOKENS // (widest * passages.ids.shape[1]))
-        starts = range(0, len(passages), size)
-        found = []
+        widest = max(len(heads) for _, heads in self._heads_by_layer)
+        size = max(1, BATCH_TOKENS // (widest * sequences.ids.shape[1]))
+        starts = range(0, len(sequences), size)
+        columns = []
         with torch.inference_mode():
             for number, start in enumerate(starts):
                 done = number / len(starts)
-                part = passages.part(slice(start, start + size))
-                found.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
-        return np.concatenate(found, axis=-1)
+                part = sequences.part(slice(start, start + size))
+                columns.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
+        return np.concatenate(columns, axis=-1)
 
-    def _batch(self, part: Passages, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
-        with self._blocks.remembered():
+    def _batch(self, part: Sequences, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
+        with self._blocks.keep_outputs():
             original = read_original(self._model, part.ids)
         if self._reuse and not self._checked:
             self._check(part, original)
         columns = []
-        for number, (layer, own) in enumerate(self._chosen):
-            rows = [self._layer(layer, own, one, part, original) for one in range(len(self._swapped))]
-            base = original.judged.means(part).expand(-1, len(own), -1)
+        for number, (layer, heads) in enumerate(self._heads_by_layer):
+            rows = [self._layer(layer, heads, index, part, original) for index in range(len(self._swapped))]
+            base = original.scores.means(part).expand(-1, len(heads), -1)
             columns.append(torch.stack([base.cpu(), *rows], dim=1))
-            report((number + 1) / len(self._chosen))
+            report((number + 1) / len(self._heads_by_layer))
         return torch.cat(columns, dim=2).double().numpy()
 
     def _layer(
-        self, layer: AttentionLayer, own: list[int], one: int, part: Passages, original: Original
+        self, layer: AttentionLayer, heads: list[int], index: int, part: Sequences, original: Original
     ) -> Float[Tensor, "quantity head text"]:
         if not self._reuse:
-            return torch.cat([self._alone((layer.number, head), one, part, original) for head in own], dim=1)
-        place = next(i for i, (other, _) in enumerate(self._chosen) if other is layer)
-        side = _SideBySide(self._parts[place][one], len(part))
+            return torch.cat([self._alone((layer.number, head), index, part, original) for head in heads], dim=1)
+        place = next(i for i, (other, _) in enumerate(self._heads_by_layer) if other is layer)
+        side = _SideBySide(self._parts[place][index], len(part))
         step = max(1, BATCH_TOKENS // part.ids.numel())
-        found = []
-        for first in range(0, len(own), step):
-            side.places = range(first, min(len(own), first + step))
+        columns = []
+        for first in range(0, len(heads), step):
+            side.places = range(first, min(len(heads), first + step))
             copies = len(side.places)
-            with self._blocks.beginning_at(layer, copies), replaced(self._model, side.output):
-                found.append(judge_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
-        return torch.cat(found, dim=1)
+            with self._blocks.start_at(layer, copies), replace_attention(self._model, side.output):
+                columns.append(score_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
+        return torch.cat(columns, dim=1)
 
-    def _alone(self, head: Head, one: int, part: Passages, original: Original) -> Float[Tensor, "quantity 1 text"]:
-        with swap(self._model, [head], self._swapped[one]):
-            return judge_forward(self._model, part.ids, original).means(part).cpu()
+    def _alone(self, head: Head, index: int, part: Sequences, original: Original) -> Float[Tensor, "quantity 1 text"]:
+        with swap(self._model, [head], self._swapped[index]):
+            return score_forward(self._model, part.ids, original).means(part).cpu()
 
-    def _check(self, part: Passages, original: Original) -> None:
+    def _check(self, part: Sequences, original: Original) -> None:
         """A model that keeps more than hidden states between its blocks is read by whole forwards."""
         self._checked = True
-        with self._blocks.beginning_at(self._last):
-            again = judge_forward(self._model, part.ids, None).loss.to(original.judged.loss)
-        if float((again - original.judged.loss).abs().max()) > SAME * max(1.0, float(original.judged.loss.max())):
+        with self._blocks.start_at(self._last):
+            again = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
+        if float((again - original.scores.loss).abs().max()) > TOLERANCE * max(1.0, float(original.scores.loss.max())):
             self._reuse = False
 
 
 class _SideBySide:
     """Copies of one batch, the i-th with the i-th of the chosen heads swapped: all below is the same in every copy."""
 
-    def __init__(self, part: Part, texts: int) -> None:
+    def __init__(self, part: SwappedLayer, texts: int) -> None:
         self._part, self._texts = part, texts
-        self._found: Tensor | None = None
+        self._output: Tensor | None = None
         self.places = range(0)
 
     def output(self, call: AttentionCall) -> Float[Tensor, "batch query head value_dim"]:
         if call.module is not self._part.layer.module:
             return call.output
-        if self._found is None:
+        if self._output is None:
             first = slice(0, self._texts)
             mask = call.mask if call.mask is None or call.mask.shape[0] == 1 else call.mask[first]
-            one = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
-            self._found = self._part.output(one, VisibleSets().of(one))
+            single = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
+            self._output = self._part.output(single, VisibleSets().of(single))
         output = call.output.clone()
         for copy, place in enumerate(self.places):
             rows = slice(copy * self._texts, (copy + 1) * self._texts)
-            output[rows, :, int(self._part.heads[place])] = self._found[:, :, place]
+            output[rows, :, int(self._part.heads[place])] = self._output[:, :, place]
         return output

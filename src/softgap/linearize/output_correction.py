@@ -1,7 +1,7 @@
-"""Block-wise repair: a map of every swapped head's output, refitted layer by layer on what the layer then sees.
+"""Output correction: an affine map of each swapped head's output, fitted layer by layer.
 
 A head's substitute gives l where the original model's head gave o on the same token. Going up the layers, with those
-below swapped and repaired, each swapped head gets the ridge regression towards the identity
+below swapped and corrected, each swapped head gets the ridge regression towards the identity
 
     (M, b) = argmin  sum_t |o_t - M l_t - b|^2 + lambda |M - I|^2,      lambda = ridge x mean diagonal of sum l l^T,
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.intervene.layerwise import Walk
-from softgap.intervene.swap import Head, Part, Readout, Substitute, heads_by_layer, part_of, substitute
-from softgap.linearize.sequences import Passages
+from softgap.intervene.layerwise import LayerwiseRun
+from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
@@ -31,14 +31,14 @@ from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["RIDGE", "repaired", "ridge_map"]
+__all__ = ["RIDGE", "fit_output_correction", "ridge_map"]
 
 RIDGE = 0.1
 
 
-def repaired(
+def fit_output_correction(
     model: Model,
-    read: Passages,
+    read: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
@@ -50,7 +50,7 @@ def repaired(
     Parameters
     ----------
     read
-        Passages to fit on; 8,000 tokens are enough for heads of 64 dimensions.
+        Sequences to fit on; 8,000 tokens are enough for heads of 64 dimensions.
     ridge
         Pull towards the identity, in units of the mean square of the head's output.
     """
@@ -58,35 +58,35 @@ def repaired(
     if not ridge > 0:
         raise ValueInputError(f"ridge must be above 0, got {ridge:g}; 0.1 is usual")
     layers = attention_layers(model)
-    chosen = heads_by_layer(layers, heads)
-    one = substitute(mechanism, model)
-    bare = Substitute(one.mechanism, one.window)
-    own, swapped = Walk(model, read.ids), Walk(model, read.ids)
+    by_layer = heads_by_layer(layers, heads)
+    used = substitute(mechanism, model)
+    bare = Substitute(used.mechanism, used.window)
+    original, swapped = LayerwiseRun(model, read.ids), LayerwiseRun(model, read.ids)
     readout: Readout | None = None
-    done: dict[int, Part] = {}
+    done: dict[int, SwappedLayer] = {}
 
-    def repaired_so_far(call: AttentionCall) -> Tensor:
+    def corrected_output(call: AttentionCall) -> Tensor:
         part = done.get(id(call.module))
         if part is None:
             return call.output
         return call.output.index_copy(2, part.heads.to(call.output.device), part.output(call, VisibleSets().of(call)))
 
-    for number, (layer, some) in enumerate(chosen):
-        own.climb(layer)
-        swapped.climb(layer, repaired_so_far)
-        part = part_of(layer, some, bare, len(layers))
-        weight, bias = _fitted(own, swapped, part, len(read), ridge)
+    for number, (layer, some) in enumerate(by_layer):
+        original.advance_to(layer)
+        swapped.advance_to(layer, corrected_output)
+        part = swapped_layer(layer, some, bare, len(layers))
+        weight, bias = _fit_layer(original, swapped, part, len(read), ridge)
         if readout is None:
-            readout = one.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
+            readout = used.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
-        done[id(layer.module)] = part_of(layer, some, replace(bare, readout=readout), len(layers))
-        progress("repairing layers", (number + 1) / len(chosen))
+        done[id(layer.module)] = swapped_layer(layer, some, replace(bare, readout=readout), len(layers))
+        progress("correcting outputs", (number + 1) / len(by_layer))
     return replace(bare, readout=readout)
 
 
-def _fitted(
-    own: Walk, swapped: Walk, part: Part, texts: int, ridge: float
+def _fit_layer(
+    unswapped: LayerwiseRun, swapped: LayerwiseRun, part: SwappedLayer, texts: int, ridge: float
 ) -> tuple[Float[Tensor, "swapped value_dim value_dim"], Float[Tensor, "swapped value_dim"]]:
     """The maps of one layer's heads, over all texts."""
 
@@ -98,8 +98,8 @@ def _fitted(
 
     products = []
     for text in range(texts):
-        o = own.look(part.layer, text, original)[0].transpose(0, 1).double()
-        l = swapped.look(part.layer, text, substituted)[0].transpose(0, 1).double()  # noqa: E741
+        o = unswapped.observe(part.layer, text, original)[0].transpose(0, 1).double()
+        l = swapped.observe(part.layer, text, substituted)[0].transpose(0, 1).double()  # noqa: E741
         x = torch.cat([l, torch.ones_like(l[..., :1])], dim=-1)
         products.append(x.transpose(-1, -2) @ torch.cat([x, o], dim=-1))
     total = torch.stack(products).sum(dim=0)

@@ -1,4 +1,4 @@
-"""A plan: which heads go without softmax, by what and at what cost; its file, its memory, and a model under it."""
+"""Linearization plans: which heads are swapped, their cost and memory, their file, and how to apply them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from softgap.attention import HybridState, LinearState, Visible, attend, resolve
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
-from softgap.intervene.swap import Head, Part, Readout, Substitute, heads_by_layer, part_of, swap
+from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, swap, swapped_layer
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.tap import AttentionCall, stood_in
+from softgap.probe.tap import AttentionCall, override_attention
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
 __all__ = ["Applied", "Plan", "apply", "freed_groups", "load_plan", "memory_of", "streams"]
@@ -49,7 +49,7 @@ class Plan:
         What the heads become.
     original, expected
         Loss, accuracy, recall and whole answers of the model, and their changes under the plan with intervals over
-        texts and lists of lookups, on text and lists that the search for the plan never saw. Recall is the share of
+        texts and recall lists, on text and lists that the search for the plan never saw. Recall is the share of
         answers whose first token is right.
     recall
         How well recall is known: ``lists`` and ``questions`` that were asked, and the half-widths of the 95 % intervals
@@ -76,10 +76,10 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Refuse another model, or heads that it does not have."""
-        found = model_fingerprint(model)
-        if found != self.fingerprint:
+        fingerprint = model_fingerprint(model)
+        if fingerprint != self.fingerprint:
             raise UnsupportedError(
-                f"the plan is for the model {self.fingerprint} ({self.model}), and this one is {found} "
+                f"the plan is for the model {self.fingerprint} ({self.model}), and this one is {fingerprint} "
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
         heads_by_layer(attention_layers(model), self.heads)
@@ -142,15 +142,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             raise ValueError(f"its format is not {FORMAT}")
         _check_types(document)
         about = document["mechanism"]
-        chosen = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
-        chosen = _with_parameters(chosen, document["parameters"], source, about["calibration"])
+        used = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
+        used = _with_parameters(used, document["parameters"], source, about["calibration"])
         return Plan(
             model=document["model"],
             fingerprint=document["fingerprint"],
             heads=tuple((a, b) for a, b in document["heads"]),
             groups=tuple((a, b) for a, b in document["groups"]),
             layers=tuple(document["layers"]),
-            substitute=chosen,
+            substitute=used,
             original=document["original"],
             expected={name: Interval(**values) for name, values in document["expected"].items()},
             recall=document.get("recall", {}),
@@ -189,9 +189,9 @@ def _check_types(document: Mapping[str, Any]) -> None:
         raise ValueError("provenance must be an object")
 
 
-def _with_parameters(chosen: Substitute, about: Mapping[str, str] | None, source: Path, origin: str) -> Substitute:
+def _with_parameters(used: Substitute, about: Mapping[str, str] | None, source: Path, origin: str) -> Substitute:
     if about is None:
-        return chosen
+        return used
     stored = load_calibration(source.with_name(about["file"]))
     if digest_of(stored.tensors) != about["digest"]:
         raise StoreError(
@@ -201,11 +201,11 @@ def _with_parameters(chosen: Substitute, about: Mapping[str, str] | None, source
     for name, tensor in stored.tensors.items():
         kind, _, parameter = name.partition(".")
         parts[kind][parameter] = tensor
-    mechanism = chosen.mechanism
+    mechanism = used.mechanism
     if parts["mechanism"]:
         mechanism = replace(mechanism.with_parameters(**parts["mechanism"]), origin=origin)
     readout = Readout(**parts["readout"]) if parts["readout"] else None
-    return Substitute(mechanism, chosen.window, readout)
+    return Substitute(mechanism, used.window, readout)
 
 
 def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute) -> dict[str, float]:
@@ -246,7 +246,7 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     plan.check(model)
     applied = Applied(model, plan.heads, plan.substitute)
     try:
-        with swap(model, plan.heads, plan.substitute), stood_in(model, applied._stand):
+        with swap(model, plan.heads, plan.substitute), override_attention(model, applied._attend):
             yield applied
     finally:
         applied._close()
@@ -258,37 +258,37 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
     return [g for g in range(layer.kv_heads) if set(range(g * size, (g + 1) * size)) <= set(heads)]
 
 
-def streams(chosen: Substitute) -> bool:
+def streams(used: Substitute) -> bool:
     """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
-    return chosen.mechanism.factorable(64) or chosen.mechanism.kind == "constant"
+    return used.mechanism.factorable(64) or used.mechanism.kind == "constant"
 
 
 @dataclass(frozen=True, eq=False)
 class _Split:
     """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones."""
 
-    kept: Tensor
-    among_kept: Part | None
-    freed: Part
+    remaining: Tensor
+    swapped_remaining: SwappedLayer | None
+    freed: SwappedLayer
     groups: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Applied:
     """A model under a plan; made by :func:`apply`."""
 
-    def __init__(self, model: Model, heads: Sequence[Head], chosen: Substitute) -> None:
+    def __init__(self, model: Model, heads: Sequence[Head], used: Substitute) -> None:
         self._model = model
         layers = attention_layers(model)
-        self._window = chosen.window
-        self._streams = streams(chosen)
-        self._name = chosen.mechanism.name
+        self._window = used.window
+        self._streams = streams(used)
+        self._name = used.mechanism.name
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
         bounded = bounded_layers(model)
-        for layer, own in heads_by_layer(layers, heads):
-            groups = freed_groups(layer, own)
+        for layer, layer_heads in heads_by_layer(layers, heads):
+            groups = freed_groups(layer, layer_heads)
             if groups and layer.number not in bounded:
-                self._splits[id(layer.module)] = _split(layer, own, groups, chosen, len(layers))
+                self._splits[id(layer.module)] = _split(layer, layer_heads, groups, used, len(layers))
                 self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -299,9 +299,9 @@ class Applied:
                 f"mechanism '{self._name}' has no state of constant size and cannot stream; generate without the "
                 "plan's cache, or make a plan with a mechanism such as elu1 or fitted"
             )
-        made = state_cache(self._model, {self._indices[key]: split.groups for key, split in self._splits.items()})
-        self._caches.add(made)
-        return made
+        cache = state_cache(self._model, {self._indices[key]: split.groups for key, split in self._splits.items()})
+        self._caches.add(cache)
+        return cache
 
     def _close(self) -> None:
         """Caches are of no use to a model without the plan: it would miss the freed heads and not say so."""
@@ -310,7 +310,7 @@ class Applied:
                 if isinstance(layer, StateLayer):
                     layer.closed = True
 
-    def _stand(
+    def _attend(
         self,
         original: Callable[..., Any],
         module: nn.Module,
@@ -323,22 +323,22 @@ class Applied:
         split = self._splits.get(id(module))
         if split is None:
             return None
-        held = self._held(self._indices[id(module)])
+        held = self._updated_layer(self._indices[id(module)])
         if held is None:
             return None
         layer, (new_key, new_value) = held
         mask = args[0] if args else kwargs.get("attention_mask")
         call = AttentionCall(module, query, key, value, mask, kwargs, query)
-        freed = self._freed(split.freed, layer, call, new_key, new_value)
+        freed = self._attend_freed(split.freed, layer, call, new_key, new_value)
         batch, heads, n, _ = query.shape
-        kept = _kept(split, original, call, args, kwargs) if len(split.kept) else None
-        output = (query if kept is None else kept).new_empty(batch, n, heads, freed.shape[-1])
+        remaining = _attend_remaining(split, original, call, args, kwargs) if len(split.remaining) else None
+        output = (query if remaining is None else remaining).new_empty(batch, n, heads, freed.shape[-1])
         output[:, :, split.freed.heads] = freed.to(output.dtype)
-        if kept is not None:
-            output[:, :, split.kept] = kept
+        if remaining is not None:
+            output[:, :, split.remaining] = remaining
         return output, None
 
-    def _held(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
+    def _updated_layer(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
         """The layer of a cache of ours that was updated just now."""
         for cache in self._caches:
             layer = cache.layers[index]
@@ -347,7 +347,7 @@ class Applied:
                 return layer, fresh
         return None
 
-    def _freed(self, part: Part, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_freed(self, part: SwappedLayer, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
         dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
         q = call.query.index_select(1, part.heads.to(k.device))
         valid = None
@@ -356,14 +356,14 @@ class Applied:
             valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
         with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
             if part.mechanism.kind == "constant":
-                found = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
+                output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
             else:
-                found = self._state(part, layer, call, valid, k.shape[2], dtype).attend(q, k, v, valid).output
-            return part.read_out(found).transpose(1, 2)
+                output = self._state(part, layer, call, valid, k.shape[2], dtype).attend(q, k, v, valid).output
+            return part.read_out(output).transpose(1, 2)
 
     def _state(
         self,
-        part: Part,
+        part: SwappedLayer,
         layer: StateLayer,
         call: AttentionCall,
         valid: Bool[Tensor, "batch key"] | None,
@@ -372,29 +372,29 @@ class Applied:
     ) -> LinearState | HybridState:
         """The state of a layer's freed heads, made when it is first asked for."""
         if layer.state is None:
-            origin = _origin(call, valid, n_keys)
+            origin = _first_position(call, valid, n_keys)
             layer.state = (
                 LinearState(part.mechanism, scale=call.scale, dtype=dtype, origin=origin)
                 if self._window is None
                 else HybridState(part.mechanism, near=self._window, scale=call.scale, dtype=dtype, origin=origin)
             )
-        made: LinearState | HybridState = layer.state
-        return made
+        state: LinearState | HybridState = layer.state
+        return state
 
 
-def _origin(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
+def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
     """The position of the first key that a new state sees."""
-    told = call.options.get("position_ids")
-    if not isinstance(told, Tensor):
+    positions = call.options.get("position_ids")
+    if not isinstance(positions, Tensor):
         return None
-    return with_origin(Visible(key_valid=valid), told, call.query.shape[0], call.query.shape[2], n_keys).origin
+    return with_origin(Visible(key_valid=valid), positions, call.query.shape[0], call.query.shape[2], n_keys).origin
 
 
-def _kept(
+def _attend_remaining(
     split: _Split, original: Callable[..., Any], call: AttentionCall, args: tuple[Any, ...], kwargs: Any
 ) -> Tensor:
     """The kept heads: the model's own attention on what the cache holds, some of them swapped."""
-    query = call.query.index_select(1, split.kept.to(call.query.device))
+    query = call.query.index_select(1, split.remaining.to(call.query.device))
     try:
         output: Tensor = original(call.module, query, call.key, call.value, *args, **kwargs)[0]
     except RuntimeError as error:
@@ -402,29 +402,29 @@ def _kept(
             f"this model's attention cannot be computed for {query.shape[1]} of its {call.query.shape[1]} heads alone "
             f"({str(error).splitlines()[0]}); free whole layers, or leave the plan's cache out"
         ) from error
-    if split.among_kept is None:
+    if split.swapped_remaining is None:
         return output
     inner = call._replace(query=query, output=output)
-    found = split.among_kept.output(inner, VisibleSets(2**62).of(inner))
-    return output.index_copy(2, split.among_kept.heads.to(output.device), found)
+    swapped = split.swapped_remaining.output(inner, VisibleSets(2**62).of(inner))
+    return output.index_copy(2, split.swapped_remaining.heads.to(output.device), swapped)
 
 
 def _split(
-    layer: AttentionLayer, own: Sequence[int], groups: Sequence[int], chosen: Substitute, n_layers: int
+    layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], used: Substitute, n_layers: int
 ) -> _Split:
     size = layer.heads // layer.kv_heads
     kept_groups = [g for g in range(layer.kv_heads) if g not in groups]
-    kept = [head for g in kept_groups for head in range(g * size, (g + 1) * size)]
-    freed = part_of(layer, [head for head in own if head // size in groups], chosen, n_layers)
-    some = [head for head in own if head in kept]
+    remaining = [head for g in kept_groups for head in range(g * size, (g + 1) * size)]
+    freed = swapped_layer(layer, [head for head in heads if head // size in groups], used, n_layers)
+    some = [head for head in heads if head in remaining]
     among = None
     if some:
-        part = part_of(layer, some, chosen, n_layers)
-        smaller = dataclasses.replace(layer, heads=len(kept), kv_heads=len(kept_groups))
+        part = swapped_layer(layer, some, used, n_layers)
+        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(kept_groups))
         among = dataclasses.replace(
             part,
             layer=smaller,
-            heads=torch.tensor([kept.index(head) for head in some]),
+            heads=torch.tensor([remaining.index(head) for head in some]),
             kv_heads=torch.tensor([kept_groups.index(int(g)) for g in part.kv_heads]),
         )
-    return _Split(torch.tensor(kept, dtype=torch.long), among, freed, (tuple(kept_groups), tuple(groups)))
+    return _Split(torch.tensor(remaining, dtype=torch.long), among, freed, (tuple(kept_groups), tuple(groups)))

@@ -1,4 +1,4 @@
-"""How well a score ranks heads by what their swap costs, against what the measurement itself allows.
+"""Measure how well a score ranks heads by the cost of their swap.
 
 Measured costs are noisy: two halves of the texts rank heads differently. If both halves agree with correlation c, the
 whole has the reliability R = 2 c / (1 + c) (Spearman and Brown), and even the true costs would correlate with the
@@ -62,12 +62,12 @@ def split_half(costs: Float[np.ndarray, "head text"], *, rng: np.random.Generato
     texts = costs.shape[1]
     if texts < 2:
         return float("nan"), 0.0
-    found = []
+    correlations = []
     for _ in range(SPLITS):
         order = rng.permutation(texts)
         first, second = order[: texts // 2], order[texts // 2 :]
-        found.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
-    half = float(np.mean(found))
+        correlations.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
+    half = float(np.mean(correlations))
     return half, float(np.sqrt(2 * half / (1 + half))) if half > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Associative recall on as many lists of lookups as it takes to say it to two hundredths.
+"""Measure associative recall on as many lists as a half-width of two hundredths takes.
 
 A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
 of the original model's recall and of its change under the swap both have a half-width of at most :data:`HALF_WIDTH`, or
@@ -15,7 +15,7 @@ import numpy as np
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import interval_of
 from softgap.intervene.swap import Head, Substitute
-from softgap.linearize.sequences import Passages, Reading, digest_of_passages, joined_readings, read_swapped
+from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, join_readings, read_swapped
 from softgap.models.loading import Model
 
 __all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "half_widths"]
@@ -44,44 +44,51 @@ class RecallTest:
     """
 
     model: Model
-    draw: Callable[[int, int], Passages]
+    draw: Callable[[int, int], Sequences]
     lists: int | None = None
     kept: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
-    _drawn: list[Passages] = field(default_factory=list, init=False)
+    _blocks: list[Sequences] = field(default_factory=list, init=False)
     _read: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
-        self, heads: Sequence[Head], chosen: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
+        self, heads: Sequence[Head], make_substitute: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
     ) -> tuple[Reading, Reading]:
         """The original model and the one with these heads swapped, on enough lists and at least ``fewest``."""
         blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
         while True:
-            original, swapped = self._asked((), lambda: None, blocks), self._asked(tuple(heads), chosen, blocks)
+            original, swapped = (
+                self._evaluate((), lambda: None, blocks),
+                self._evaluate(tuple(heads), make_substitute, blocks),
+            )
             done = self.lists is not None or blocks * BLOCK_LISTS >= MOST_LISTS
             if done or max(half_widths(original, swapped, seed=self.seed).values()) <= HALF_WIDTH:
                 return original, swapped
             blocks += 1
 
-    def _asked(self, heads: tuple[Head, ...], chosen: Callable[[], Substitute | None], blocks: int) -> Reading:
+    def _evaluate(
+        self, heads: tuple[Head, ...], make_substitute: Callable[[], Substitute | None], blocks: int
+    ) -> Reading:
         """The first blocks of lists; what was asked before is used again."""
-        found = self._read.setdefault(heads, [])
-        while len(found) < blocks:
-            block = self._block(len(found))
+        readings = self._read.setdefault(heads, [])
+        while len(readings) < blocks:
+            block = self._block(len(readings))
 
-            def make(block: Passages = block) -> dict[str, list[float]]:
-                return read_swapped(self.model, None, block, heads, chosen() if heads else None).to_json()
+            def make(block: Sequences = block) -> dict[str, list[float]]:
+                return read_swapped(self.model, None, block, heads, make_substitute() if heads else None).to_json()
 
-            found.append(Reading.from_json(self.kept.find_or_make(["recall", heads, digest_of_passages(block)], make)))
-            self.report(sum(len(part.recall) for part in found))
-        return joined_readings(found[:blocks])
+            readings.append(
+                Reading.from_json(self.kept.find_or_make(["recall", heads, digest_of_sequences(block)], make))
+            )
+            self.report(sum(len(part.recall) for part in readings))
+        return join_readings(readings[:blocks])
 
-    def _block(self, number: int) -> Passages:
-        while len(self._drawn) <= number:
-            skip = len(self._drawn) * BLOCK_LISTS
-            self._drawn.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
-        return self._drawn[number]
+    def _block(self, number: int) -> Sequences:
+        while len(self._blocks) <= number:
+            skip = len(self._blocks) * BLOCK_LISTS
+            self._blocks.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
+        return self._blocks[number]
 
 
 def half_widths(original: Reading, swapped: Reading, *, seed: int = 0) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Cheap scores: how costly a head's swap will be, from one or two passes instead of a sweep over all heads."""
+"""Score how costly the swap of each head will be, from a few forward and backward passes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.nn import functional
 from softgap.attention import Mechanism, compare_outputs
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
-from softgap.intervene.swap import Head, Part, Substitute, heads_by_layer, part_of, substitute
-from softgap.linearize.sequences import Passages
+from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.softmax import softmax_rows
-from softgap.probe.tap import AttentionCall, replaced, tapped
+from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["SCORES", "Scores", "beside", "head_scores"]
+__all__ = ["SCORES", "Scores", "add_recall_scores", "head_scores"]
 
 
 SHAPES: Mapping[str, str] = {
@@ -73,8 +73,8 @@ def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head 
             continue
         for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
             if matrix.shape[0] == layer.heads * value_dim:
-                found: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
-                return found
+                weights: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
+                return weights
     return None
 
 
@@ -120,16 +120,16 @@ class Scores:
         """A score of every head."""
         if name not in self.values:
             raise unknown_name("score", name, tuple(self.values))
-        found: np.ndarray = self.values[name].mean(axis=-1)
-        return found
+        means: np.ndarray = self.values[name].mean(axis=-1)
+        return means
 
 
 def head_scores(
     model: Model,
-    read: Passages,
+    read: Sequences,
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Passages | None = None,
+    asked: Sequences | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -143,10 +143,10 @@ def head_scores(
     Parameters
     ----------
     read
-        Passages; slopes and curvatures are those of the loss of the next tokens that count.
+        Sequences; slopes and curvatures are those of the loss of the next tokens that count.
     asked
-        Lookups whose scores are added, scaled so that over all heads they weigh as much as those of the text: heads
-        that text hardly misses may be all of recall.
+        Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
+        heads that text hardly misses may carry all of recall.
     names
         Which scores; see :data:`SCORES`.
     heads
@@ -171,35 +171,41 @@ def head_scores(
     layers = attention_layers(model)
     gone = {tuple(head) for head in swapped}
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    chosen = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
-    one = substitute(mechanism, model)
-    parts = [part_of(layer, own, one, len(layers)) for layer, own in chosen]
-    under = [part_of(layer, own, one, len(layers)) for layer, own in heads_by_layer(layers, swapped)] if gone else []
+    by_layer = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
+    used = substitute(mechanism, model)
+    parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
+    under = (
+        [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
+        if gone
+        else []
+    )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for number in range(len(read)):
         one_text = read.part(slice(number, number + 1))
-        columns.append(_of_text(model, one_text, parts, under, set(names), samples, steps, generator))
+        columns.append(_score_sequence(model, one_text, parts, under, set(names), samples, steps, generator))
         progress("scoring heads", (number + 1) / len(read))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
     if asked is not None:
         more = head_scores(
-            model, asked, one, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+            model, asked, used, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
         )
-        values = {name: beside(values[name], more.mean(name)) for name in names}
+        values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
     return Scores(
-        tuple((layer.number, head) for layer, own in chosen for head in own),
+        tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
 
 
-def beside(text: Float[np.ndarray, "head text"], lookups: Float[np.ndarray, " head"]) -> Float[np.ndarray, "head text"]:
-    """Scores by text with those by lookups added, both with the same sum of sizes over the heads."""
-    total = float(np.abs(lookups).sum())
+def add_recall_scores(
+    text: Float[np.ndarray, "head text"], recall: Float[np.ndarray, " head"]
+) -> Float[np.ndarray, "head text"]:
+    """Scores by text with those by recall lists added, both with the same sum of sizes over the heads."""
+    total = float(np.abs(recall).sum())
     scale = float(np.abs(text.mean(axis=-1)).sum()) / total if total > 0 else 0.0
-    found: np.ndarray = text + scale * lookups[:, None]
-    return found
+    combined: np.ndarray = text + scale * recall[:, None]
+    return combined
 
 
 def _passes(name: str, samples: int, steps: int) -> float:
@@ -210,17 +216,17 @@ def _passes(name: str, samples: int, steps: int) -> float:
     return 1 + slopes.get(name, 0)
 
 
-def _of_text(
+def _score_sequence(
     model: Model,
-    text: Passages,
-    parts: Sequence[Part],
-    under: Sequence[Part],
+    text: Sequences,
+    parts: Sequence[SwappedLayer],
+    under: Sequence[SwappedLayer],
     names: set[str],
     samples: int,
     steps: int,
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
-    found: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
     ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
         with _Gates(model, parts, under) as gates:
@@ -230,22 +236,22 @@ def _of_text(
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
                 for _ in range(samples):
-                    drawn = torch.multinomial(probability, 1, generator=generator)[:, 0]
-                    curvature += gates.slopes(_loss(logits, drawn)).square() / samples
+                    labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
+                    curvature += gates.slopes(_loss(logits, labels)).square() / samples
         # Means over tokens; the curvature of a sum of T independent terms is T times that of one.
-        found |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
-        found["gradient+fisher"] = found["gradient"] + found["fisher"]
+        scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
+        scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
         way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
             with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
                 way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
-        found["integrated"] = way
-        if "fisher" in found:
-            found["integrated+fisher"] = way + found["fisher"]
-    if names - set(found):
-        found |= _looked_at(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
-    return {name: values.detach().cpu() for name, values in found.items() if name in names}
+        scores["integrated"] = way
+        if "fisher" in scores:
+            scores["integrated+fisher"] = way + scores["fisher"]
+    if names - set(scores):
+        scores |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+    return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
 def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
@@ -257,7 +263,9 @@ def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]
 class _Gates:
     """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
 
-    def __init__(self, model: Model, parts: Sequence[Part], under: Sequence[Part], place: float = 0.0) -> None:
+    def __init__(
+        self, model: Model, parts: Sequence[SwappedLayer], under: Sequence[SwappedLayer], place: float = 0.0
+    ) -> None:
         self._model, self._place = model, place
         self._parts = {id(part.layer.module): part for part in parts}
         self._under = {id(part.layer.module): part for part in under}
@@ -270,7 +278,7 @@ class _Gates:
         self._frozen = [x for x in self._model.parameters() if x.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-        self._replaced = replaced(self._model, self._gated)
+        self._replaced = replace_attention(self._model, self._gated)
         self._replaced.__enter__()
         return self
 
@@ -281,30 +289,30 @@ class _Gates:
         self._outputs.clear()
         self._steps.clear()
 
-    def logits(self, text: Passages) -> Float[Tensor, "next vocabulary"]:
+    def logits(self, text: Sequences) -> Float[Tensor, "next vocabulary"]:
         """Logits of the next tokens that count."""
         counted = text.scored[0]
         with torch.enable_grad():
-            found: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
-            return found if bool(counted.all()) else found[counted]
+            logits: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
+            return logits if bool(counted.all()) else logits[counted]
 
     def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, " head"]:
         """dL/dg of every head, in the order of the parts."""
         outputs = [self._outputs[module] for module in self._order]
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
-        found = []
+        slopes = []
         for module, gradient in zip(self._order, gradients, strict=True):
             at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
             # Sums over tokens, and then squared: more than half precision holds.
-            found.append((_wide(at_heads) * _wide(self._steps[module])).sum(dim=(0, 1, 3)))
-        return torch.cat(found)
+            slopes.append((_as_float(at_heads) * _as_float(self._steps[module])).sum(dim=(0, 1, 3)))
+        return torch.cat(slopes)
 
     def _gated(self, call: AttentionCall) -> Tensor:
-        output = _stepped(call, self._under.get(id(call.module)))[0]
+        output = _step_towards(call, self._under.get(id(call.module)))[0]
         part = self._parts.get(id(call.module))
         if part is None:
             return output
-        whole, step = _stepped(call._replace(output=output), part, self._place)
+        whole, step = _step_towards(call._replace(output=output), part, self._place)
         output = whole if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
@@ -312,11 +320,11 @@ class _Gates:
         return output
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
+def _step_towards(call: AttentionCall, part: SwappedLayer | None, place: float = 1.0) -> tuple[Tensor, Tensor]:
     """The output with the heads of a part moved towards their substitute by a constant step, and the whole step."""
     if part is None:
         return call.output, call.output[:, :, :0]
@@ -326,27 +334,32 @@ def _stepped(call: AttentionCall, part: Part | None, place: float = 1.0) -> tupl
     return call.output.index_add(2, heads, step, alpha=place), step
 
 
-def _looked_at(
-    model: Model, ids: Int[Tensor, "1 time"], parts: Sequence[Part], under: Sequence[Part], *, shapes: bool
+def _forward_scores(
+    model: Model,
+    ids: Int[Tensor, "1 time"],
+    parts: Sequence[SwappedLayer],
+    under: Sequence[SwappedLayer],
+    *,
+    shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
     """Scores that only look at what a forward without gradients shows."""
-    own = {id(part.layer.module): part for part in parts}
+    part_of_module = {id(part.layer.module): part for part in parts}
     rows: dict[int, dict[str, Tensor]] = {}
 
     def listen(call: AttentionCall) -> None:
-        part = own.get(id(call.module))
+        part = part_of_module.get(id(call.module))
         if part is None:
             return
         heads = part.heads.to(call.output.device)
         o, l = call.output.index_select(2, heads), part.output(call, VisibleSets().of(call))  # noqa: E741
-        compared = compare_outputs(o, l)
+        comparison = compare_outputs(o, l)
         weight = output_weight(part.layer, call.output.shape[-1])
         step = (l - o).float()
         if weight is not None:
             step = torch.einsum("bthd,hdm->bthm", step, weight[heads].float())
         rows[id(call.module)] = {
-            "divergence": compared.divergence.mean(dim=(0, 1)),
-            "relative_l2": compared.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
+            "divergence": comparison.divergence.mean(dim=(0, 1)),
+            "relative_l2": comparison.relative_l2.nan_to_num(0.0).mean(dim=(0, 1)),
             "output_l2": step.square().sum(dim=-1).mean(dim=(0, 1)).sqrt(),
             **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }
@@ -354,9 +367,9 @@ def _looked_at(
     below = {id(part.layer.module): part for part in under}
 
     def swapped(call: AttentionCall) -> Tensor:
-        return _stepped(call, below.get(id(call.module)))[0]
+        return _step_towards(call, below.get(id(call.module)))[0]
 
-    with torch.inference_mode(), replaced(model, swapped), tapped(model, listen):
+    with torch.inference_mode(), replace_attention(model, swapped), observe_attention(model, listen):
         model(ids[:, :-1], use_cache=False)
     columns = [rows[id(part.layer.module)] for part in parts]
     return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}

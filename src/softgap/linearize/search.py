@@ -1,8 +1,8 @@
-"""The search for a plan: as many heads or KV groups as a budget allows, checked on text it never saw.
+"""Search for a plan that swaps as many heads or KV groups as a budget allows.
 
-The text is cut in three: half of the passages to score heads and to fit repairs on, a quarter to choose how many heads
-go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has lists of lookups of its
-own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
+The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
+many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
+of its own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from softgap.checkpoints import Checkpoints
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
-from softgap.linearize.distil import tuned
-from softgap.linearize.frontier import BEST, Budget, Unit, ordered, taken, units_of
-from softgap.linearize.output_correction import repaired
+from softgap.linearize.distil import distil_substitute
+from softgap.linearize.frontier import DEFAULT_SCORE, Budget, Unit, first_heads, order_units, units_of
+from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Plan, freed_groups, memory_of, streams
 from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.sequences import (
     LENGTH,
     PAIRS,
-    Passages,
     Reading,
+    Sequences,
     check_length,
-    digest_of_passages,
-    joined_readings,
-    lookups,
-    passages_of,
+    digest_of_sequences,
+    join_readings,
     read_swapped,
+    recall_sequences,
+    split_sequences,
 )
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
@@ -48,7 +48,7 @@ __all__ = ["check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
-# Lists that head scores and tuning count beside the text; they decide nothing by themselves.
+# Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
 # Lists of each kind are drawn from a seed of their own.
 CHECK, CHOOSE, FIT = range(3)
@@ -63,7 +63,7 @@ def find_plan(
     budget: float,
     recall_budget: float | None = None,
     by: str = "heads",
-    score: str = BEST,
+    score: str = DEFAULT_SCORE,
     repair: bool = True,
     tune: int = 0,
     length: int = LENGTH,
@@ -78,7 +78,7 @@ def find_plan(
     Parameters
     ----------
     texts
-        What to search on: cut into passages of ``length`` tokens, about ``tokens`` in all.
+        What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
         What heads become, by name, or as a :class:`Substitute`.
     budget
@@ -92,10 +92,11 @@ def find_plan(
     repair
         Whether swapped heads get a readout.
     tune
-        Steps by which every set that is tried is tuned after its repair (:func:`tuned`); 0 for none. A step takes the
-        time of about four forwards over a passage.
+        Steps by which every set is distilled after its output correction (:func:`distil_substitute`); 0 for none. A
+        step takes the
+        time of about four forwards over a sequence.
     recalls
-        Lists of lookups that the plan is checked on, and as many others to choose on where recall is limited. None asks
+        Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
         as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
@@ -104,42 +105,44 @@ def find_plan(
     limits = check_search(
         budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
     )
-    one = substitute(mechanism, model)
-    read = passages_of(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
+    used = substitute(mechanism, model)
+    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
-        raise ValueInputError("a recall budget needs lookups, got recalls=0; leave recalls or the recall budget out")
+        raise ValueInputError(
+            "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
+        )
 
-    def lists(kind: int, skip: int, n: int) -> Passages:
-        return lookups(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
+    def lists(kind: int, skip: int, n: int) -> Sequences:
+        return recall_sequences(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
 
     limited = limits.recall is not None
-    text = _parts(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
-    settings = _settings(model, read, one, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
-    kept = Checkpoints(folder, settings)
-    choose = RecallTest(model, partial(lists, CHOOSE), recalls, kept, seed) if limited else None
-    search = _Search(model, text, one, settings, kept, progress, choose)
-    order = _order(model, text, one, settings, kept, progress)
-    heads = _largest(search, [taken(order, k) for k in range(len(order) + 1)], limits, by, progress)
+    text = _split_text(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
+    settings = _settings(model, read, used, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
+    checkpoints = Checkpoints(folder, settings)
+    choose = RecallTest(model, partial(lists, CHOOSE), recalls, checkpoints, seed) if limited else None
+    search = _Search(model, text, used, settings, checkpoints, progress, choose)
+    order = _order_by_score(model, text, used, settings, checkpoints, progress)
+    heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
     check = None
     if recalls != 0:
-        check = RecallTest(model, partial(lists, CHECK), recalls, kept, seed)
-        check.report = lambda n: progress(f"{stage}, {n} lists of lookups", 0.97)
+        check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
+        check.report = lambda n: progress(f"{stage}, {n} recall lists", 0.97)
     about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    return _checked(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
+    return _evaluate_plan(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
 
 
-def _settings(model: Model, read: Passages, one: Substitute, **chosen: Any) -> dict[str, Any]:
+def _settings(model: Model, read: Sequences, used: Substitute, **options: Any) -> dict[str, Any]:
     """Everything that scores and costs of sets depend on; a budget does not change them."""
     return {
         "fingerprint": model_fingerprint(model),
-        "mechanism": one.name,
-        "calibration": one.mechanism.origin,
-        "parameters": one.digest,
-        "text": digest_of_passages(read),
+        "mechanism": used.name,
+        "calibration": used.mechanism.origin,
+        "parameters": used.digest,
+        "text": digest_of_sequences(read),
         "tokens": read.tokens,
-        **chosen,
+        **options,
     }
 
 
@@ -159,7 +162,8 @@ def check_search(
         raise unknown_name("score", score, SCORES)
     if tune < 0 or (tune and not repair):
         raise ValueInputError(
-            f"tuning takes 0 steps or more and begins with a repair, got {tune} and repair={repair}; leave one out"
+            f"distillation takes 0 steps or more and needs the output correction, got tune={tune} and "
+            f"repair={repair}; leave one out"
         )
     check_length(length)
     if tokens is not None and tokens < 1:
@@ -168,84 +172,91 @@ def check_search(
 
 
 @dataclass(frozen=True, eq=False)
-class _Text:
-    """Passages to fit on, to choose on and to check on, and lookups to fit on."""
+class _SearchText:
+    """Sequences to fit on, to choose on and to check on, and recall lists to fit on."""
 
-    fit: Passages
-    choose: Passages
-    check: Passages
-    fit_asked: Passages | None = None
+    fit: Sequences
+    choose: Sequences
+    check: Sequences
+    fit_asked: Sequences | None = None
 
 
-def _parts(read: Passages, asked: Passages | None) -> _Text:
-    """Half of the passages to fit on, a quarter to choose on, the last quarter to check on."""
+def _split_text(read: Sequences, recall: Sequences | None) -> _SearchText:
+    """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(read) // 2, max(1, len(read) // 4)
     bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
     fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
-    return _Text(fit, choose, check, asked)
+    return _SearchText(fit, choose, check, recall)
 
 
-def _order(
-    model: Model, text: _Text, one: Substitute, settings: dict[str, Any], kept: Checkpoints, progress: Progress
+def _order_by_score(
+    model: Model,
+    text: _SearchText,
+    used: Substitute,
+    settings: dict[str, Any],
+    checkpoints: Checkpoints,
+    progress: Progress,
 ) -> list[Unit]:
     """All heads or groups, cheapest first by the score; scores that were taken before are used again.
 
-    Where recall is limited, lookups count beside the passages: heads that text hardly misses may be all of recall.
+    Where recall is limited, recall lists count beside the text: heads that text hardly misses may be all of recall.
     """
     name = settings["score"]
 
     def scored() -> dict[str, Any]:
-        found = head_scores(
+        scores_of_heads = head_scores(
             model,
             text.fit,
-            one,
+            used,
             asked=text.fit_asked,
             names=[name],
             seed=settings["seed"],
             progress=lambda stage, share: progress(stage, 0.3 * share),
         )
-        return {"heads": found.heads, "score": found.mean(name).tolist()}
+        return {"heads": scores_of_heads.heads, "score": scores_of_heads.mean(name).tolist()}
 
-    scores = kept.find_or_make(["scores", digest_of_passages(text.fit_asked)] if text.fit_asked else "scores", scored)
+    scores = checkpoints.find_or_make(
+        ["scores", digest_of_sequences(text.fit_asked)] if text.fit_asked else "scores", scored
+    )
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
-    return ordered(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
+    return order_units(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
 
 
 class _Search:
-    """What sets of heads cost, on the quarter of the text and the lookups that choose."""
+    """What sets of heads cost, on the quarter of the text and the recall lists that choose."""
 
     def __init__(
         self,
         model: Model,
-        text: _Text,
-        one: Substitute,
+        text: _SearchText,
+        used: Substitute,
         settings: dict[str, Any],
-        kept: Checkpoints,
+        checkpoints: Checkpoints,
         progress: Progress,
         recall: RecallTest | None,
     ) -> None:
-        self._model, self._text, self._one, self._recall = model, text, one, recall
-        self._settings, self._kept, self._progress = settings, kept, progress
-        self._made: dict[tuple[Head, ...], Substitute] = {}
+        self._model, self._text, self._plain, self._recall = model, text, used, recall
+        self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
+        self._substitutes: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
         if recall is not None:
-            recall.report = lambda n: progress(f"asking {n} lists of lookups", self.share)
+            recall.report = lambda n: progress(f"asking {n} recall lists", self.share)
         self._original = self._reading([])
 
     def substitute(self, heads: Sequence[Head]) -> Substitute:
-        """What these heads become, repaired and tuned where that is wanted; made once for a set."""
+        """The substitute of these heads, with corrected outputs and distilled where asked; computed once for a set."""
         if not self._settings["repair"]:
-            return self._one
+            return self._plain
         key = tuple(heads)
-        if key not in self._made:
-            self._made[key] = repaired(self._model, self._text.fit, heads, self._one)
+        if key not in self._substitutes:
+            self._substitutes[key] = fit_output_correction(self._model, self._text.fit, heads, self._plain)
             if self._settings["tune"]:
-                self._made[key] = tuned(
-                    self._model, self._text.fit, heads, self._made[key], asked=self._text.fit_asked,
+                self._substitutes[key] = distil_substitute(
+                    self._model, self._text.fit, heads, self._substitutes[key], asked=self._text.fit_asked,
                     steps=self._settings["tune"], seed=self._settings["seed"],
                     progress=lambda stage, share: self._progress(stage, self.share),
                 )  # fmt: skip
-        return self._made[key]
+        return self._substitutes[key]
 
     def change(self, heads: Sequence[Head]) -> dict[str, float]:
         """Rise in loss, and changes in accuracy and recall."""
@@ -254,24 +265,24 @@ class _Search:
             original, swapped = self._recall.compare(heads, lambda: self.substitute(heads))
             before.append(original)
             after.append(swapped)
-        means = joined_readings(before).means(), joined_readings(after).means()
+        means = join_readings(before).means(), join_readings(after).means()
         return {name: means[1][name] - means[0][name] for name in means[0]}
 
     def lists(self, heads: Sequence[Head]) -> int:
-        """On how many lists of lookups it was decided whether these heads may go; 0 where recall is not limited."""
+        """On how many recall lists it was decided whether these heads may go; 0 where recall is not limited."""
         if self._recall is None:
             return 0
         return len(self._recall.compare(heads, lambda: self.substitute(heads))[0].recall)
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
-            chosen = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, None, heads, chosen).to_json()
+            used = self.substitute(heads) if heads else None
+            return read_swapped(self._model, self._text.choose, None, heads, used).to_json()
 
-        return Reading.from_json(self._kept.find_or_make(["set", heads], make))
+        return Reading.from_json(self._checkpoints.find_or_make(["set", heads], make))
 
 
-def _largest(
+def _largest_set(
     search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Progress
 ) -> Sequence[Head]:
     """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
@@ -292,9 +303,9 @@ def _largest(
     return sets[low]
 
 
-def _checked(
+def _evaluate_plan(
     model: Model,
-    text: _Text,
+    text: _SearchText,
     heads: Sequence[Head],
     used: Substitute,
     provenance: dict[str, Any],
@@ -309,7 +320,7 @@ def _checked(
     about: dict[str, float] = {}
     if recall is not None:
         before, after = recall.compare(heads, lambda: used, fewest=max(FEWEST_LISTS, decided_on))
-        original, swapped = joined_readings([original, before]), joined_readings([swapped, after])
+        original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
         about = {
             "lists": len(before.recall),
@@ -319,15 +330,15 @@ def _checked(
             **({"decided_on": decided_on} if decided_on else {}),
         }
     bounded = bounded_layers(model)
-    chosen = heads_by_layer(attention_layers(model), heads)
-    freed = [(layer, own) for layer, own in chosen if streams(used) and layer.number not in bounded]
-    groups = tuple((layer.number, group) for layer, own in freed for group in freed_groups(layer, own))
+    by_layer = heads_by_layer(attention_layers(model), heads)
+    freed = [(layer, layer_heads) for layer, layer_heads in by_layer if streams(used) and layer.number not in bounded]
+    groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
     return Plan(
         model=model.name_or_path or model.config.model_type,
         fingerprint=model_fingerprint(model),
         heads=tuple(heads),
         groups=groups,
-        layers=tuple(layer.number for layer, own in freed if len(own) == layer.heads),
+        layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
         substitute=used,
         original=original.means(),
         expected=swapped.change_from(original),

@@ -24,16 +24,16 @@ from softgap.tasks.generators import draw_pairs
 
 __all__ = [
     "Original",
-    "Passages",
     "Reading",
-    "digest_of_passages",
-    "joined_readings",
-    "judge_forward",
-    "lookups",
-    "passages_of",
+    "Sequences",
+    "correct_tokens",
+    "digest_of_sequences",
+    "join_readings",
     "read_original",
     "read_swapped",
-    "right_tokens",
+    "recall_sequences",
+    "score_forward",
+    "split_sequences",
 ]
 
 
@@ -47,7 +47,7 @@ PAIRS = 12
 
 
 @dataclass(frozen=True, eq=False)
-class Passages:
+class Sequences:
     """Token sequences of one length, and which of their next tokens count: place t stands for the token behind it.
 
     ``first`` marks the first token of every answer, where there are answers.
@@ -65,9 +65,9 @@ class Passages:
         """Next tokens that count."""
         return int(self.scored.sum())
 
-    def part(self, chosen: slice) -> Passages:
+    def part(self, rows: slice) -> Sequences:
         """Some of them."""
-        return Passages(self.ids[chosen], self.scored[chosen], None if self.first is None else self.first[chosen])
+        return Sequences(self.ids[rows], self.scored[rows], None if self.first is None else self.first[rows])
 
     def answered(
         self, right: Float[Tensor, "*copies text next"]
@@ -77,16 +77,16 @@ class Passages:
         ``right`` is 1 where the top token is the right one, else 0.
         """
         if self.first is None:
-            raise ValueInputError("these passages ask nothing, so there are no answers to count; use lookups")
+            raise ValueInputError("these sequences ask nothing, so there are no answers to count; use recall_sequences")
         first = self.first.to(right)
         number = (self.first.cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
         wrong = torch.zeros_like(right).scatter_add(-1, number, (1 - right) * self.scored.to(right))
-        asked = first.sum(dim=-1)
-        answers = torch.arange(right.shape[-1], device=right.device) < asked[:, None]
-        return (right * first).sum(dim=-1) / asked, ((wrong == 0) & answers).to(right).sum(dim=-1) / asked
+        questions = first.sum(dim=-1)
+        answers = torch.arange(right.shape[-1], device=right.device) < questions[:, None]
+        return (right * first).sum(dim=-1) / questions, ((wrong == 0) & answers).to(right).sum(dim=-1) / questions
 
 
-def passages_of(
+def split_sequences(
     model: Model,
     tokenizer: Tokenizer,
     texts: Sequence[str],
@@ -94,72 +94,75 @@ def passages_of(
     length: int = LENGTH,
     tokens: int | None = None,
     fewest: int = 1,
-) -> Passages:
-    """Cut texts into passages of ``length`` tokens; what is left over at their end is not used.
+) -> Sequences:
+    """Cut texts into sequences of ``length`` tokens; what is left over at their end is not used.
 
     Parameters
     ----------
     texts
         In any number; they are joined in their order.
     tokens
-        Use about so many tokens, in passages spread evenly over the text; None uses all.
+        Use about so many tokens, in sequences spread evenly over the text; None uses all.
     fewest
-        How many passages are needed at least.
+        How many sequences are needed at least.
     """
     check_length(length)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and length > context:
         raise ValueInputError(
-            f"passages can have at most the model's context of {context} tokens, got {length}; shorten them"
+            f"sequences can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
     ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
     whole = len(ids) // length
     if whole < fewest:
         raise ValueInputError(
-            f"the text must have at least {fewest * length} tokens ({fewest} passage{'s' * (fewest > 1)} of {length}), "
-            f"got {len(ids)}; give more text or choose shorter passages"
+            f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
+            f" got {len(ids)}; give more text or choose shorter sequences"
         )
     wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
-    chosen = np.linspace(0, whole - 1, wanted).round().astype(int)
-    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(chosen)].to(model.device)
-    return Passages(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+    places = np.linspace(0, whole - 1, wanted).round().astype(int)
+    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(places)].to(model.device)
+    return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
 
 
 def check_length(length: int) -> None:
-    """Refuse passages too short to predict anything in."""
+    """Refuse sequences too short to predict anything in."""
     if length < FEWEST:
-        raise ValueInputError(f"passages must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
+        raise ValueInputError(f"sequences must have at least {FEWEST} tokens, got {length}; {LENGTH} is usual")
 
 
-def lookups(
+def recall_sequences(
     model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0, skip: int = 0
-) -> Passages:
+) -> Sequences:
     """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
 
     They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
     counts does not see it. ``skip`` leaves out the first lists of this seed, so that further ones are others.
     """
     if n < 1:
-        raise ValueInputError(f"lookups need at least 1 list, got {n}")
-    made = [_lookup(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)]
-    longest = max(len(ids) for ids, _, _ in made)
+        raise ValueInputError(f"associative recall needs at least 1 list, got {n}")
+    drawn = [
+        _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
+    ]
+    longest = max(len(ids) for ids, _, _ in drawn)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest > context:
         raise ValueInputError(
-            f"lookups of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for fewer pairs"
+            f"recall lists of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for "
+            "fewer pairs"
         )
-    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in made], device=model.device)
+    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in drawn], device=model.device)
     scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=model.device)
-    for number, (_, answers, beginnings) in enumerate(made):
+    for number, (_, answers, beginnings) in enumerate(drawn):
         scored[number, torch.tensor(answers, device=scored.device) - 1] = True
         first[number, torch.tensor(beginnings, device=first.device) - 1] = True
-    return Passages(rows, scored, first)
+    return Sequences(rows, scored, first)
 
 
-def digest_of_passages(*passages: Passages) -> str:
+def digest_of_sequences(*sequences: Sequences) -> str:
     """Hash of the tokens and of which of them count."""
     whole = hashlib.sha256()
-    for part in passages:
+    for part in sequences:
         whole.update(str(tuple(part.ids.shape)).encode())
         whole.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
         whole.update(part.scored.cpu().numpy().tobytes())
@@ -168,25 +171,27 @@ def digest_of_passages(*passages: Passages) -> str:
     return whole.hexdigest()[:32]
 
 
-def _lookup(tokenizer: Tokenizer, pairs: int, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+def _recall_sequence(
+    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator
+) -> tuple[list[int], list[int], list[int]]:
     """Tokens, the places of those that count, and of the first token of every answer."""
-    drawn = draw_pairs(pairs, "words", rng=rng)
+    words = draw_pairs(pairs, "words", rng=rng)
     ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
     answers: list[int] = []
     beginnings: list[int] = []
     for turn in range(2):
         for i in rng.permutation(pairs):
-            key, value = drawn[i]
-            ids += _bare(tokenizer, f"{key}:")
-            answer = _bare(tokenizer, f" {value}")
+            key, value = words[i]
+            ids += _token_ids(tokenizer, f"{key}:")
+            answer = _token_ids(tokenizer, f" {value}")
             if turn:
                 beginnings.append(len(ids))
                 answers += range(len(ids), len(ids) + len(answer))
-            ids += [*answer, *_bare(tokenizer, "\n")]
+            ids += [*answer, *_token_ids(tokenizer, "\n")]
     return ids, answers, beginnings
 
 
-def _bare(tokenizer: Tokenizer, text: str) -> list[int]:
+def _token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -199,38 +204,38 @@ ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class PredictionScores:
     """Per next token: -log p of the right one, KL(original || this), and whether the top token is the right one."""
 
     loss: Float[Tensor, "sequence next"]
     kl: Float[Tensor, "sequence next"]
     right: Float[Tensor, "sequence next"]
 
-    def means(self, passages: Passages, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
+    def means(self, sequences: Sequences, copies: int = 1) -> Float[Tensor, "quantity copy text"]:
         """Means over the next tokens that count, for every copy and text: of loss, KL and accuracy.
 
-        Where passages ask for answers, two more follow: the shares of answers whose first token is right, and that are
+        Where sequences ask for answers, two more follow: the shares of answers whose first token is right, and that are
         right as a whole.
         """
-        scored = passages.scored.to(self.loss)
-        values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(passages)))
-        found: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
-        if passages.first is None:
-            return found
-        return torch.cat([found, torch.stack(passages.answered(values[2]))])
+        scored = sequences.scored.to(self.loss)
+        values = torch.stack([self.loss, self.kl, self.right]).unflatten(1, (copies, len(sequences)))
+        means: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
+        if sequences.first is None:
+            return means
+        return torch.cat([means, torch.stack(sequences.answered(values[2]))])
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """The unswapped model on some passages: its next-token distributions, and how well they predict."""
+    """The unswapped model on some sequences: its next-token distributions, and how well they predict."""
 
     probability: Float[Tensor, "text next vocabulary"]
     negative_entropy: Float[Tensor, "text next"]
-    judged: Judged
+    scores: PredictionScores
 
 
 def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
-    """One forward over passages, with all distributions kept."""
+    """One forward over sequences, with all distributions kept."""
     n = ids.shape[1] - 1
     blocks = forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)))
     logs = torch.cat([_numbers(logits) for _, logits in blocks()], dim=1).log_softmax(dim=-1)
@@ -240,49 +245,51 @@ def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
     probability = logs.exp()
     # A token that a model rules out has probability 0 and log-probability -inf, and counts as 0.
     entropy = (probability * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
-    return Original(probability, entropy, Judged(loss, torch.zeros_like(loss), right))
+    return Original(probability, entropy, PredictionScores(loss, torch.zeros_like(loss), right))
 
 
-def judge_forward(model: Model, ids: Int[Tensor, "text time"], original: Original | None, copies: int = 1) -> Judged:
-    """One forward over ``copies`` of passages, one behind the other; KL is NaN where no original is given.
+def score_forward(
+    model: Model, ids: Int[Tensor, "text time"], original: Original | None, copies: int = 1
+) -> PredictionScores:
+    """One forward over ``copies`` of sequences, one behind the other; KL is NaN where no original is given.
 
     With z the logits, Z = sum exp z and p the original distribution: loss = log Z - z_y, and
     KL = sum p log p - sum p z + log Z sum p, in which it does not matter that rounded p do not quite sum to 1.
     """
     n = ids.shape[1] - 1
     many = ids.repeat(copies, 1)
-    found = torch.empty(3, len(many), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
+    scores = torch.empty(3, len(many), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
     for start, logits in forward_then_logits(model, _inputs(many), n, rows=max(1, ROWS // len(many)))():
         stop = start + logits.shape[1]
         for row in range(len(many)):
             base = None if original is None else original.probability[row % len(ids), start:stop]
-            found[:, row, start:stop] = _judged_rows(logits[row], many[row, start + 1 : stop + 1], base)
-    loss, cross, right = found
+            scores[:, row, start:stop] = _score_rows(logits[row], many[row, start + 1 : stop + 1], base)
+    loss, cross, right = scores
     if original is None:
-        return Judged(loss, torch.full_like(loss, torch.nan), right)
-    return Judged(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
+        return PredictionScores(loss, torch.full_like(loss, torch.nan), right)
+    return PredictionScores(loss, cross + original.negative_entropy.repeat(copies, 1).to(cross), right)
 
 
-def right_tokens(model: Model, passages: Passages) -> Float[Tensor, "text next"]:
+def correct_tokens(model: Model, sequences: Sequences) -> Float[Tensor, "text next"]:
     """1 where the top token is the right one and counts, else 0; logits are computed from the first such place on."""
-    ids = passages.ids
+    ids = sequences.ids
     n = ids.shape[1] - 1
-    begin = int(passages.scored.any(dim=0).int().argmax())
-    found = torch.zeros(len(ids), n)
+    begin = int(sequences.scored.any(dim=0).int().argmax())
+    correct = torch.zeros(len(ids), n)
     for start, logits in forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)), begin=begin)():
         stop = start + logits.shape[1]
         right = logits.argmax(dim=-1) == ids[:, start + 1 : stop + 1]
-        found[:, start:stop] = (right & passages.scored[:, start:stop]).cpu()
-    return found
+        correct[:, start:stop] = (right & sequences.scored[:, start:stop]).cpu()
+    return correct
 
 
-def _judged_rows(
+def _score_rows(
     logits: Float[Tensor, "next vocabulary"],
     wanted: Int[Tensor, " next"],
     base: Float[Tensor, "next vocabulary"] | None,
 ) -> Float[Tensor, "quantity next"]:
     """Loss, cross term log Z sum p - sum p z, and whether the top token is right."""
-    found = []
+    blocks = []
     step = max(1, CACHED // logits.shape[-1])
     for start in range(0, len(logits), step):
         z, y = _numbers(logits[start : start + step]), wanted[start : start + step]
@@ -294,10 +301,10 @@ def _judged_rows(
             if bool(mean.isnan().any()):
                 mean = torch.where(p > 0, p * z, 0).sum(dim=-1)
             cross = total * p.sum(dim=-1) - mean
-        found.append(
+        blocks.append(
             torch.stack([total - z.gather(-1, y[:, None])[:, 0], cross, (z.argmax(dim=-1) == y).to(total.dtype)])
         )
-    return torch.cat(found, dim=1)
+    return torch.cat(blocks, dim=1)
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -313,15 +320,15 @@ def _inputs(ids: Int[Tensor, "text time"]) -> dict[str, object]:
 BATCH_TOKENS = 2048
 
 
-OF_TEXTS = ("loss", "accuracy")
+TEXT_METRICS = ("loss", "accuracy")
 
 
-OF_LISTS = ("recall", "whole_answers")
+RECALL_METRICS = ("recall", "whole_answers")
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a model gets right, per text and per list of lookups.
+    """What a model gets right, per text and per list of associative recall.
 
     ``recall`` is the share of a list's answers whose first token is right, ``whole_answers`` of those of which every
     token is.
@@ -333,54 +340,60 @@ class Reading:
     whole_answers: Float[np.ndarray, " list"]
 
     def change_from(self, original: Reading, *, seed: int = 0) -> dict[str, Interval]:
-        """Rise in loss and changes in accuracy and recall, with intervals over texts and lookups."""
-        found = {}
-        for name in (*OF_TEXTS, *OF_LISTS):
+        """Rise in loss and changes in accuracy and recall, with intervals over texts and recall lists."""
+        changes = {}
+        for name in (*TEXT_METRICS, *RECALL_METRICS):
             values = getattr(self, name) - getattr(original, name)
             if len(values):
-                found[name] = interval_of(values, rng=np.random.default_rng(seed))
-        return found
+                changes[name] = interval_of(values, rng=np.random.default_rng(seed))
+        return changes
 
     def means(self) -> dict[str, float]:
         """Means over texts."""
-        values = {name: getattr(self, name) for name in (*OF_TEXTS, *OF_LISTS)}
+        values = {name: getattr(self, name) for name in (*TEXT_METRICS, *RECALL_METRICS)}
         return {name: float(x.mean()) for name, x in values.items() if len(x)}
 
     def to_json(self) -> dict[str, list[float]]:
         """As plain data."""
-        return {name: getattr(self, name).tolist() for name in (*OF_TEXTS, *OF_LISTS)}
+        return {name: getattr(self, name).tolist() for name in (*TEXT_METRICS, *RECALL_METRICS)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Reading:
         """From plain data."""
-        return cls(**{name: np.asarray(data[name], dtype=float) for name in (*OF_TEXTS, *OF_LISTS)})
+        return cls(**{name: np.asarray(data[name], dtype=float) for name in (*TEXT_METRICS, *RECALL_METRICS)})
 
 
 def read_swapped(
-    model: Model, read: Passages | None, asked: Passages | None, heads: Sequence[Head], chosen: Substitute | None
+    model: Model, read: Sequences | None, recall_lists: Sequences | None, heads: Sequence[Head], used: Substitute | None
 ) -> Reading:
-    """Read passages and lookups with these heads swapped, either where given; no heads is the original."""
+    """Evaluate text and recall lists with these heads swapped, whichever is given; no heads is the original model."""
     check_measurable(model)
-    swapped = swap(model, heads, chosen) if heads and chosen is not None else nullcontext()
+    swapped = swap(model, heads, used) if heads and used is not None else nullcontext()
     with torch.inference_mode(), swapped:
-        text = [judge_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
-        lists = [] if asked is None else [part.answered(right_tokens(model, part)) for part in _batches(asked)]
-    loss, _, accuracy = _joined(text) if text else np.zeros((3, 0))
-    recall, whole = _joined([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
+        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
+        lists = (
+            []
+            if recall_lists is None
+            else [part.answered(correct_tokens(model, part)) for part in _batches(recall_lists)]
+        )
+    loss, _, accuracy = _concatenate(text) if text else np.zeros((3, 0))
+    recall, whole = _concatenate([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
     return Reading(loss, accuracy, recall, whole)
 
 
-def joined_readings(readings: Sequence[Reading]) -> Reading:
+def join_readings(readings: Sequence[Reading]) -> Reading:
     """Several readings of one model as one, texts and lists one after the other."""
-    return Reading(**{name: np.concatenate([getattr(x, name) for x in readings]) for name in (*OF_TEXTS, *OF_LISTS)})
+    return Reading(
+        **{name: np.concatenate([getattr(x, name) for x in readings]) for name in (*TEXT_METRICS, *RECALL_METRICS)}
+    )
 
 
-def _batches(passages: Passages | None) -> list[Passages]:
-    if passages is None:
+def _batches(sequences: Sequences | None) -> list[Sequences]:
+    if sequences is None:
         return []
-    size = max(1, BATCH_TOKENS // passages.ids.shape[1])
-    return [passages.part(slice(start, start + size)) for start in range(0, len(passages), size)]
+    size = max(1, BATCH_TOKENS // sequences.ids.shape[1])
+    return [sequences.part(slice(start, start + size)) for start in range(0, len(sequences), size)]
 
 
-def _joined(parts: Sequence[Float[torch.Tensor, "quantity text"]]) -> Float[np.ndarray, "quantity text"]:
+def _concatenate(parts: Sequence[Float[torch.Tensor, "quantity text"]]) -> Float[np.ndarray, "quantity text"]:
     return torch.cat(list(parts), dim=1).double().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Converted copies of models in the user's cache: each one is complete or absent, never half there.
+"""Converted copies of models in the user's cache; a copy is complete or absent.
 
 A copy is built in a hidden folder beside its final place, under a file lock, and renamed when it has been verified.
 Whoever is interrupted leaves only the hidden folder, which the next builder removes.
@@ -40,9 +40,9 @@ class CopyRecord:
 
 def cache_dir() -> Path:
     """The folder softgap keeps its files in: ``$SOFTGAP_CACHE``, else ``softgap`` in the user's cache folder."""
-    own = os.environ.get("SOFTGAP_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    override = os.environ.get("SOFTGAP_CACHE")
+    if override:
+        return Path(override).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".cache").absolute() / "softgap"
 
@@ -84,7 +84,7 @@ def build_copy(
     waiting
         Called once if another process is building the same copy.
     """
-    with _explained(folder), _locked(folder, waiting):
+    with _explain_errors(folder), _lock(folder, waiting):
         record = read_record(folder)
         if record is not None:
             return record
@@ -128,7 +128,7 @@ def _publish(staging: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def _lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
@@ -143,7 +143,7 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explain_errors(folder: Path) -> Iterator[None]:
     """Turn what a file system refuses into one sentence."""
     remedy = "set SOFTGAP_CACHE to a folder with room that you may write to"
     try:

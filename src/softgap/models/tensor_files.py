@@ -73,14 +73,14 @@ def held_out_summary(held_out: Mapping[str, Any]) -> dict[str, float]:
         "explained_uniform": ("explained_by", "uniform"),
         "rank_correlation": ("rank_correlation",),
     }
-    found = {}
+    summary = {}
     for name, place in places.items():
         value: Any = held_out
         for key in place:
             value = value.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, int | float) and math.isfinite(value):
-            found[name] = float(value)
-    return found
+            summary[name] = float(value)
+    return summary
 
 
 def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The only place that touches transformers: models by name, the tap, live capture and replay, and the gates."""
+"""Observe a model: tap its attention, record or replay sequences, and get trajectories."""
 
 from softgap.models.catalogue import ModelInfo, available_models
 from softgap.models.fingerprint import model_fingerprint

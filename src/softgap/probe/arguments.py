@@ -1,4 +1,4 @@
-"""What a call of a model says: tokens, padding, cache, prompt, and the settings of a generation."""
+"""Read the arguments of a model's forward and generate calls: tokens, padding, cache and settings."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def takes_positions(model: Model) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def fed_tokens(given: dict[str, Any]) -> Int[Tensor, "batch time"]:
+def fed_tokens(arguments: dict[str, Any]) -> Int[Tensor, "batch time"]:
     """The tokens of a forward, -1 where it was given embeddings."""
-    ids = given.get("input_ids")
+    ids = arguments.get("input_ids")
     if ids is not None:
         # A copy: the caller's may be a view that keeps all earlier tokens alive.
         return ids.detach().clone()  # type: ignore[no-any-return]
-    embeddings = given.get("inputs_embeds")
+    embeddings = arguments.get("inputs_embeds")
     if embeddings is None:
         raise ModelError("a recorded forward needs input_ids or inputs_embeds, got neither")
     # Embeddings have no token ids: -1 stands for a token that is not known.
@@ -82,23 +82,23 @@ def grows_by_copies(cache: object) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def prompt_length(given: dict[str, Any]) -> int:
+def prompt_length(arguments: dict[str, Any]) -> int:
     """Tokens of the prompt, those in a cache included: the mask counts them where only new tokens are given."""
     lengths = [
         int(value.shape[1])
-        for value in (given.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask"))
+        for value in (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask"))
         if isinstance(value, Tensor) and value.dim() >= 2
     ]
     return max(lengths, default=1)  # nothing given: the model begins with its own first token
 
 
-def generation_config(model: Any, given: dict[str, Any]) -> Any:
+def generation_config(model: Any, arguments: dict[str, Any]) -> Any:
     """The settings this generation will use, refused where one step is not one token of one sequence."""
     named = inspect.signature(type(model).generate).parameters
-    settings = {key: value for key, value in given.items() if key not in named}
-    config, _ = model._prepare_generation_config(given.get("generation_config"), **settings)
-    mode = str(config.get_generation_mode(given.get("assistant_model")).value).replace("_", " ")
-    if given.get("custom_generate") is not None:
+    settings = {key: value for key, value in arguments.items() if key not in named}
+    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **settings)
+    mode = str(config.get_generation_mode(arguments.get("assistant_model")).value).replace("_", " ")
+    if arguments.get("custom_generate") is not None:
         mode = "a custom generation"
     elif config.guidance_scale not in (None, 1):
         mode = "classifier-free guidance"
@@ -115,13 +115,13 @@ def generation_config(model: Any, given: dict[str, Any]) -> Any:
     return config
 
 
-def row_lengths(new: Int[Tensor, "batch time"], config: Any, given: dict[str, Any], otherwise: int) -> list[int]:
+def row_lengths(new: Int[Tensor, "batch time"], config: Any, arguments: dict[str, Any], otherwise: int) -> list[int]:
     """New tokens of each row up to where it stopped; ``otherwise`` for a row that did not."""
     lengths = [otherwise] * len(new)
     if config.eos_token_id is None:
         return lengths
     ends = torch.as_tensor(config.eos_token_id, device=new.device).reshape(-1)
-    criteria = bool(config.stop_strings or given.get("stopping_criteria"))
+    criteria = bool(config.stop_strings or arguments.get("stopping_criteria"))
     for i, tokens in enumerate(new):
         stops, rest = torch.isin(tokens, ends), tokens != config.pad_token_id
         if bool(stops.any()):

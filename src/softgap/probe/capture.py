@@ -27,13 +27,13 @@ __all__ = [
     "COLDEST",
     "Interrupted",
     "check_lengths",
-    "checked_temperature",
+    "check_temperature",
     "completion_ids",
+    "fixed_seed",
     "generate",
     "prompt_ids",
     "read",
     "read_ids",
-    "seeded",
 ]
 
 
@@ -46,12 +46,12 @@ def sampling_settings(seed: int | None, settings: dict[str, Any]) -> dict[str, A
     return settings
 
 
-def stopping(stop: Callable[[], bool] | None) -> dict[str, Any]:
+def stopping_settings(stop: Callable[[], bool] | None) -> dict[str, Any]:
     """The setting that ends all rows of a generation once ``stop`` says so."""
-    return {} if stop is None else {"stopping_criteria": StoppingCriteriaList([_Asked(stop)])}
+    return {} if stop is None else {"stopping_criteria": StoppingCriteriaList([_StopRequest(stop)])}
 
 
-class _Asked(StoppingCriteria):
+class _StopRequest(StoppingCriteria):
     """Ends all rows of a generation once somebody says so."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class _Asked(StoppingCriteria):
 
 
 @contextmanager
-def seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+def fixed_seed(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
     """A seed for sampling that leaves the global random state as it was."""
     if seed is None:
         yield
@@ -114,8 +114,8 @@ def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: i
     longest = max((len(row) for row in rows), default=0)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest + more > context:
-        asked = f"{longest} tokens" + (f" and {more} new ones" if more else "")
-        raise ValueInputError(f"the model's context is {context} tokens, got {asked}; shorten the text")
+        length = f"{longest} tokens" + (f" and {more} new ones" if more else "")
+        raise ValueInputError(f"the model's context is {context} tokens, got {length}; shorten the text")
 
 
 def check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:
@@ -125,7 +125,7 @@ def check_sinks(rows: Sequence[Sequence[int]], drop_sinks: int) -> None:
         raise ValueInputError(f"drop_sinks must leave some text, got {drop_sinks} of {shortest} tokens; drop fewer")
 
 
-def padded(
+def pad_rows(
     rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase | None, side: str, device: torch.device
 ) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
     """Rows as one tensor, padded on one side, with its mask."""
@@ -150,7 +150,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     return 0
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """The text of tokens, special ones and padding (below 0) left out."""
     return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))
 
@@ -230,25 +230,27 @@ def generate(
     check_sinks(rows, drop_sinks)
     settings = sampling_settings(seed, settings)
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
-    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, seeded(seed, model):
-        whole = _written(model, tokenizer, rows, {"max_new_tokens": max_new_tokens, **stopping(stop), **settings})
+    with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, fixed_seed(seed, model):
+        whole = _continue_rows(
+            model, tokenizer, rows, {"max_new_tokens": max_new_tokens, **stopping_settings(stop), **settings}
+        )
     options = live_options(
         model, max_new_tokens=max_new_tokens, chat=uses_chat(tokenizer, chat), focus=focus, settings=settings
     )
     manifest = manifest_of(
         model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
     )
-    runs = _named(recording.trajectories(), prompts, manifest, tokenizer)
+    runs = _with_texts(recording.trajectories(), prompts, manifest, tokenizer)
     if not whole:
         raise Interrupted(runs)
     return runs[0] if isinstance(prompt, str) and len(runs) == 1 else runs
 
 
-def _written(
+def _continue_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], settings: dict[str, Any]
 ) -> bool:
     """Let the model continue rows of tokens; whether it came to its end, or was interrupted by Ctrl-C."""
-    ids, mask = padded(rows, tokenizer, "left", model.device)
+    ids, mask = pad_rows(rows, tokenizer, "left", model.device)
     write: Any = model.generate
     try:
         write(ids, attention_mask=mask, pad_token_id=pad_id(tokenizer), **settings)
@@ -257,7 +259,7 @@ def _written(
     return True
 
 
-def _named(
+def _with_texts(
     runs: Sequence[Trajectories], prompts: Sequence[str], manifest: Manifest, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectories]:
     """The runs with their texts and how they came about; each prompt may have several answers, one after the other."""
@@ -267,7 +269,7 @@ def _named(
             run,
             manifest=manifest,
             prompt_text=prompts[i // answers],
-            completion_text=decoded(tokenizer, run.token_ids.tolist()),
+            completion_text=decode_tokens(tokenizer, run.token_ids.tolist()),
         )
         for i, run in enumerate(runs)
     ]
@@ -364,7 +366,7 @@ def read_ids(
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
     check_lengths(model, fed, 0)
     check_sinks(fed, drop_sinks)
-    ids, mask = padded(fed, tokenizer, "right", model.device)
+    ids, mask = pad_rows(fed, tokenizer, "right", model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not bool(mask.all()):
         inputs["attention_mask"] = mask
@@ -402,7 +404,7 @@ COLDEST = 0.001
 """Logits divided by much less leave float32, and no token could be drawn."""
 
 
-def checked_temperature(value: float, name: str = "temperature") -> float:
+def check_temperature(value: float, name: str = "temperature") -> float:
     """The temperature, if a model can sample at it; ``name`` begins the sentence about one that is not."""
     if not (math.isfinite(value) and value >= COLDEST):
         raise ValueInputError(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError
 from softgap.models.support import attention_modules, check_tappable
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 
 __all__ = ["AttentionLayer", "attention_layers", "layer_numbers", "layer_rotations"]
 
@@ -51,7 +51,7 @@ class AttentionLayer:
 CalledLayer = tuple[nn.Module, int, int]
 
 
-_known: WeakKeyDictionary[PreTrainedModel, tuple[list[int], tuple[AttentionLayer, ...]]] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[PreTrainedModel, tuple[list[int], tuple[AttentionLayer, ...]]] = WeakKeyDictionary()
 
 
 def attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
@@ -62,9 +62,9 @@ def attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     check_tappable(model)
     modules = [id(entry.module) for entry in attention_modules(model)]
     # The layers keep their modules alive, so a module that was exchanged since has another id.
-    if model not in _known or _known[model][0] != modules:
-        _known[model] = (modules, _laid_out(_calls(model)))
-    return _known[model][1]
+    if model not in _layouts or _layouts[model][0] != modules:
+        _layouts[model] = (modules, _number_layers(_calls(model)))
+    return _layouts[model][1]
 
 
 def layer_numbers(layer_ids: Sequence[int | None]) -> tuple[int, ...]:
@@ -87,14 +87,14 @@ def _calls(model: PreTrainedModel) -> list[CalledLayer]:
 
     # Dropout draws random numbers, where the model is in training.
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), tapped(model, note, alone=True):
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), observe_attention(model, note, alone=True):
         model.forward(input_ids=torch.tensor([PROBE_TOKENS], device=model.device), use_cache=False)
     if not seen:
         raise ModelError(f"model type '{model.config.model_type}' made no attention call that the tap could see")
     return seen
 
 
-def _laid_out(seen: Sequence[CalledLayer]) -> tuple[AttentionLayer, ...]:
+def _number_layers(seen: Sequence[CalledLayer]) -> tuple[AttentionLayer, ...]:
     numbers = layer_numbers([getattr(module, "layer_idx", None) for module, _, _ in seen])
     modules = [id(module) for module, _, _ in seen]
     return tuple(
@@ -126,47 +126,47 @@ def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
         return None
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FAR
     starts = [0, *(start for start in (NEAR, context - ROTARY_TOKENS) if start > 0)]
-    readings = [_reading(model, start) for start in starts]
+    readings = [_queries_and_keys(model, start) for start in starts]
     layers = [list(layer) for layer in zip(*readings, strict=True)] if all(readings) else []
-    found = [_accepted(layer, starts, frequencies) for layer in layers]
-    known = tuple(rotation for rotation in found if rotation is not None)
+    rotations = [_matching_rotation(layer, starts, frequencies) for layer in layers]
+    known = tuple(rotation for rotation in rotations if rotation is not None)
     turning = any(bool(rotation.frequency.any()) for rotation in known)
-    return known if turning and len(known) == len(found) else None
+    return known if turning and len(known) == len(rotations) else None
 
 
-def _reading(model: PreTrainedModel, start: int) -> list[tuple[Vectors, Vectors]]:
+def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors, Vectors]]:
     """Queries and keys of every attention call over a few tokens from a position on; empty where none is told."""
     seen: list[tuple[Vectors, Vectors]] = []
     positions = torch.arange(start, start + ROTARY_TOKENS, device=model.device)[None]
     untold: list[AttentionCall] = []
 
     def note(call: AttentionCall) -> None:
-        told = call.options.get("position_ids")
-        if not isinstance(told, Tensor) or not torch.equal(told, positions):
+        position_ids = call.options.get("position_ids")
+        if not isinstance(position_ids, Tensor) or not torch.equal(position_ids, positions):
             untold.append(call)
         seen.append((call.query[0].detach().clone(), call.key[0].detach().clone()))
 
     # Dropout draws random numbers, where the model is in training.
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), tapped(model, note, alone=True):
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), observe_attention(model, note, alone=True):
         model.forward(input_ids=_tokens(model), position_ids=positions, use_cache=False)
     return [] if untold else seen
 
 
 def _tokens(model: PreTrainedModel) -> Int[Tensor, "1 time"]:
     vocabulary = int(model.config.get_text_config().vocab_size)
-    drawn = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
-    return torch.from_numpy(drawn)[None].to(model.device)
+    tokens = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
+    return torch.from_numpy(tokens)[None].to(model.device)
 
 
 def _frequencies(model: PreTrainedModel) -> list[Float[Tensor, " pair"]]:
     """Every row of frequencies that a module of the model holds, each once."""
-    found: list[Tensor] = []
+    frequencies: list[Tensor] = []
     for name, buffer in model.named_buffers():
-        known = any(torch.equal(buffer.cpu(), other) for other in found)
+        known = any(torch.equal(buffer.cpu(), other) for other in frequencies)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not known:
-            found.append(buffer.detach().cpu())
-    return found
+            frequencies.append(buffer.detach().cpu())
+    return frequencies
 
 
 def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], dim: int) -> Iterator[Rotation]:
@@ -178,7 +178,7 @@ def _candidates(frequencies: Sequence[Float[Tensor, " pair"]], dim: int) -> Iter
                     yield Rotation.of_pairs(frequency, dim, layout=layout, start=start)
 
 
-def _accepted(
+def _matching_rotation(
     readings: Sequence[tuple[Vectors, Vectors]], starts: Sequence[int], frequencies: Sequence[Float[Tensor, " pair"]]
 ) -> Rotation | None:
     """The candidate that turns the queries and keys of every reading into those of the next."""
@@ -187,9 +187,9 @@ def _accepted(
         return None
     for rotation in _candidates(frequencies, key.shape[-1]):
         moves = (
-            _error(rotation, before, after, b - a) <= _allowed(key.dtype, b)
-            for (a, b), (one, other) in zip(pairwise(starts), pairwise(readings), strict=True)
-            for before, after in zip(one, other, strict=True)
+            _error(rotation, before, after, b - a) <= _tolerance(key.dtype, b)
+            for (a, b), (first, second) in zip(pairwise(starts), pairwise(readings), strict=True)
+            for before, after in zip(first, second, strict=True)
         )
         if all(moves):
             return rotation
@@ -203,6 +203,6 @@ def _error(rotation: Rotation, before: Vectors, after: Vectors, shift: int) -> f
     return float((moved - y).norm() / y.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def _allowed(dtype: torch.dtype, position: int) -> float:
+def _tolerance(dtype: torch.dtype, position: int) -> float:
     # Models take the product of position and frequency in float32: far out their own angles are rounded.
     return TOLERANCE.get(dtype, ROUNDED) + position * 2.0**-22

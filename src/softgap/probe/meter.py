@@ -1,4 +1,4 @@
-"""From attention calls to numbers: each substitute's output, and its distance from the model's own."""
+"""Measure the distance of each substitute's output from the model's own, from attention calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from softgap.attention import LinearState, Mechanism, Visible, attend, compare_h
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
 
-__all__ = ["Measured", "Meter"]
+__all__ = ["LayerMeasurements", "Meter"]
 
 
 @dataclass
-class Run:
+class PendingRun:
     """Neighbouring positions of one layer that wait to be reduced: as many as ``n``, the last ones of ``k`` and ``v``.
 
     Queries and outputs come call by call. Keys and values are a copy of theirs alone, or all the last call saw: the
@@ -34,22 +34,26 @@ class Run:
     by_reference: bool = False
 
 
-Stacked = tuple[Tensor, Tensor, Tensor, Tensor, Bool[Tensor, "batch time"] | None]
+StackedRuns = tuple[Tensor, Tensor, Tensor, Tensor, Bool[Tensor, "batch time"] | None]
 
 
-def stacked_runs(layers: Sequence[Sequence[Run]]) -> Stacked:
+def stacked_runs(layers: Sequence[Sequence[PendingRun]]) -> StackedRuns:
     """Queries, keys, values and outputs of all positions, heads before time, and which of them are no padding.
 
     Layers are stacked along the batch, layer-major; they have runs of equal shapes.
     """
-    q = joined([joined([q for run in runs for q in run.q], dim=2) for runs in layers], dim=0)
-    k = joined([joined([run.k[:, :, run.k.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
-    v = joined([joined([run.v[:, :, run.v.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0)
-    o = joined([joined([o for run in runs for o in run.o], dim=1) for runs in layers], dim=0)
+    q = concatenate([concatenate([q for run in runs for q in run.q], dim=2) for runs in layers], dim=0)
+    k = concatenate(
+        [concatenate([run.k[:, :, run.k.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0
+    )
+    v = concatenate(
+        [concatenate([run.v[:, :, run.v.shape[2] - run.n :] for run in runs], dim=2) for runs in layers], dim=0
+    )
+    o = concatenate([concatenate([o for run in runs for o in run.o], dim=1) for runs in layers], dim=0)
     return q, k, v, o.transpose(1, 2), _valid(layers[0], len(layers))
 
 
-def _valid(runs: Sequence[Run], repeat: int) -> Bool[Tensor, "batch time"] | None:
+def _valid(runs: Sequence[PendingRun], repeat: int) -> Bool[Tensor, "batch time"] | None:
     example = next((run.valid for run in runs if run.valid is not None), None)
     if example is None:
         return None
@@ -60,7 +64,7 @@ def _valid(runs: Sequence[Run], repeat: int) -> Bool[Tensor, "batch time"] | Non
     return torch.cat(rows, dim=1).repeat(repeat, 1)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
+def concatenate(parts: list[Tensor], dim: int) -> Tensor:
     """Tensors one behind the other; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
@@ -78,7 +82,7 @@ POSITIONS = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class LayerMeasurements:
     """What a meter has gathered: one entry per tapped layer."""
 
     quantities: list[Float[Tensor, "quantity mechanism batch head time"]]
@@ -92,7 +96,7 @@ class _Layer:
     states: list[LinearState] | None = None
     window: int | None = None
     started: bool = False
-    held: list[Run] = field(default_factory=list)
+    held: list[PendingRun] = field(default_factory=list)
     with_state: list[Tensor] = field(default_factory=list)
     without: list[Tensor] = field(default_factory=list)
     focus: list[Tensor] = field(default_factory=list)
@@ -165,7 +169,7 @@ class Meter:
             return False
         run = layer.held[-1] if layer.held else None
         if run is None or not run.by_reference:
-            layer.held.append(Run([call.query], [call.output], call.key, call.value, 1, None, by_reference=True))
+            layer.held.append(PendingRun([call.query], [call.output], call.key, call.value, 1, None, by_reference=True))
         else:
             run.q.append(call.query)
             run.o.append(call.output)
@@ -188,8 +192,8 @@ class Meter:
             shown = self._without_sinks(shown, batch, call)
             output = softmax_output(call, shown)
         if self._focus:
-            found = focus_of(call, shown)
-            layer.focus.append(torch.stack([found.sparsity, found.attention_entropy, found.largest_weight]).cpu())
+            focus = focus_of(call, shown)
+            layer.focus.append(torch.stack([focus.sparsity, focus.attention_entropy, focus.largest_weight]).cpu())
         stated = [m for m in self._mechanisms if m.factorable(d)]
         others = [m for m in self._mechanisms if not m.factorable(d)]
         if others:
@@ -244,20 +248,20 @@ class Meter:
         for layer in self.layers:
             layer.states = None
 
-    def measured(self) -> Measured:
+    def measurements(self) -> LayerMeasurements:
         """All results so far, in the order of the mechanisms."""
         self.flush()
         order = self._order()
         quantities: list[Tensor] = []
         for layer in self.layers:
-            parts = [joined(part, dim=-1) for part in (layer.with_state, layer.without) if part]
+            parts = [concatenate(part, dim=-1) for part in (layer.with_state, layer.without) if part]
             if sum(part.shape[1] for part in parts) < len(self._mechanisms):
-                return Measured([], [])  # interrupted before the first block was reduced
+                return LayerMeasurements([], [])  # interrupted before the first block was reduced
             # They differ in length only where a forward was interrupted between the two.
             length = min(part.shape[-1] for part in parts)
-            whole = joined([part[..., :length] for part in parts], dim=1)
+            whole = concatenate([part[..., :length] for part in parts], dim=1)
             quantities.append(whole if order == sorted(order) else whole[:, order])
-        return Measured(quantities, [torch.cat(layer.focus, dim=-1) for layer in self.layers if layer.focus])
+        return LayerMeasurements(quantities, [torch.cat(layer.focus, dim=-1) for layer in self.layers if layer.focus])
 
     def last_step(self) -> list[Float[Tensor, "quantity mechanism batch head"]]:
         """The newest position of every layer."""
@@ -284,8 +288,8 @@ class Meter:
         """Read off the visible set which of the forward's new keys are padding; the first layer speaks for all."""
         if shown.mask is not None or (n == 1 and shown.key_valid is not None):
             # A query may be hidden from itself there; one that sees nothing at all is padding.
-            own = shown.row_valid(batch, n, device)
-            self._new_valid = None if bool(own.all()) else own
+            own_rows = shown.row_valid(batch, n, device)
+            self._new_valid = None if bool(own_rows.all()) else own_rows
         elif shown.key_valid is not None and shown.offset is not None:
             self._new_valid = shown.key_valid[:, shown.offset : shown.offset + n]
 
@@ -351,7 +355,7 @@ class Meter:
         if n <= LONGEST_HELD:
             # A view of the cache would keep the whole of it alive, and static caches are written over.
             k, v = k.clone(), v.clone()
-        layer.held.append(Run([q], [output.transpose(1, 2)], k, v, n, valid))
+        layer.held.append(PendingRun([q], [output.transpose(1, 2)], k, v, n, valid))
         self._numbers += q.numel() + k.numel() + v.numel() + output.numel()
         if n > LONGEST_HELD and self._numbers >= HELD_NUMBERS:
             self.flush()
@@ -364,7 +368,7 @@ class Meter:
         stated = [m for m in self._mechanisms if m.factorable(d)]
         count, time = len(layers), sum(run.n for run in layers[0].held)
         # First of all: what is kept then lies below what is freed again.
-        found = torch.empty(3, len(stated), count * batch, heads, time)
+        values = torch.empty(3, len(stated), count * batch, heads, time)
         q, k, v, o, valid = stacked_runs([layer.held for layer in layers])
         # Before the states move on: an interrupted block is lost, never counted twice.
         for layer in layers:
@@ -379,13 +383,13 @@ class Meter:
         for start in range(0, time, step):
             part = slice(start, start + step)
             shown = None if valid is None else valid[:, part]
-            asked = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
+            tensors = (q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], shown)
             for i, state in enumerate(states):
-                found[:, i, :, :, part] = state.compare(*asked)
+                values[:, i, :, :, part] = state.compare(*tensors)
         if count > 1:
             for state, column in zip(states, columns, strict=True):
                 state.split_into(column)
-        for layer, share in zip(layers, found.chunk(count, dim=2), strict=True):
+        for layer, share in zip(layers, values.chunk(count, dim=2), strict=True):
             layer.with_state.append(share)
 
     def _direct(
@@ -393,11 +397,11 @@ class Meter:
     ) -> Float[Tensor, "quantity mechanism batch head time"]:
         """Compare with mechanisms computed from all the keys this call hands over."""
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
-        found = [
+        values = [
             attend(mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False).output
             for mechanism in mechanisms
         ]
-        return torch.stack([compare_heads(output, linear) for linear in found], dim=1).cpu()
+        return torch.stack([compare_heads(output, linear) for linear in values], dim=1).cpu()
 
     def _without_sinks(self, shown: Visible, batch: int, call: AttentionCall) -> Visible:
         """The same visible set less the first keys of each sequence."""
@@ -406,11 +410,11 @@ class Meter:
         valid = self._valid_up_to(self.length + call.query.shape[2], device)
         first = torch.zeros(batch, dtype=torch.long, device=device) if valid is None else valid.int().argmax(dim=1)
         position = torch.arange(n_keys, device=device) + (self.length - handed)
-        kept = position >= (first + self._drop)[:, None]
+        beyond_sinks = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            return dataclasses.replace(shown, mask=shown.mask & kept[:, None, None])
-        real = torch.ones_like(kept) if shown.key_valid is None else shown.key_valid
+            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None])
+        real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
         # What is left out is no padding: positions go on as if it were there.
-        lost = (real & ~kept).sum(dim=1)
+        lost = (real & ~beyond_sinks).sum(dim=1)
         origin = lost if shown.origin is None else shown.origin + lost
-        return dataclasses.replace(shown, key_valid=kept & real, origin=origin)
+        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin)

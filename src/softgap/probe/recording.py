@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.calibrations import DEFAULT_MECHANISMS, equipped
+from softgap.models.calibrations import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
 from softgap.probe.arguments import (
@@ -33,11 +33,11 @@ from softgap.probe.arguments import (
 )
 from softgap.probe.meter import Meter
 from softgap.probe.stream import Stream
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "ready", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "prepare_mechanism", "record"]
 
 BLOCK = 32
 
@@ -87,7 +87,7 @@ class Recording:
         if drop_sinks < 0:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
-        self.mechanisms = tuple(ready(mechanism, model) for mechanism in mechanisms)
+        self.mechanisms = tuple(prepare_mechanism(mechanism, model) for mechanism in mechanisms)
         if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
@@ -137,16 +137,16 @@ class Recording:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
-        given = by_name(module.forward, args, kwargs)
-        tokens = fed_tokens(given)
-        cache = given.get("past_key_values")
+        arguments = by_name(module.forward, args, kwargs)
+        tokens = fed_tokens(arguments)
+        cache = arguments.get("past_key_values")
         stream = self._active
         if stream is None or not self._continues(stream, tokens, cache):
             stream = self._new_stream(cache)
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
         self._active = stream
-        valid = new_valid(given.get("attention_mask"), tokens.shape[1], stream.meter.length)
+        valid = new_valid(arguments.get("attention_mask"), tokens.shape[1], stream.meter.length)
         stream.begin(tokens, valid, by_reference=grows_by_copies(cache))
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
@@ -177,7 +177,7 @@ class Recording:
         self._close()
         base = cache_length(cache)
         meter = Meter(self.mechanisms, block=self._block, focus=self._focus, drop_sinks=self._drop, base=base)
-        stream = Stream(meter, TokenScores(self._block), base=base, cache=_weakly(cache))
+        stream = Stream(meter, TokenScores(self._block), base=base, cache=_weak_reference(cache))
         if self._generating is not None:
             self._generating.started = True
             self._generating.stream = stream
@@ -200,7 +200,7 @@ class Recording:
             return
         cache = getattr(output, "past_key_values", None)
         if cache is not None:
-            stream.cache, stream.keys = _weakly(cache), _weakly(cached_keys(cache))
+            stream.cache, stream.keys = _weak_reference(cache), _weak_reference(cached_keys(cache))
         with _arithmetic(self.model.device):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
@@ -221,11 +221,11 @@ class Recording:
         padded = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=torch.nan) for x in layers]
 
         def so_far() -> list[Trajectories]:
-            kept, stream.sequences = stream.sequences, known
+            previous, stream.sequences = stream.sequences, known
             try:
                 return self._runs([stream])
             finally:
-                stream.sequences = kept
+                stream.sequences = previous
 
         values = torch.stack(padded, dim=2).numpy()
         self._listener(Step(index, tokens.cpu().numpy(), values, logprob, entropy, so_far))
@@ -240,33 +240,33 @@ class Recording:
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             kind: Any = type(self.model)
-            given = by_name(kind.generate, (self.model, *args), kwargs)
-            config = generation_config(self.model, given)
-            generation = self._generating = _Generation(prompt_length(given))
+            arguments = by_name(kind.generate, (self.model, *args), kwargs)
+            config = generation_config(self.model, arguments)
+            generation = self._generating = _Generation(prompt_length(arguments))
             sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
-                found = getattr(result, "sequences", result)
+                generated = getattr(result, "sequences", result)
                 # Some models return something else than a row of tokens: those of several codebooks, or sound.
-                if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point():
-                    sequences = found
+                if isinstance(generated, Tensor) and generated.dim() == 2 and not generated.is_floating_point():
+                    sequences = generated
                 return result
             finally:
                 self._generating = None
                 if generation.stream is not None and generation.stream.prompts is not None:
-                    self._finish(generation.stream, generation.n_prompt, sequences, config, given)
+                    self._finish(generation.stream, generation.n_prompt, sequences, config, arguments)
                 self._close()
 
         return generate
 
     def _finish(
-        self, stream: Stream, n_prompt: int, sequences: Tensor | None, config: Any, given: dict[str, Any]
+        self, stream: Stream, n_prompt: int, sequences: Tensor | None, config: Any, arguments: dict[str, Any]
     ) -> None:
         """Note the token that was never fed back, and where each row stopped; no sequences: it was interrupted."""
         known = torch.cat(stream.fed, dim=1)
         if sequences is not None:
             known = stream.sequences = torch.cat([known, sequences[:, -1:]], dim=1)
-        stream.row_lengths = row_lengths(known[:, n_prompt - stream.base :], config, given, known.shape[1])
+        stream.row_lengths = row_lengths(known[:, n_prompt - stream.base :], config, arguments, known.shape[1])
         if self._listener is not None and sequences is not None:
             self._tell(stream, sequences[:, -1])
 
@@ -316,12 +316,12 @@ def record(
     )
     with ExitStack() as stack:
         stack.callback(recording._close)
-        stack.enter_context(tapped(model, recording._on_call))
+        stack.enter_context(observe_attention(model, recording._on_call))
         before = model.register_forward_pre_hook(recording._before_forward, with_kwargs=True)
         stack.callback(before.remove)
         after = model.register_forward_hook(recording._after_forward, with_kwargs=True)
         stack.callback(after.remove)
-        stack.enter_context(_own_generate(model, recording))
+        stack.enter_context(_wrap_generate(model, recording))
         yield recording
 
 
@@ -335,7 +335,7 @@ class _Generation:
 
 
 @contextmanager
-def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None]:
+def _wrap_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None]:
     """Wrap generate on this instance, and put back exactly what was there."""
     if not hasattr(model, "generate"):
         yield
@@ -352,13 +352,13 @@ def _own_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None
             del model.__dict__["generate"]
 
 
-def ready(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """The mechanism as it is computed for this model, with every parameter that it needs."""
-    found = equipped(mechanism, model)
-    if "context" in found.options:
+    equipped = equip_mechanism(mechanism, model)
+    if "context" in equipped.options:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return found.configure(context=context) if context else found
-    return found
+        return equipped.configure(context=context) if context else equipped
+    return equipped
 
 
 def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
@@ -371,7 +371,7 @@ def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
-def _weakly(thing: object) -> Callable[[], object]:
+def _weak_reference(thing: object) -> Callable[[], object]:
     """A reference that does not keep a cache or its keys alive."""
     try:
         return weakref.ref(thing)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softgap.errors import ModelError
 from softgap.probe.layout import layer_numbers
-from softgap.probe.meter import Measured, Meter
+from softgap.probe.meter import LayerMeasurements, Meter
 from softgap.probe.tap import AttentionCall
 from softgap.probe.token_scores import TokenScores
 from softgap.probe.visibility import VisibleSets
@@ -142,7 +142,7 @@ class Stream:
         sample_ids: Sequence[str],
     ) -> list[Trajectories]:
         """One Trajectories per row, padding left out."""
-        measured = self.meter.measured()
+        measured = self.meter.measurements()
         # A forward that was interrupted left some layers ahead of others.
         n = min([self.length, *(layer.shape[-1] for layer in measured.quantities)])
         if n == 0 or not measured.quantities:
@@ -158,7 +158,7 @@ class Stream:
                 known = valid[row].cpu().numpy()
                 padding, real = int(known.argmax()), known[self.base : self.base + n].nonzero()[0]
             queries = _Row(
-                measured=measured,
+                measurements=measured,
                 layout=layout,
                 row=row,
                 tokens=tokens[row].numpy(),
@@ -169,8 +169,8 @@ class Stream:
                 mechanisms=tuple(mechanisms),
                 decode=decode,
             )
-            kept = real[real + self.base - padding >= drop_sinks]
-            runs.append(self._run(queries, kept, row, sample_id, manifest))
+            selected = real[real + self.base - padding >= drop_sinks]
+            runs.append(self._run(queries, selected, row, sample_id, manifest))
         return runs
 
     def _run(
@@ -214,7 +214,7 @@ class _Layout:
 class _Row:
     """One row of a batch, from which parts of a trajectory are cut."""
 
-    measured: Measured
+    measurements: LayerMeasurements
     layout: _Layout
     row: int
     tokens: Int[np.ndarray, " time"]
@@ -237,15 +237,19 @@ class _Row:
     ) -> Trajectories:
         """The trajectory of these queries (indices into what was fed)."""
         # Nearly always a range: then it is cut out, not gathered.
-        together = len(queries) > 0 and queries[-1] - queries[0] == len(queries) - 1
-        steps = slice(queries[0], queries[-1] + 1) if together else torch.from_numpy(np.ascontiguousarray(queries))
+        contiguous = len(queries) > 0 and queries[-1] - queries[0] == len(queries) - 1
+        steps = slice(queries[0], queries[-1] + 1) if contiguous else torch.from_numpy(np.ascontiguousarray(queries))
         following = [int(self.tokens[i + 1]) if i + 1 < len(self.tokens) else -1 for i in queries]
         return Trajectories(
             mechanisms=self.mechanisms,
             layers=self.layout.layers,
             kv_group=self.layout.kv_group,
-            quantities={q: self._padded(self.measured.quantities, i, steps) for i, q in enumerate(QUANTITIES)},
-            focus={q: self._padded(self.measured.focus, i, steps) for i, q in enumerate(FOCUS) if self.measured.focus},
+            quantities={q: self._padded(self.measurements.quantities, i, steps) for i, q in enumerate(QUANTITIES)},
+            focus={
+                q: self._padded(self.measurements.focus, i, steps)
+                for i, q in enumerate(FOCUS)
+                if self.measurements.focus
+            },
             positions=(queries - self.padding + self.base).astype(np.int32),
             token_ids=np.array(following, dtype=np.int32),
             tokens=tuple("" if token < 0 else self.decode(token) for token in following),

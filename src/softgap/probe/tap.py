@@ -1,13 +1,13 @@
-"""The one seam into models: an override of the attention function that a model already uses.
+"""Tap the attention of a model by an override of the attention function that it already uses.
 
 transformers looks its attention function up by name in a registry at every call. While a model is tapped, the entry of
 the name it uses is replaced by a dispatcher that computes the model's own attention first and then shows queries, keys,
 values and output to whoever listens to that very module. The name stays, so masks and every branch on the name stay as
 they were; other models pass through untouched; the entry is put back when the last tap goes.
 
-A tap looks on (:func:`tapped`) or gives back another output (:func:`replaced`). All replacements come first, in the
-order in which they were entered, and then all listeners: whoever listens sees what the model really passes on, no
-matter which of the two blocks stands inside the other.
+A tap observes (:func:`observe_attention`) or returns another output (:func:`replace_attention`). All replacements come
+first, in the order in which they were entered, and then all listeners: a listener sees what the model really passes
+on, whichever of the two blocks is inside the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from softgap.errors import ModelError, UnsupportedError
 from softgap.models.support import attention_modules, check_measurable, check_tappable
 
-__all__ = ["AttentionCall", "overridden_names", "replaced", "stood_in", "tapped"]
+__all__ = ["AttentionCall", "observe_attention", "overridden_names", "override_attention", "replace_attention"]
 
 
 class AttentionCall(NamedTuple):
@@ -46,14 +46,14 @@ class AttentionCall(NamedTuple):
     @property
     def scale(self) -> float:
         """The scaling the model passes, or the usual one."""
-        given = self.options.get("scaling")
-        return float(self.query.shape[-1] ** -0.5 if given is None else given)
+        scaling = self.options.get("scaling")
+        return float(self.query.shape[-1] ** -0.5 if scaling is None else scaling)
 
     @property
     def is_causal(self) -> bool:
         """Whether the model means causal attention where it passes no mask."""
-        given = self.options.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if given is None else given)
+        is_causal = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if is_causal is None else is_causal)
 
 
 Listener = Callable[[AttentionCall], None]
@@ -90,7 +90,7 @@ _overrides: dict[tuple[int, str], _Override] = {}
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
+def observe_attention(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
     """Show every attention call of this model to the listener, for as long as the block runs.
 
     ``alone`` hides the calls of the block from every other tap of this model, replacements included. Such a listener
@@ -98,35 +98,35 @@ def tapped(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -
     """
     if not alone:
         check_measurable(model)
-    with _attached(model, _Tap(listen=listener, alone=alone)):
+    with _attach(model, _Tap(listen=listener, alone=alone)):
         yield
 
 
 @contextmanager
-def replaced(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
+def replace_attention(model: PreTrainedModel, replace: Replacer) -> Iterator[None]:
     """Let the model go on with what ``replace`` returns for each of its attention calls, while the block runs.
 
     The result has the shape and dtype of ``call.output``, which must not be written to. Each replacement is shown the
     output of those entered before it, so the last one entered has the last word.
     """
-    with _attached(model, _Tap(replace=replace)):
+    with _attach(model, _Tap(replace=replace)):
         yield
 
 
 @contextmanager
-def stood_in(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
+def override_attention(model: PreTrainedModel, stand: Stand) -> Iterator[None]:
     """Ask ``stand(original, module, query, key, value, *args, **kwargs)`` before the model's own attention runs.
 
     Where it gives a result, the model's attention is not computed. There are no keys then to show to a listener, and no
     softmax output for a second replacement to start from: both are refused. The one replacement that may be there is
     what the stand computes in its own way.
     """
-    with _attached(model, _Tap(stand=stand)):
+    with _attach(model, _Tap(stand=stand)):
         yield
 
 
 @contextmanager
-def _attached(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
+def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     check_tappable(model)
     entries = attention_modules(model)
     # Keyed by identity: no two live modules share an id, and the entries keep these alive.

@@ -1,4 +1,4 @@
-"""What every layer of a model attends with on one text: for labs that look inside a head, not only at its output."""
+"""Visit the queries, keys, values and outputs of every layer of a model on one text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Visible
 from softgap.errors import ValueInputError
-from softgap.probe.tap import AttentionCall, tapped
+from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
 from softgap.probe.visibility import VisibleSets
 
@@ -57,18 +57,18 @@ def visit_layers(
     """
     if not len(token_ids):
         raise ValueInputError("a text must hold at least one token, got none")
-    found: list[Result] = []
+    results: list[Result] = []
     sets = VisibleSets()
 
     def listen(call: AttentionCall) -> None:
         q, k, v = (x.detach()[0].float() for x in (call.query, call.key, call.value))
         output = call.output.detach()[0].transpose(0, 1).float()
-        found.append(
-            visit(LayerTensors(len(found), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
+        results.append(
+            visit(LayerTensors(len(results), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
         )
 
-    with torch.inference_mode(), tapped(model, listen):
+    with torch.inference_mode(), observe_attention(model, listen):
         inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
         # The logits of a long text would be the largest tensor of all, and nobody asks for them.
         forward_then_logits(model, inputs, len(token_ids))
-    return found
+    return results

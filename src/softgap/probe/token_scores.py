@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["TokenScores", "answering", "forward_then_logits", "score"]
+__all__ = ["TokenScores", "forward_then_logits", "return_constant", "score"]
 
 ROWS = 128
 # Logits scored at once: few enough to stay in the cache from one pass to the next.
@@ -29,8 +29,8 @@ def score(
     With x the logits less their largest, Z = sum exp(x): log p = x - log Z and H = log Z - sum x exp(x) / Z.
     """
     rows, wanted = logits.flatten(0, 1), tokens.flatten()
-    chosen = torch.empty(len(rows), device=logits.device)
-    entropy = torch.empty_like(chosen)
+    logprobs = torch.empty(len(rows), device=logits.device)
+    entropy = torch.empty_like(logprobs)
     step = max(1, CACHED // rows.shape[-1])
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
@@ -39,13 +39,13 @@ def score(
         e = x.exp()
         total = e.sum(dim=-1)
         log_total = total.log()
-        chosen[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
+        logprobs[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
         mean = torch.linalg.vecdot(x, e) / total
         if bool(mean.isnan().any()):
             # A token that a model rules out has the logit -inf, and 0 * -inf counts as 0.
             mean = x.mul_(e).nan_to_num_(nan=0.0).sum(dim=-1) / total
         entropy[part] = log_total - mean
-    return chosen.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
+    return logprobs.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
 class TokenScores:
@@ -57,7 +57,7 @@ class TokenScores:
     def __init__(self, block: int) -> None:
         self._block = block
         # Copies of logits whose next token is not known yet, and the positions they belong to.
-        self._held: Float[Tensor, "batch waiting vocabulary"] | None = None
+        self._waiting_logits: Float[Tensor, "batch waiting vocabulary"] | None = None
         self._waiting: list[int] = []
         self._scores: Float[Tensor, "quantity batch time"] | None = None
         self._expected = self._stop = 0
@@ -76,12 +76,12 @@ class TokenScores:
         """Score every waiting position whose next token is among these."""
         ready = sum(position + 1 < tokens.shape[1] for position in self._waiting)
         start = 0
-        while start < ready and self._held is not None:
+        while start < ready and self._waiting_logits is not None:
             # Runs of neighbouring positions are scored together.
             first, stop = self._waiting[start], start + 1
             while stop < min(ready, start + ROWS) and self._waiting[stop] == first + stop - start:
                 stop += 1
-            self._note(first, self._held[:, start:stop], tokens[:, first + 1 : first + 1 + stop - start])
+            self._note(first, self._waiting_logits[:, start:stop], tokens[:, first + 1 : first + 1 + stop - start])
             start = stop
         self._drop(ready)
 
@@ -89,9 +89,9 @@ class TokenScores:
         """Score all that waits, with or without its token: no more will come."""
         self.settle(tokens)
         for i, position in enumerate(self._waiting):
-            if self._held is not None:
-                self._keep(position, _without_tokens(self._held[:, i : i + 1]))
-        self._waiting, self._held = [], None
+            if self._waiting_logits is not None:
+                self._keep(position, _without_tokens(self._waiting_logits[:, i : i + 1]))
+        self._waiting, self._waiting_logits = [], None
         if self._scores is not None:
             self._scores = self._scores[..., : self._stop].clone()
 
@@ -104,24 +104,24 @@ class TokenScores:
             scores[..., :known] = self._scores[..., :known]
         # What still waits is scored without its token, and goes on waiting.
         for i, position in enumerate(self._waiting):
-            if position < n and self._held is not None:
-                scores[..., position : position + 1] = _without_tokens(self._held[:, i : i + 1])
+            if position < n and self._waiting_logits is not None:
+                scores[..., position : position + 1] = _without_tokens(self._waiting_logits[:, i : i + 1])
         return scores[0], scores[1]
 
     def _hold(self, position: int, logits: Float[Tensor, "batch vocabulary"]) -> None:
         """Keep a copy: the caller may go on to change its logits in place."""
         batch, vocabulary = logits.shape
-        if self._held is None:
+        if self._waiting_logits is None:
             # As many as will wait at most, made once: fresh memory at every step would cost more than the copy.
-            self._held = logits.new_empty(batch, self._block + 2, vocabulary)
-        self._held[:, len(self._waiting)] = logits
+            self._waiting_logits = logits.new_empty(batch, self._block + 2, vocabulary)
+        self._waiting_logits[:, len(self._waiting)] = logits
         self._waiting.append(position)
 
     def _drop(self, count: int) -> None:
         """Forget the first ones that wait."""
-        if count and self._held is not None:
-            kept = len(self._waiting) - count
-            self._held[:, :kept] = self._held[:, count : count + kept].clone()
+        if count and self._waiting_logits is not None:
+            remaining = len(self._waiting) - count
+            self._waiting_logits[:, :remaining] = self._waiting_logits[:, count : count + remaining].clone()
             del self._waiting[:count]
 
     def _note(self, first: int, logits: Tensor, tokens: Tensor) -> None:
@@ -157,18 +157,18 @@ def forward_then_logits(
     if n <= rows or base is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
         whole = model(**inputs).logits
         return lambda: iter([(0, whole)])
-    kept: list[Any] = []
-    hook = base.register_forward_hook(lambda module, args, output: kept.append(output))
+    inputs_of_head: list[Any] = []
+    hook = base.register_forward_hook(lambda module, args, output: inputs_of_head.append(output))
     try:
         model(**inputs, logits_to_keep=1)
     finally:
         hook.remove()
-    if not kept:  # decoders of encoder-decoder models are called past the model around them
+    if not inputs_of_head:  # decoders of encoder-decoder models are called past the model around them
         whole = model(**inputs).logits
         return lambda: iter([(0, whole)])
 
     def blocks() -> Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]:
-        with answering(base, kept[-1]):
+        with return_constant(base, inputs_of_head[-1]):
             for start in range(begin, n, rows):
                 positions = torch.arange(start, min(n, start + rows), device=model.device)
                 yield start, model.forward(**inputs, logits_to_keep=positions).logits
@@ -177,14 +177,14 @@ def forward_then_logits(
 
 
 @contextmanager
-def answering(module: torch.nn.Module, answer: Any) -> Iterator[None]:
+def return_constant(module: torch.nn.Module, answer: Any) -> Iterator[None]:
     """A module that returns one answer whatever it is asked."""
-    own = module.__dict__.get("forward")
+    original = module.__dict__.get("forward")
     module.__dict__["forward"] = lambda *args, **kwargs: answer
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = own
+            module.__dict__["forward"] = original

@@ -1,4 +1,4 @@
-"""From a model's mask to the visible set: derived here, and nowhere else.
+"""Derive the visible set of each query from a model's attention mask.
 
 A boolean mask is taken as it is; a float mask shows what lies above half the lowest number of its dtype (finite biases
 belong to the model's own side only). Without a mask one query sees all keys, and several see causally over as many
@@ -33,36 +33,47 @@ class VisibleSets:
 
     def __init__(self, cached: int = 0) -> None:
         self._cached = cached
-        self._found: dict[tuple[int, int, int], tuple[Tensor, Visible]] = {}
+        self._cached_set: dict[tuple[int, int, int], tuple[Tensor, Visible]] = {}
         self._placed: dict[tuple[int, ...], tuple[Tensor, Visible, Visible]] = {}
 
     def of(self, call: AttentionCall) -> Visible:
         """The visible set of one attention call, with the positions that the model was told."""
-        found, told = self._seen(call), call.options.get("position_ids")
-        if not isinstance(told, Tensor):
-            return found
+        visible, position_ids = self._seen(call), call.options.get("position_ids")
+        if not isinstance(position_ids, Tensor):
+            return visible
         batch, _, n_queries, _ = call.query.shape
-        key = (id(told), id(found.key_valid), id(found.mask), found.offset or 0, n_queries, call.key.shape[2])
+        key = (
+            id(position_ids),
+            id(visible.key_valid),
+            id(visible.mask),
+            visible.offset or 0,
+            n_queries,
+            call.key.shape[2],
+        )
         if key not in self._placed:
             # Both are kept with the result, so that no id can pass to another tensor meanwhile.
-            self._placed[key] = (told, found, with_origin(found, told, batch, n_queries, call.key.shape[2]))
-        return replace(found, origin=self._placed[key][2].origin)
+            self._placed[key] = (
+                position_ids,
+                visible,
+                with_origin(visible, position_ids, batch, n_queries, call.key.shape[2]),
+            )
+        return replace(visible, origin=self._placed[key][2].origin)
 
     def _seen(self, call: AttentionCall) -> Visible:
         n_queries, n_keys = call.query.shape[2], call.key.shape[2]
         if call.mask is None:
             return _without_mask(n_queries, n_keys, call)
         key = (id(call.mask), n_queries, n_keys)
-        if key not in self._found:
+        if key not in self._cached_set:
             # Behind the queries lie a static cache's empty slots; before them a sliding cache may have dropped some.
             offset = max(0, min(self._cached, n_keys - n_queries))
-            found = interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys), offset)
-            if found.key_valid is not None and len(found.key_valid) == 1:
+            visible = interval_or_mask(seen_by_mask(call.mask, n_queries, n_keys), offset)
+            if visible.key_valid is not None and len(visible.key_valid) == 1:
                 # One mask for all sequences.
-                found = replace(found, key_valid=found.key_valid.expand(len(call.query), -1))
+                visible = replace(visible, key_valid=visible.key_valid.expand(len(call.query), -1))
             # The mask is kept with the result, so that its id cannot pass to another tensor meanwhile.
-            self._found[key] = (call.mask, found)
-        return self._found[key][1]
+            self._cached_set[key] = (call.mask, visible)
+        return self._cached_set[key][1]
 
 
 def seen_by_mask(
@@ -79,17 +90,17 @@ def seen_by_mask(
 
 
 def with_origin(
-    visible: Visible, told: Int[Tensor, "#batch query"], batch: int, n_queries: int, n_keys: int
+    visible: Visible, position_ids: Int[Tensor, "#batch query"], batch: int, n_queries: int, n_keys: int
 ) -> Visible:
     """The same set with the place of its positions: the first query that is not padding says what it was told."""
-    if told.dim() != 2 or told.shape[1] != n_queries or len(told) not in (1, batch):
+    if position_ids.dim() != 2 or position_ids.shape[1] != n_queries or len(position_ids) not in (1, batch):
         return visible
     shown = visible.fitted_to(batch, 1 if visible.mask is None else visible.mask.shape[1], n_queries, n_keys)
-    at, told = shown.positions(0, n_queries, told.device), told.expand(batch, -1)
-    real = shown.row_valid(batch, n_queries, told.device) if shown.key_valid is None else shown.key_valid[:, at]
+    at, position_ids = shown.positions(0, n_queries, position_ids.device), position_ids.expand(batch, -1)
+    real = shown.row_valid(batch, n_queries, position_ids.device) if shown.key_valid is None else shown.key_valid[:, at]
     first = real.int().argmax(dim=1, keepdim=True)
     counted = replace(shown, origin=None).turned_by(at).expand(batch, -1)
-    origin = (told - counted).gather(1, first)[:, 0].masked_fill(~real.any(dim=1), 0)
+    origin = (position_ids - counted).gather(1, first)[:, 0].masked_fill(~real.any(dim=1), 0)
     return replace(visible, origin=origin if bool(origin.any()) else None)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float64, Int64
 from softgap.errors import ValueInputError
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.signal.kernels import compiled
-from softgap.signal.validation import checked_series
+from softgap.signal.validation import check_series
 
 __all__ = ["ChangePoints", "change_points"]
 
@@ -77,7 +77,7 @@ def change_points(
     """
     checked_rng(rng)
     _check_options(level, permutations, shortest)
-    series = checked_series(x, least=2 * shortest, use="a change point")
+    series = check_series(x, least=2 * shortest, use="a change point")
     rows = series.reshape(-1, series.shape[-1])
     starts, p_value, mean = np.zeros(rows.shape, dtype=bool), np.full(rows.shape, np.nan), np.empty(rows.shape)
     whole_p, statistic, null = np.empty(len(rows)), np.empty(len(rows)), np.empty((len(rows), permutations))
@@ -85,11 +85,11 @@ def change_points(
         segments = [(0, len(row))]
         while segments:
             begin, end = segments.pop()
-            p, best, arc, null_here = _tested(row[begin:end], permutations, shortest, rng)
+            p, best, arc, null_here = _test_segment(row[begin:end], permutations, shortest, rng)
             if end - begin == len(row):
                 whole_p[i], statistic[i], null[i] = p, best, null_here
             if p <= level:
-                cuts = begin + _kept_ends(row[begin:end], arc, level, permutations, rng)
+                cuts = begin + _significant_ends(row[begin:end], arc, level, permutations, rng)
                 starts[i, cuts], p_value[i, cuts] = True, p
                 edges = [begin, *cuts, end]
                 # From the left: the stack gives the last one first.
@@ -117,7 +117,7 @@ def _check_options(level: float, permutations: int, shortest: int) -> None:
         )
 
 
-def _tested(
+def _test_segment(
     segment: Float64[np.ndarray, " time"], permutations: int, shortest: int, rng: np.random.Generator
 ) -> tuple[float, float, tuple[int, int], Float64[np.ndarray, " permutation"]]:
     """p-value, statistic and ends of the best arc of a segment, and the statistic of each random order."""
@@ -128,7 +128,7 @@ def _tested(
     return p, float(statistics[0]), (int(arcs[0, 0]), int(arcs[0, 1])), statistics[1:]
 
 
-def _kept_ends(
+def _significant_ends(
     segment: Float64[np.ndarray, " time"],
     arc: tuple[int, int],
     level: float,
@@ -145,8 +145,8 @@ def _kept_ends(
     for sides, size in ((segment[:end], begin), (segment[begin:], end - begin)):
         orders = _with_random_orders(sides, permutations, rng)
         p.append(_p_value(np.abs(orders[:, :size].mean(-1) - orders[:, size:].mean(-1))))
-    kept = np.array(arc)[np.array(p) <= level]
-    return kept if len(kept) else np.array([arc[int(np.argmin(p))]])
+    ends = np.array(arc)[np.array(p) <= level]
+    return ends if len(ends) else np.array([arc[int(np.argmin(p))]])
 
 
 def _with_random_orders(

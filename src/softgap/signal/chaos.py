@@ -18,7 +18,7 @@ from softgap.signal.kernels import compiled
 __all__ = ["henon", "logistic", "lorenz", "mackey_glass", "rossler"]
 
 Shape = tuple[int, ...]
-Batch = Float64[np.ndarray, "*batch time"]
+SeriesArray = Float64[np.ndarray, "*batch time"]
 
 _LORENZ, _ROSSLER = 0, 1
 
@@ -28,17 +28,19 @@ _LORENZ_TRANSIENT, _ROSSLER_TRANSIENT, _MACKEY_GLASS_TRANSIENT = 50.0, 300.0, 10
 _LORENZ_STEP, _ROSSLER_STEP, _MACKEY_GLASS_STEP = 0.01, 0.02, 0.1
 
 
-def logistic(shape: Shape, *, rng: np.random.Generator, r: float) -> Batch:
+def logistic(shape: Shape, *, rng: np.random.Generator, r: float) -> SeriesArray:
     """x_{t+1} = r x_t (1 - x_t), from x_0 uniform in (0.05, 0.95)."""
     return _rows(_logistic, shape, rng.uniform(0.05, 0.95, (*shape[:-1], 1)), r, _MAP_TRANSIENT)
 
 
-def henon(shape: Shape, *, rng: np.random.Generator, a: float, b: float) -> Batch:
+def henon(shape: Shape, *, rng: np.random.Generator, a: float, b: float) -> SeriesArray:
     """x_{t+1} = 1 - a x_t^2 + y_t, y_{t+1} = b x_t, from a point near 0, inside the basin of the attractor."""
     return _rows(_henon, shape, rng.uniform(-0.1, 0.1, (*shape[:-1], 2)), a, b, _MAP_TRANSIENT)
 
 
-def lorenz(shape: Shape, *, rng: np.random.Generator, sigma: float, rho: float, beta: float, interval: float) -> Batch:
+def lorenz(
+    shape: Shape, *, rng: np.random.Generator, sigma: float, rho: float, beta: float, interval: float
+) -> SeriesArray:
     """x' = sigma (y - x), y' = x (rho - z) - y, z' = x y - beta z."""
     substeps = math.ceil(interval / _LORENZ_STEP)
     start = rng.uniform(-10, 10, (*shape[:-1], 3)) + np.array([0.0, 0.0, 25.0])
@@ -46,7 +48,7 @@ def lorenz(shape: Shape, *, rng: np.random.Generator, sigma: float, rho: float, 
     return _rows(_flow, shape, start, _LORENZ, sigma, rho, beta, interval / substeps, substeps, transient)
 
 
-def rossler(shape: Shape, *, rng: np.random.Generator, a: float, b: float, c: float, interval: float) -> Batch:
+def rossler(shape: Shape, *, rng: np.random.Generator, a: float, b: float, c: float, interval: float) -> SeriesArray:
     """x' = -y - z, y' = x + a y, z' = b + z (x - c)."""
     substeps = math.ceil(interval / _ROSSLER_STEP)
     start = rng.uniform(-4, 4, (*shape[:-1], 3)) * np.array([1.0, 1.0, 0.0])
@@ -56,7 +58,7 @@ def rossler(shape: Shape, *, rng: np.random.Generator, a: float, b: float, c: fl
 
 def mackey_glass(
     shape: Shape, *, rng: np.random.Generator, beta: float, gamma: float, tau: float, exponent: float, interval: float
-) -> Batch:
+) -> SeriesArray:
     """x'(t) = beta x(t - tau) / (1 + x(t - tau)^exponent) - gamma x(t), from a constant history in (0.5, 1.5).
 
     The step divides tau, so the past is known at grid points, and between them by the cubic through two values and
@@ -70,9 +72,11 @@ def mackey_glass(
     return _rows(_mackey_glass, shape, start, beta, gamma, exponent, step, delay, substeps, transient)
 
 
-def _rows(kernel: Callable[..., Any], shape: Shape, start: Float64[np.ndarray, "*batch state"], *given: float) -> Batch:
+def _rows(
+    kernel: Callable[..., Any], shape: Shape, start: Float64[np.ndarray, "*batch state"], *parameters: float
+) -> SeriesArray:
     out = np.empty((math.prod(shape[:-1]), shape[-1]))
-    kernel(out, start.reshape(len(out), -1), *given)
+    kernel(out, start.reshape(len(out), -1), *parameters)
     return out.reshape(shape)
 
 
@@ -105,7 +109,7 @@ def _slope(kind: int, x: float, y: float, z: float, p: float, q: float, s: float
 
 
 @compiled
-def _advanced(
+def _runge_kutta_step(
     kind: int, x: float, y: float, z: float, p: float, q: float, s: float, h: float
 ) -> tuple[float, float, float]:
     """One step h of the classical Runge-Kutta method."""
@@ -138,7 +142,7 @@ def _flow(
             if t >= 0:
                 out[i, t] = x
             for _ in range(substeps):
-                x, y, z = _advanced(kind, x, y, z, p, q, s, step)
+                x, y, z = _runge_kutta_step(kind, x, y, z, p, q, s, step)
 
 
 @compiled

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.inputs import checked_count, checked_share
-from softgap.signal.entropy import checked_q, log_where_positive, measured, probabilities, renyi, shannon
-from softgap.signal.patterns import Options, checked_batch, pattern_counts, sorting_patterns
+from softgap.signal.entropy import check_q, log_where_positive, probabilities, reduce_blocks, renyi, shannon
+from softgap.signal.patterns import Options, check_batch, pattern_counts, sorting_patterns
 from softgap.signal.results import ComplexityEntropy, Entropy, FisherShannon, MissingPatterns, RenyiComplexity
-from softgap.signal.validation import checked_order
+from softgap.signal.validation import check_order
 
 __all__ = [
     "ComplexityBounds",
@@ -35,19 +35,19 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     C = H J(p, u) / J_max with the Jensen-Shannon divergence J(p, u) = S((p + u) / 2) - S(p) / 2 - S(u) / 2 to equal
     frequencies u, and J_max its value for a single pattern (Rosso et al., Phys. Rev. Lett. 99, 154102 (2007)).
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
         return np.stack(plane(probabilities(counts)), axis=-1)
 
-    values, *rest = measured(batch, batch.counts(), reduce, (2,))
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
     return ComplexityEntropy(values[..., 0], values[..., 1], *rest)
 
 
 def statistical_complexity(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
     """The complexity of :func:`complexity_entropy` alone."""
-    found = complexity_entropy(x, order, delay, **options)
-    return Entropy(found.complexity, found.windows, found.tie_rate, found.eligible)
+    result = complexity_entropy(x, order, delay, **options)
+    return Entropy(result.complexity, result.windows, result.tie_rate, result.eligible)
 
 
 def renyi_complexity(
@@ -59,8 +59,8 @@ def renyi_complexity(
     D_q = [log sum p^q m^(1-q) + log sum u^q m^(1-q)] / (2 (q - 1)), m = (p + u) / 2 (Jauregui et al., Physica A 498,
     74 (2018), Eqs. 4 and 5). At q = 1 it is the point of :func:`complexity_entropy`.
     """
-    grid = np.atleast_1d(checked_q(q))
-    batch = checked_batch(x, order, delay, options)
+    grid = np.atleast_1d(check_q(q))
+    batch = check_batch(x, order, delay, options)
     single = np.zeros((1, batch.patterns))
     single[0, 0] = 1.0
 
@@ -71,7 +71,7 @@ def renyi_complexity(
         divergence = np.stack([_jensen_renyi(p, value) for value in grid], axis=-1)
         return np.stack([entropy, entropy * divergence / largest], axis=-1)
 
-    values, *rest = measured(batch, batch.counts(), reduce, (grid.size, 2))
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
     return RenyiComplexity(grid, values[..., 0], values[..., 1], *rest)
 
 
@@ -82,7 +82,7 @@ def fisher_shannon(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Opt
     (Olivares et al., Physica A 391, 2518 (2012)). F depends on how patterns are listed: here by the permutation that
     sorts the window, lexicographically.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     listed = np.argsort(sorting_patterns(batch.order))
 
     def reduce(counts: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ def fisher_shannon(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Opt
         information = (np.diff(np.sqrt(p), axis=-1) ** 2).sum(axis=-1) * np.where(at_an_end, 1.0, 0.5)
         return np.stack([shannon(p) / math.log(batch.patterns), information], axis=-1)
 
-    values, *rest = measured(batch, batch.counts(), reduce, (2,))
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
     return FisherShannon(values[..., 0], values[..., 1], *rest)
 
 
@@ -106,19 +106,19 @@ def missing_patterns(
     of slow series with care.
     """
     checked_share("alpha", alpha, usual=0.01)
-    found = pattern_counts(x, order, delay, **options)
-    patterns = found.counts.shape[-1]
-    missing = (found.counts == 0) & found.eligible[..., None]
-    chance = patterns * (1 - 1 / patterns) ** (found.windows // order)
+    counted = pattern_counts(x, order, delay, **options)
+    patterns = counted.counts.shape[-1]
+    missing = (counted.counts == 0) & counted.eligible[..., None]
+    chance = patterns * (1 - 1 / patterns) ** (counted.windows // order)
     forbidden = missing & (chance <= alpha)[..., None]
-    fraction = np.where(found.eligible, missing.mean(axis=-1), np.nan)
-    return MissingPatterns(missing, forbidden, fraction, found.windows, found.tie_rate, found.eligible)
+    fraction = np.where(counted.eligible, missing.mean(axis=-1), np.nan)
+    return MissingPatterns(missing, forbidden, fraction, counted.windows, counted.tie_rate, counted.eligible)
 
 
 def missing_fraction(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
     """The share of patterns that never occur."""
-    batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.counts(), lambda counts: np.asarray((counts == 0).mean(axis=-1))))
+    batch = check_batch(x, order, delay, options)
+    return Entropy(*reduce_blocks(batch, batch.counts(), lambda counts: np.asarray((counts == 0).mean(axis=-1))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ def complexity_bounds(order: int = 3, *, points: int = 200, per_piece: int = 8) 
     Least: one pattern with frequency 1/n to 1, the others equal. Greatest: for each k = 1 .. n - 1, one pattern with
     frequency 0 to 1/(k + 1), k equal ones, the rest missing (Martin, Plastino and Rosso, Physica A 369, 439 (2006)).
     """
-    n = math.factorial(checked_order(order))
+    n = math.factorial(check_order(order))
     checked_count("points", points, least=2)
     checked_count("per_piece", per_piece)
     large = np.linspace(1, 1 / n, points)

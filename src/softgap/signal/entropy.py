@@ -13,17 +13,17 @@ from jaxtyping import Bool, Float, Int
 from softgap.errors import ValueInputError
 from softgap.inputs import checked_count
 from softgap.signal.kernels import shannon_rows
-from softgap.signal.patterns import Batch, Block, Options, checked_batch
+from softgap.signal.patterns import Block, Options, SeriesBatch, check_batch
 from softgap.signal.results import Entropy
-from softgap.signal.validation import checked_series
+from softgap.signal.validation import check_series
 
 __all__ = [
     "WindowedEntropy",
-    "checked_q",
-    "measured",
+    "check_q",
     "multiscale_entropy",
     "permutation_entropy",
     "probabilities",
+    "reduce_blocks",
     "renyi",
     "renyi_entropy",
     "shannon",
@@ -43,8 +43,13 @@ Reducer = Callable[[np.ndarray], np.ndarray]
 _LARGEST_Q = 500.0
 
 
-def measured(
-    batch: Batch, blocks: Iterable[Block], reduce: Reducer, trailing: tuple[int, ...] = (), *, weighted: bool = False
+def reduce_blocks(
+    batch: SeriesBatch,
+    blocks: Iterable[Block],
+    reduce: Reducer,
+    trailing: tuple[int, ...] = (),
+    *,
+    weighted: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Apply ``reduce`` [series, pattern] -> [series, *trailing] to the eligible series; NaN for the others.
 
@@ -59,7 +64,7 @@ def measured(
             some = some & (block.table.sum(axis=1) > 0)
         values[block.where][some] = reduce(block.table if some.all() else block.table[some])
         windows[block.where], rate[block.where], eligible[block.where] = block.windows, block.tie_rate, some
-    shaped = batch.shaped
+    shaped = batch.restore_shape
     return shaped(values), shaped(windows), shaped(rate), shaped(eligible)
 
 
@@ -86,8 +91,8 @@ def permutation_entropy(
     The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
     compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
     """
-    batch = checked_batch(x, order, delay, options)
-    return Entropy(*measured(batch, batch.entropies(), _in_unit(batch, normalised)))
+    batch = check_batch(x, order, delay, options)
+    return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))
 
 
 def weighted_permutation_entropy(
@@ -98,7 +103,7 @@ def weighted_permutation_entropy(
     p_i is the summed variance of the windows with pattern i over that of all windows (Fadlallah et al., Phys. Rev. E
     87, 022911 (2013)). A series whose windows all have variance 0 is not eligible.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     unit = batch.unit(normalised)
 
     def reduce(weights: np.ndarray) -> np.ndarray:
@@ -106,7 +111,7 @@ def weighted_permutation_entropy(
         shannon_rows(weights, entropy)
         return entropy / unit
 
-    return Entropy(*measured(batch, batch.weights(), reduce, weighted=True))
+    return Entropy(*reduce_blocks(batch, batch.weights(), reduce, weighted=True))
 
 
 def renyi_entropy(
@@ -158,7 +163,7 @@ def multiscale_entropy(
     Phys. Rev. Lett. 89, 068102 (2002)); an incomplete stretch at the end is dropped. A scale that leaves too
     few windows is not eligible.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     results = []
     for scale in scales:
         step = checked_count("a scale", scale)
@@ -166,12 +171,12 @@ def multiscale_entropy(
         # The count is spelled out: reshape cannot infer it where a scale leaves no step.
         parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
         coarse = parts.mean(axis=-1) if step > 1 else batch.rows
-        kept: Options = {**options, "lengths": batch.lengths // step}
-        cut = checked_batch(coarse, order, delay, kept, short=True)
-        results.append(measured(cut, cut.entropies(), _in_unit(cut, normalised)))
+        scaled_options: Options = {**options, "lengths": batch.lengths // step}
+        cut = check_batch(coarse, order, delay, scaled_options, short=True)
+        results.append(reduce_blocks(cut, cut.entropies(), _in_unit(cut, normalised)))
     if not results:
         raise ValueInputError(f"scales must be one or more whole numbers from 1, got {list(scales)}")
-    return Entropy(*(batch.shaped(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
+    return Entropy(*(batch.restore_shape(np.stack(parts, axis=-1)) for parts in zip(*results, strict=True)))
 
 
 def probabilities(counts: np.ndarray) -> Probabilities:
@@ -208,7 +213,7 @@ def tsallis(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
     return np.asarray(-(p * np.expm1((q - 1) * log_where_positive(p))).sum(axis=-1) / (q - 1))
 
 
-def checked_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
+def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     """``q`` as one number or a list of numbers from 0 to 500."""
     grid = np.asarray(q)
     if grid.dtype.kind not in "fiu" or grid.ndim > 1 or grid.size == 0:
@@ -228,15 +233,15 @@ def _over_q(
     entropy: Callable[[np.ndarray, float], np.ndarray],
     unit: Callable[[float, int], float],
 ) -> Entropy:
-    grid = checked_q(q)
-    batch = checked_batch(x, order, delay, options)
+    grid = check_q(q)
+    batch = check_batch(x, order, delay, options)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
         p = probabilities(counts)
         columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
         return np.stack(columns, axis=-1)
 
-    values, *rest = measured(batch, batch.counts(), reduce, (grid.size,))
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
     return Entropy(values if grid.ndim else values[..., 0], *rest)
 
 
@@ -244,7 +249,7 @@ def _tsallis_largest(q: float, patterns: int) -> float:
     return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
-def _in_unit(batch: Batch, normalised: bool) -> Reducer:
+def _in_unit(batch: SeriesBatch, normalised: bool) -> Reducer:
     unit = batch.unit(normalised)
     return lambda entropy: np.asarray(entropy[:, 0] / unit)
 
@@ -311,17 +316,22 @@ def windowed_entropy(
     order, delay, ties, eligibility, rng
         Of :func:`permutation_entropy`.
     """
-    series = checked_series(x, use="windowed entropy")
+    series = check_series(x, use="windowed entropy")
     checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
     step = checked_count("stride", width if stride is None else stride)
     views = np.lib.stride_tricks.sliding_window_view(series, width, axis=-1)[..., ::step, :]
     count = views.shape[-2]
-    together = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))
+    windows_per_block = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))
     parts = [
         permutation_entropy(
-            views[..., at : at + together, :], order=order, delay=delay, ties=ties, eligibility=eligibility, rng=rng
+            views[..., at : at + windows_per_block, :],
+            order=order,
+            delay=delay,
+            ties=ties,
+            eligibility=eligibility,
+            rng=rng,
         )
-        for at in range(0, count, together)
+        for at in range(0, count, windows_per_block)
     ]
     return WindowedEntropy(
         value=np.concatenate([part.value for part in parts], axis=-1),

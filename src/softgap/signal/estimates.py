@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.inputs import checked_count, checked_rng, checked_share
-from softgap.signal.entropy import measured
+from softgap.signal.entropy import reduce_blocks
 from softgap.signal.kernels import resample_row, shannon_rows, stretch_rows
-from softgap.signal.patterns import Options, checked_batch, noise_spread
-from softgap.signal.results import Entropy, Measured
-from softgap.signal.validation import checked_delay, checked_order
+from softgap.signal.patterns import Options, check_batch, noise_spread
+from softgap.signal.results import Entropy, SeriesResult
+from softgap.signal.validation import check_delay, check_order
 
 __all__ = [
     "Interval",
@@ -43,7 +43,7 @@ def corrected_entropy(
     -----
     For series far from white noise f is an approximation: their windows repeat in other ways.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
 
     def reduce(counts: np.ndarray) -> np.ndarray:
         entropy, windows = np.empty(len(counts)), counts.sum(axis=1)
@@ -53,7 +53,7 @@ def corrected_entropy(
         entropy += factors[inverse] * ((counts > 0).sum(axis=1) - 1) / (2 * windows)
         return entropy / batch.unit(normalised)
 
-    return Entropy(*measured(batch, batch.counts(), reduce))
+    return Entropy(*reduce_blocks(batch, batch.counts(), reduce))
 
 
 def bias_factor(order: int, windows: int, delay: int = 1, *, seed: int = 0) -> float:
@@ -63,8 +63,8 @@ def bias_factor(order: int, windows: int, delay: int = 1, *, seed: int = 0) -> f
     from 20 order! windows on (at least 2,000) the value there. It tends to sum_i v_i / p_i / (order! - 1), v_i the
     long-run variance of the indicator of pattern i: about 0.7 at order 3.
     """
-    checked_order(order)
-    checked_delay(delay)
+    check_order(order)
+    check_delay(delay)
     checked_count("a seed", seed, least=0)
     place = 2 * math.log2(min(checked_count("windows", windows), max(2000, 20 * math.factorial(order))))
     below = math.floor(place)
@@ -85,7 +85,7 @@ def _simulated_factor(order: int, delay: int, half_powers: int, seed: int) -> fl
 
 
 @dataclass(frozen=True, eq=False)
-class Rarefied(Measured):
+class Rarefied(SeriesResult):
     """Entropies taken at one number of windows, ``common``, so that series of different length compare.
 
     ``stretches`` is how many stretches of that many windows were averaged for each series.
@@ -114,7 +114,7 @@ def rarefied_entropy(
     series, so that the bias of a short series is put on the long ones too. By default ``windows`` is that of the
     shortest eligible series. Series with fewer are not eligible, nor is any if ``windows`` is below the rule.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     counted, rate = np.empty(series, np.int64), np.empty(series)
     # Twice over the blocks: the patterns of all windows would take half the memory of the series.
@@ -129,14 +129,14 @@ def rarefied_entropy(
     if common >= batch.least:
         for block in batch.indices():
             stretch_rows(block.table, batch.patterns, common, values[block.where], stretches[block.where])
-    unit, shaped = batch.unit(normalised), batch.shaped
+    unit, shaped = batch.unit(normalised), batch.restore_shape
     return Rarefied(
         shaped(values / unit), common, shaped(stretches), shaped(counted), shaped(rate), shaped(stretches > 0)
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Interval(Measured):
+class Interval(SeriesResult):
     """Permutation entropy of each series between ``low`` and ``high``; ``samples`` are the resampled entropies.
 
     ``block`` is the number of windows per block.
@@ -188,7 +188,7 @@ def entropy_interval(
     if block is not None:
         checked_count("block", block)
     rng = checked_rng(options.get("rng"))
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     value, samples = np.full(series, np.nan), np.full((series, replicates), np.nan)
     sizes = np.zeros(series, np.int64)
@@ -204,7 +204,7 @@ def entropy_interval(
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
     unit = batch.unit(normalised)
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
-    return Interval(*map(batch.shaped, results))
+    return Interval(*map(batch.restore_shape, results))
 
 
 def usual_block(windows: int, span: int) -> int:

@@ -191,14 +191,14 @@ def entropy_rows(
         ties[row] = count_row(rows[row], order, delay, keep_ties, index, tied, count)
         total = windows if keep_ties else windows - ties[row]
         if windows < patterns:
-            found = 0.0
+            result = 0.0
             for t in range(windows):
                 seen = count[index[t]]
                 if seen > 0:
                     p = seen / total
-                    found -= p * math.log(p)
+                    result -= p * math.log(p)
                     count[index[t]] = 0
-            entropy[row, 0] = min(found, math.log(patterns))
+            entropy[row, 0] = min(result, math.log(patterns))
         else:
             entropy[row, 0] = shannon(count, total)
             count[:] = 0
@@ -215,28 +215,28 @@ def shannon_rows(counts: Array, out: Array) -> None:
 
 
 @compiled
-def link_rows(index: Array, patterns: int, keys: Array, counts: Array, found: Array) -> None:
+def link_rows(index: Array, patterns: int, keys: Array, counts: Array, n_links: Array) -> None:
     """The distinct steps from one window's pattern to the next one's, per row, sorted by source and target.
 
-    ``keys`` [row, window - 1] holds source * patterns + target, ``counts`` how often each was taken, ``found`` how
+    ``keys`` [row, window - 1] holds source * patterns + target, ``counts`` how often each was taken, ``n_links`` how
     many there are. A step needs both windows: an excluded one breaks the chain.
     """
     for row in range(index.shape[0]):
         steps = np.empty(index.shape[1], np.int64)
-        taken = 0
+        used = 0
         for t in range(index.shape[1] - 1):
             if index[row, t] >= 0 and index[row, t + 1] >= 0:
-                steps[taken] = np.int64(index[row, t]) * patterns + index[row, t + 1]
-                taken += 1
-        steps = np.sort(steps[:taken])
+                steps[used] = np.int64(index[row, t]) * patterns + index[row, t + 1]
+                used += 1
+        steps = np.sort(steps[:used])
         distinct = 0
-        for t in range(taken):
+        for t in range(used):
             if t == 0 or steps[t] != steps[t - 1]:
                 keys[row, distinct] = steps[t]
                 counts[row, distinct] = 0
                 distinct += 1
             counts[row, distinct - 1] += 1
-        found[row] = distinct
+        n_links[row] = distinct
 
 
 @compiled

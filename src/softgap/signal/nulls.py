@@ -1,4 +1,4 @@
-"""What white noise of the same length scores once it has gone through the same transform.
+"""Null distributions: what white noise of the same length scores after the same transform.
 
 Differences of white noise are not white: at 400 steps their permutation entropy of order 3 lies almost three standard
 deviations below that of white noise. A null that skips the transform finds structure in everything.
@@ -19,13 +19,13 @@ from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.inputs import checked_count
 from softgap.signal.complexity import missing_fraction, statistical_complexity
 from softgap.signal.entropy import permutation_entropy, weighted_permutation_entropy
-from softgap.signal.patterns import Batch, Options, checked_batch
-from softgap.signal.results import Entropy, Measured
+from softgap.signal.patterns import Options, SeriesBatch, check_batch
+from softgap.signal.results import Entropy, SeriesResult
 from softgap.signal.transforms import apply_transform
 from softgap.signal.transitions import irreversibility
-from softgap.signal.validation import checked_order
+from softgap.signal.validation import check_order
 
-__all__ = ["MEASURES", "NoiseNull", "ZScores", "noise_null", "scored", "z_scores"]
+__all__ = ["MEASURES", "NoiseNull", "ZScores", "noise_null", "score_against_null", "z_scores"]
 
 Transform = str | Callable[[np.ndarray], np.ndarray]
 Randomness = int | np.random.Generator
@@ -64,7 +64,7 @@ class NoiseNull:
 
 
 @dataclass(frozen=True, eq=False)
-class ZScores(Measured):
+class ZScores(SeriesResult):
     """A measure of each series, with its distance from noise.
 
     ``z`` = (value - mean) / deviation of the null, ``p`` two-sided with (k + 1) / (n + 1); ``nulls`` holds the
@@ -101,13 +101,13 @@ def noise_null(
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)
-    checked_order(order)
+    check_order(order)
     checked_count("length", length)
     checked_count("samples", samples, least=2)
     key = (int(length), int(order), delay, measure, transform, int(samples))
     if isinstance(rng, np.random.Generator):
-        return _simulated(*key, rng)
-    return _kept(*key, checked_count("a seed", rng, least=0))
+        return _simulate_null(*key, rng)
+    return _cached_null(*key, checked_count("a seed", rng, least=0))
 
 
 def z_scores(
@@ -129,23 +129,23 @@ def z_scores(
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)
-    given = checked_batch(x, order, delay, options)
-    changed = _transformed(_padded(given), transform)
-    lost = given.rows.shape[1] - changed.shape[-1]
-    after: Options = {**options, "lengths": given.shaped(np.maximum(given.lengths - lost, 0))}
-    found = MEASURES[measure](changed, order, delay, **after)
-    z, p = np.full(found.value.shape, np.nan), np.full(found.value.shape, np.nan)
+    batch = check_batch(x, order, delay, options)
+    changed = _apply(_zero_padded(batch), transform)
+    lost = batch.rows.shape[1] - changed.shape[-1]
+    after: Options = {**options, "lengths": batch.restore_shape(np.maximum(batch.lengths - lost, 0))}
+    result = MEASURES[measure](changed, order, delay, **after)
+    z, p = np.full(result.value.shape, np.nan), np.full(result.value.shape, np.nan)
     nulls = {}
-    for windows in np.unique(found.windows[found.eligible]):
-        length = int(windows) + given.span + lost
+    for windows in np.unique(result.windows[result.eligible]):
+        length = int(windows) + batch.span + lost
         null = noise_null(length, order, delay, measure=measure, transform=transform, samples=samples, rng=seed)
         nulls[int(windows)] = null
-        some = found.eligible & (found.windows == windows)
-        z[some], p[some] = scored(found.value[some], null.values)
-    return ZScores(found.value, z, p, MappingProxyType(nulls), found.windows, found.tie_rate, found.eligible)
+        some = result.eligible & (result.windows == windows)
+        z[some], p[some] = score_against_null(result.value[some], null.values)
+    return ZScores(result.value, z, p, MappingProxyType(nulls), result.windows, result.tie_rate, result.eligible)
 
 
-def scored(
+def score_against_null(
     values: Float[np.ndarray, " series"], null: Float[np.ndarray, " sample"]
 ) -> tuple[Float[np.ndarray, " series"], Float[np.ndarray, " series"]]:
     """Distance of each value from the null in its standard deviations, and p: twice (k + 1) / (n + 1), at most 1.
@@ -163,15 +163,15 @@ def scored(
     return z, p
 
 
-def _padded(batch: Batch) -> np.ndarray:
+def _zero_padded(batch: SeriesBatch) -> np.ndarray:
     """The series with zeros behind the end of each, where anything may stand that a transform would refuse."""
     steps = batch.rows.shape[1]
     if (batch.lengths == steps).all():
-        return batch.shaped(batch.rows)
-    return batch.shaped(np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0))
+        return batch.restore_shape(batch.rows)
+    return batch.restore_shape(np.where(np.arange(steps) < batch.lengths[:, None], batch.rows, 0))
 
 
-def _transformed(x: np.ndarray, transform: Transform) -> np.ndarray:
+def _apply(x: np.ndarray, transform: Transform) -> np.ndarray:
     changed = np.asarray(transform(x) if callable(transform) else apply_transform(x, transform))
     same = changed.ndim == x.ndim and changed.shape[:-1] == x.shape[:-1]
     if not same or changed.shape[-1] > x.shape[-1]:
@@ -182,15 +182,15 @@ def _transformed(x: np.ndarray, transform: Transform) -> np.ndarray:
     return changed
 
 
-def _simulated(
+def _simulate_null(
     length: int, order: int, delay: int, measure: str, transform: Transform, samples: int, rng: np.random.Generator
 ) -> NoiseNull:
     values = np.empty(samples)
     rows = max(1, _BLOCK // length)
     for start in range(0, samples, rows):
         noise = rng.standard_normal((min(rows, samples - start), length))
-        found = MEASURES[measure](_transformed(noise, transform), order, delay, eligibility=1)
-        values[start : start + rows] = found.value
+        result = MEASURES[measure](_apply(noise, transform), order, delay, eligibility=1)
+        values[start : start + rows] = result.value
     if np.isnan(values).any():
         raise ValueInputError(f"a null needs noise with at least one window, got length {length}; use longer series")
     values.flags.writeable = False
@@ -198,7 +198,7 @@ def _simulated(
 
 
 @lru_cache(maxsize=1024)
-def _kept(
+def _cached_null(
     length: int, order: int, delay: int, measure: str, transform: Transform, samples: int, seed: int
 ) -> NoiseNull:
-    return _simulated(length, order, delay, measure, transform, samples, np.random.default_rng(seed))
+    return _simulate_null(length, order, delay, measure, transform, samples, np.random.default_rng(seed))

@@ -17,17 +17,17 @@ from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.inputs import checked_count, checked_rng, is_whole
 from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, shannon_rows, weigh_rows
 from softgap.signal.results import PatternCounts, Patterns
-from softgap.signal.validation import checked_delay, checked_order, not_finite, real_array, series_name
+from softgap.signal.validation import check_delay, check_order, not_finite, real_array, series_name
 
 __all__ = [
     "ELIGIBILITY",
     "LEAST_WINDOWS",
     "TIES",
-    "Batch",
     "Block",
     "Options",
+    "SeriesBatch",
     "Spread",
-    "checked_batch",
+    "check_batch",
     "least_windows",
     "noise_spread",
     "ordinal_patterns",
@@ -82,8 +82,8 @@ class Spread:
 
 def noise_spread(order: int, windows: int, *, delay: int = 1, series: int = 2000, rng: np.random.Generator) -> Spread:
     """Simulate ``series`` white-noise series of ``windows`` windows each."""
-    checked_order(order)
-    checked_delay(delay)
+    check_order(order)
+    check_delay(delay)
     checked_count("windows", windows)
     checked_count("series", series, least=2)
     checked_rng(rng)
@@ -147,7 +147,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class SeriesBatch:
     """Checked series [series, time] with the leading axes they came with and how their windows are taken."""
 
     rows: np.ndarray
@@ -186,7 +186,7 @@ class Batch:
     def weights(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: the summed variance of the windows of each pattern."""
         for where in self._slices(self.patterns):
-            weigh = partial(weigh_rows, native(self.rows[where]))
+            weigh = partial(weigh_rows, kernel_rows(self.rows[where]))
             yield self._filled(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
 
     def indices(self) -> Iterator[Block]:
@@ -195,7 +195,7 @@ class Batch:
         for where in self._slices(windows):
             yield self._filled(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
 
-    def shaped(self, array: np.ndarray) -> np.ndarray:
+    def restore_shape(self, array: np.ndarray) -> np.ndarray:
         """An array [series, ...] with the leading axes of the input."""
         return array.reshape((*self.lead, *array.shape[1:]))
 
@@ -205,7 +205,7 @@ class Batch:
             yield slice(start, min(start + step, len(self.rows)))
 
     def _filled(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
-        rows, lengths = native(self.rows[where]), self.lengths[where]
+        rows, lengths = kernel_rows(self.rows[where]), self.lengths[where]
         self._check_finite(rows, lengths, where.start)
         ties = np.zeros(len(rows), np.int64)
         keep = self.ties in ("stable", "jitter")
@@ -240,7 +240,7 @@ class Batch:
         return tuple(int(i) for i in np.unravel_index(row, self.lead)) if self.lead else ()
 
 
-def native(rows: np.ndarray) -> np.ndarray:
+def kernel_rows(rows: np.ndarray) -> np.ndarray:
     """Rows in memory order and a type the kernels compare exactly: float32, float64, int64 or uint64."""
     kind = rows.dtype.kind
     if kind == "f":
@@ -250,9 +250,9 @@ def native(rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows, dtype=wanted)
 
 
-def checked_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> Batch:
+def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> SeriesBatch:
     """The batch of a call, or the error that says what does not fit; ``short`` lets series have no window at all."""
-    order, delay = checked_order(order), checked_delay(delay)
+    order, delay = check_order(order), check_delay(delay)
     for name in options:
         if name not in Options.__annotations__:
             raise unknown_name("option", name, Options.__annotations__)
@@ -265,20 +265,20 @@ def checked_batch(x: Any, order: int, delay: Any, options: Options, *, short: bo
     array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
-        what = "an empty series" if steps == 0 else f"{steps} steps"
+        got = "an empty series" if steps == 0 else f"{steps} steps"
         raise ShapeError(
             f"a series must hold one window, {(order - 1) * delay + 1} steps at order {order} and delay {delay}, "
-            f"got {what}; use longer series or a shorter pattern"
+            f"got {got}; use longer series or a shorter pattern"
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)
-    return Batch(rows, _lengths(options.get("lengths"), lead, steps), lead, order, delay, ties, rng, least)
+    return SeriesBatch(rows, _lengths(options.get("lengths"), lead, steps), lead, order, delay, ties, rng, least)
 
 
-def _lengths(given: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
-    if given is None:
+def _lengths(value: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
+    if value is None:
         return np.full(math.prod(lead), steps, np.int64)
-    lengths = np.asarray(given)
+    lengths = np.asarray(value)
     if lengths.dtype.kind not in "iu":
         raise ValueInputError(f"lengths must be whole numbers, got an array of {lengths.dtype}")
     try:
@@ -298,31 +298,31 @@ def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[O
 
     ``pattern_ranks(order)[index]`` gives the rank permutation. See :class:`Options` for the keywords.
     """
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     series, windows = len(batch.rows), batch.rows.shape[1] - batch.span
     index = np.empty((series, windows), np.int32)
     counted, rate = np.empty(series, np.int64), np.empty(series)
     for block in batch.indices():
         index[block.where], counted[block.where], rate[block.where] = block.table, block.windows, block.tie_rate
-    return Patterns(batch.shaped(index), batch.shaped(counted), batch.shaped(rate))
+    return Patterns(batch.restore_shape(index), batch.restore_shape(counted), batch.restore_shape(rate))
 
 
 def pattern_counts(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> PatternCounts:
     """How often each of the order! patterns occurs, as a last axis. See :class:`Options` for the keywords."""
-    batch = checked_batch(x, order, delay, options)
+    batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     counts = np.empty((series, batch.patterns), np.int64)
     windows, rate, eligible = np.empty(series, np.int64), np.empty(series), np.empty(series, bool)
     for block in batch.counts():
         counts[block.where], windows[block.where] = block.table, block.windows
         rate[block.where], eligible[block.where] = block.tie_rate, block.eligible
-    return PatternCounts(*map(batch.shaped, (counts, windows, rate, eligible)))
+    return PatternCounts(*map(batch.restore_shape, (counts, windows, rate, eligible)))
 
 
 @cache
 def pattern_ranks(order: int) -> Int[np.ndarray, "pattern order"]:
     """The rank permutation of every pattern index."""
-    ranks = np.array(list(itertools.permutations(range(checked_order(order)))), np.int64)
+    ranks = np.array(list(itertools.permutations(range(check_order(order)))), np.int64)
     ranks.flags.writeable = False
     return ranks
 

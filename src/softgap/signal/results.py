@@ -1,4 +1,4 @@
-"""What the ordinal measures return: a number per series, with what is needed to trust it."""
+"""Results of the ordinal measures: a value per series, with its windows, ties and eligibility."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = [
     "ComplexityEntropy",
     "Entropy",
     "FisherShannon",
-    "Measured",
     "MissingPatterns",
     "PatternCounts",
     "Patterns",
     "RenyiComplexity",
+    "SeriesResult",
 ]
 
 Numbers = Float[np.ndarray, "..."]
@@ -23,7 +23,7 @@ Counts = Int[np.ndarray, "..."]
 Flags = Bool[np.ndarray, "..."]
 
 
-class Measured:
+class SeriesResult:
     """What every result says about each series; arrays have the leading axes of the input.
 
     ``windows`` were counted, ``tie_rate`` is the share of all windows that hold equal values, and where ``eligible``
@@ -54,7 +54,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Entropy(Measured):
+class Entropy(SeriesResult):
     """An entropy, or another single number, per series (and per q or scale, as a last axis)."""
 
     value: Numbers
@@ -73,7 +73,7 @@ class Patterns:
 
 
 @dataclass(frozen=True, eq=False)
-class PatternCounts(Measured):
+class PatternCounts(SeriesResult):
     """How often each pattern occurs; counted for series that are not eligible too."""
 
     counts: Int[np.ndarray, "*lead pattern"]
@@ -83,7 +83,7 @@ class PatternCounts(Measured):
 
 
 @dataclass(frozen=True, eq=False)
-class ComplexityEntropy(Measured):
+class ComplexityEntropy(SeriesResult):
     """A point of the complexity-entropy plane per series."""
 
     entropy: Numbers
@@ -94,7 +94,7 @@ class ComplexityEntropy(Measured):
 
 
 @dataclass(frozen=True, eq=False)
-class RenyiComplexity(Measured):
+class RenyiComplexity(SeriesResult):
     """The curve (H_q, C_q) over ``q``, the last axis of both."""
 
     q: Float[np.ndarray, " q"]
@@ -106,7 +106,7 @@ class RenyiComplexity(Measured):
 
 
 @dataclass(frozen=True, eq=False)
-class FisherShannon(Measured):
+class FisherShannon(SeriesResult):
     """A point of the Fisher-Shannon plane per series."""
 
     entropy: Numbers
@@ -117,7 +117,7 @@ class FisherShannon(Measured):
 
 
 @dataclass(frozen=True, eq=False)
-class MissingPatterns(Measured):
+class MissingPatterns(SeriesResult):
     """Patterns that never occur, and those among them whose absence is not chance.
 
     ``fraction`` is the number of missing patterns over order!.

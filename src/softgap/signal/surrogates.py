@@ -14,7 +14,7 @@ from jaxtyping import Bool, Complex128, Float64, Int64
 from softgap.errors import UnsupportedError, unknown_name
 from softgap.inputs import checked_count, checked_rng
 from softgap.signal.kernels import compiled
-from softgap.signal.validation import checked_series
+from softgap.signal.validation import check_series
 
 __all__ = ["SURROGATES", "Convergence", "Surrogates", "spectrum_error", "surrogates"]
 
@@ -238,18 +238,18 @@ def surrogates(
     """
     if method not in SURROGATES:
         raise unknown_name("surrogate", method, SURROGATES)
-    series = checked_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
+    series = check_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
     _check_counts(method, series.shape[-1], count, block, max_iterations, workers)
     checked_rng(rng)
     time, shape = series.shape[-1], (*series.shape[:-1], count)
     rows = series.reshape(-1, time)
-    drawn = _drawn(rows, method, count, block, rng, workers)
+    initial = _draw_surrogates(rows, method, count, block, rng, workers)
     convergence = None
     if method == "iaaft":
         limit = _MOST_ITERATIONS if max_iterations is None else max_iterations
-        found = iterate(drawn, rows, max_iterations=limit, workers=workers, block_rows=_block_rows(time))
-        convergence = Convergence(*(each.reshape(shape) for each in found))
-    return Surrogates(drawn.reshape(*shape, time), method, convergence)
+        iteration = iterate(initial, rows, max_iterations=limit, workers=workers, block_rows=_block_rows(time))
+        convergence = Convergence(*(each.reshape(shape) for each in iteration))
+    return Surrogates(initial.reshape(*shape, time), method, convergence)
 
 
 def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
@@ -259,7 +259,7 @@ def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
     amplitude would hide all the others.
     """
     return relative_distance(
-        np.abs(scipy.fft.rfft(checked_series(x), axis=-1)), np.abs(scipy.fft.rfft(checked_series(other), axis=-1))
+        np.abs(scipy.fft.rfft(check_series(x), axis=-1)), np.abs(scipy.fft.rfft(check_series(other), axis=-1))
     )
 
 
@@ -281,35 +281,35 @@ def _check_counts(
     checked_count("max_iterations", max_iterations)
 
 
-def _drawn(
+def _draw_surrogates(
     rows: Rows, method: str, count: int, block: int | None, rng: np.random.Generator, workers: int
 ) -> Float64[np.ndarray, "surrogate time"]:
     """``count`` surrogates of each row, one row after the other, drawn a block at a time."""
-    drawn = np.empty((len(rows) * count, rows.shape[-1]))
+    surrogates = np.empty((len(rows) * count, rows.shape[-1]))
     step = _block_rows(rows.shape[-1])
-    for start in range(0, len(drawn), step):
-        stop = min(start + step, len(drawn))
+    for start in range(0, len(surrogates), step):
+        stop = min(start + step, len(surrogates))
         source = rows[np.arange(start, stop) // count]
-        drawn[start:stop] = _one_each(source, method, block, rng, workers)
-    return drawn
+        surrogates[start:stop] = _draw_one_each(source, method, block, rng, workers)
+    return surrogates
 
 
 def _block_rows(time: int) -> int:
     return max(1, _BLOCK_VALUES // time)
 
 
-def _one_each(x: Rows, method: str, block: int | None, rng: np.random.Generator, workers: int) -> Rows:
+def _draw_one_each(x: Rows, method: str, block: int | None, rng: np.random.Generator, workers: int) -> Rows:
     """One surrogate of each row; for ``iaaft`` the shuffle that its iteration begins with."""
     if method == "phase":
-        return _phase_randomised(x, rng, workers)
+        return _randomise_phases(x, rng, workers)
     if method == "aaft":
-        return _amplitude_adjusted(x, rng, workers)
+        return _adjust_amplitudes(x, rng, workers)
     if method == "block_shuffle" and block is not None:
-        return _block_shuffled(x, block, rng)
+        return _shuffle_blocks(x, block, rng)
     return rng.permuted(x, axis=-1)
 
 
-def _block_shuffled(x: Rows, block: int, rng: np.random.Generator) -> Rows:
+def _shuffle_blocks(x: Rows, block: int, rng: np.random.Generator) -> Rows:
     count, time = x.shape
     member = (np.arange(time) + rng.integers(block, size=(count, 1))) // block
     key = rng.random((count, time // block + 2))
@@ -318,7 +318,7 @@ def _block_shuffled(x: Rows, block: int, rng: np.random.Generator) -> Rows:
     return np.take_along_axis(x, order, axis=-1)
 
 
-def _phase_randomised(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
+def _randomise_phases(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
     count, time = x.shape
     spectrum = scipy.fft.rfft(x, axis=-1, workers=workers)
     # Neither the mean nor, for even lengths, the last frequency has a phase.
@@ -327,10 +327,10 @@ def _phase_randomised(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
     return np.asarray(scipy.fft.irfft(spectrum, n=time, axis=-1, overwrite_x=True, workers=workers))
 
 
-def _amplitude_adjusted(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
+def _adjust_amplitudes(x: Rows, rng: np.random.Generator, workers: int) -> Rows:
     gaussian = np.empty(x.shape)
     values = np.sort(rng.standard_normal(x.shape), axis=-1)
     np.put_along_axis(gaussian, np.argsort(x, axis=-1, kind="stable"), values, axis=-1)
-    order = np.argsort(_phase_randomised(gaussian, rng, workers), axis=-1)
+    order = np.argsort(_randomise_phases(gaussian, rng, workers), axis=-1)
     np.put_along_axis(gaussian, order, np.sort(x, axis=-1), axis=-1)
     return gaussian

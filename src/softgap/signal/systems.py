@@ -22,20 +22,20 @@ __all__ = ["System", "fgn_covariance", "fgn_from_normals", "simulate", "systems"
 Shape = tuple[int, ...]
 
 
-Batch = Float64[np.ndarray, "*batch time"]
+SeriesArray = Float64[np.ndarray, "*batch time"]
 
 
-def white(shape: Shape, *, rng: np.random.Generator) -> Batch:
+def white(shape: Shape, *, rng: np.random.Generator) -> SeriesArray:
     """Independent standard normal values."""
     return rng.standard_normal(shape)
 
 
-def brown(shape: Shape, *, rng: np.random.Generator) -> Batch:
+def brown(shape: Shape, *, rng: np.random.Generator) -> SeriesArray:
     """x_t = x_{t-1} + e_t, e standard normal: ordinary Brownian motion at whole times."""
     return rng.standard_normal(shape).cumsum(axis=-1)
 
 
-def pink(shape: Shape, *, rng: np.random.Generator) -> Batch:
+def pink(shape: Shape, *, rng: np.random.Generator) -> SeriesArray:
     """Gaussian noise with power proportional to 1 / f.
 
     White noise shaped in Fourier space by f^{-1/2}, without its mean. Made at twice the length and cut, since a
@@ -49,7 +49,7 @@ def pink(shape: Shape, *, rng: np.random.Generator) -> Batch:
     return np.asarray(scipy.fft.irfft(spectrum, n=long, axis=-1)[..., :n]).copy()
 
 
-def fbm(shape: Shape, *, rng: np.random.Generator, hurst: float) -> Batch:
+def fbm(shape: Shape, *, rng: np.random.Generator, hurst: float) -> SeriesArray:
     """Fractional Brownian motion at times 1..n, E (x_s - x_t)^2 = |s - t|^{2H}: the sum of its exact increments."""
     normals = rng.standard_normal((*shape[:-1], 2 * scipy.fft.next_fast_len(shape[-1], real=True)))
     return fgn_from_normals(normals, shape[-1], hurst).cumsum(axis=-1)
@@ -62,7 +62,7 @@ def fgn_covariance(n: int, hurst: float) -> Float64[np.ndarray, " lag"]:
     return np.asarray((lag + 1) ** power - 2 * lag**power + np.abs(lag - 1) ** power) / 2
 
 
-def fgn_from_normals(normals: Batch, n: int, hurst: float) -> Batch:
+def fgn_from_normals(normals: SeriesArray, n: int, hurst: float) -> SeriesArray:
     """Fractional Gaussian noise, a linear function of m >= 2n - 2 standard normal numbers (m even).
 
     The covariance of the noise is the corner of a circulant matrix of size m, whose eigenvalues, the Fourier
@@ -79,7 +79,7 @@ def fgn_from_normals(normals: Batch, n: int, hurst: float) -> Batch:
     return np.asarray(scipy.fft.irfft(spectrum, n=m, axis=-1)[..., :n])
 
 
-def ar1(shape: Shape, *, rng: np.random.Generator, phi: float) -> Batch:
+def ar1(shape: Shape, *, rng: np.random.Generator, phi: float) -> SeriesArray:
     """x_t = phi x_{t-1} + e_t with variance 1, begun in its stationary law."""
     import scipy.signal  # half a second, for one filter
 
@@ -88,13 +88,13 @@ def ar1(shape: Shape, *, rng: np.random.Generator, phi: float) -> Batch:
     return np.asarray(scipy.signal.lfilter([1.0], [1.0, -phi], noise, axis=-1))
 
 
-def sine(shape: Shape, *, rng: np.random.Generator, period: float) -> Batch:
+def sine(shape: Shape, *, rng: np.random.Generator, period: float) -> SeriesArray:
     """sin(2 pi (t / period + u)), u uniform."""
     phase = rng.random((*shape[:-1], 1))
     return np.sin(2 * math.pi * (np.arange(shape[-1]) / period + phase))
 
 
-def markov_walk(shape: Shape, *, rng: np.random.Generator, up: float, down: float) -> Batch:
+def markov_walk(shape: Shape, *, rng: np.random.Generator, up: float, down: float) -> SeriesArray:
     """The walk of a two-state chain: each step goes up in state 1 and down in state 0, by a length uniform in (0, 1).
 
     ``up`` is P(0 -> 1), ``down`` is P(1 -> 0). The states themselves would tie in nearly every window, and so would a
@@ -165,9 +165,9 @@ class System:
     def __repr__(self) -> str:
         return f"System({self.name})"
 
-    def checked(self, given: Mapping[str, Any]) -> dict[str, float]:
+    def check_parameters(self, values: Mapping[str, Any]) -> dict[str, float]:
         """All parameters, the given ones in their ranges."""
-        for name, value in given.items():
+        for name, value in values.items():
             if name not in self.parameters:
                 if not self.parameters:
                     raise ValueInputError(f"system '{self.name}' has no parameters, got {name}={value!r}")
@@ -176,7 +176,7 @@ class System:
             if not number or not math.isfinite(value) or not self.ranges[name].holds(value):
                 allowed = "" if self.ranges[name] is _ANY else f" {self.ranges[name]}"
                 raise ValueInputError(f"{name} of system '{self.name}' must be a number{allowed}, got {value!r}")
-        return {name: float(given.get(name, default)) for name, default in self.parameters.items()}
+        return {name: float(values.get(name, default)) for name, default in self.parameters.items()}
 
 
 def systems() -> Mapping[str, System]:
@@ -214,7 +214,7 @@ def simulate(
     axes = size if isinstance(size, tuple) else (size,)
     shape = (*(checked_count("size", axis) for axis in axes), checked_count("n", n))
     system = _SYSTEMS[name]
-    values = system.checked(parameters)
+    values = system.check_parameters(parameters)
     series = system.make(shape, rng=rng, **values)
     if not np.isfinite(series).all():
         raise ValueInputError(f"system '{name}' runs off to infinity with {values}; stay nearer to its defaults")

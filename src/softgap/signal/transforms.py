@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 from softgap.inputs import checked_count
-from softgap.signal.validation import checked_series
+from softgap.signal.validation import check_series
 
 __all__ = [
     "SEGMENTS",
@@ -66,7 +66,7 @@ def apply_transform(x: Any, name: str) -> Float64[np.ndarray, "*batch shorter"]:
         raise UnsupportedError(
             "transform 'residual' is fitted over the samples of a study and not over one array; use residuals(samples)"
         )
-    series = checked_series(x, least=lost + 1, use=f"transform '{name}'")
+    series = check_series(x, least=lost + 1, use=f"transform '{name}'")
     return np.diff(series, n=lost, axis=-1) if lost else series.copy()
 
 
@@ -93,7 +93,7 @@ def segment(x: Any, name: str) -> Float64[np.ndarray, "*batch part"]:
     Cut the series that was transformed, not the one that will be: thirds of a residual or of differences then share
     one trend and lose no steps at the cuts.
     """
-    series = checked_series(x)
+    series = check_series(x)
     return series[..., segment_slice(series.shape[-1], name)]
 
 
@@ -172,10 +172,10 @@ def residuals(
     checked_count("degree", degree, least=1, most=5)
     if not shrinkage >= 0:  # NaN too
         raise ValueInputError(f"shrinkage must be a number from 0, got {shrinkage!r}")
-    series = _checked_samples(samples, least=fewest_steps(degree))
-    where = _checked_positions(positions, series)
-    trend = _fitted(series, where, degree)
-    left = tuple(_without_trend(x, at, trend, shrinkage) for x, at in zip(series, where, strict=True))
+    series = _check_samples(samples, least=fewest_steps(degree))
+    where = _check_positions(positions, series)
+    trend = _fit_trend(series, where, degree)
+    left = tuple(_subtract_trend(x, at, trend, shrinkage) for x, at in zip(series, where, strict=True))
     return Residuals(series=left, trend=trend)
 
 
@@ -184,19 +184,19 @@ def fewest_steps(degree: int = 3) -> int:
     return _STEPS_PER_COEFFICIENT * (degree + 1)
 
 
-def _without_trend(
+def _subtract_trend(
     x: Float64[np.ndarray, "*batch step"], at: Int64[np.ndarray, " step"], trend: Trend, shrinkage: float
 ) -> Float64[np.ndarray, "*batch step"]:
     index = np.searchsorted(trend.positions, at)
     others = trend.samples[index] - 1
     weight = np.zeros(len(at)) if np.isinf(shrinkage) else others / np.maximum(others + shrinkage, 1e-300)
-    own = trend.mean[..., index]
+    sample_mean = trend.mean[..., index]
     # The mean of the others without a second pass over them; with no others the weight is 0 and it may be anything.
-    mean = own + (own - x) / np.maximum(others, 1)
+    mean = sample_mean + (sample_mean - x) / np.maximum(others, 1)
     return np.asarray(x - (weight * mean + (1 - weight) * trend.smooth[..., index]))
 
 
-def _fitted(
+def _fit_trend(
     series: Sequence[Float64[np.ndarray, "*batch step"]], where: Sequence[Int64[np.ndarray, " step"]], degree: int
 ) -> Trend:
     positions = np.unique(np.concatenate(where))
@@ -216,8 +216,8 @@ def _fitted(
     return Trend(positions=positions, samples=counts, mean=mean, smooth=smooth)
 
 
-def _checked_samples(samples: Sequence[Any], least: int) -> list[Float64[np.ndarray, "*batch step"]]:
-    series = [checked_series(x, least=least, use="transform 'residual'") for x in samples]
+def _check_samples(samples: Sequence[Any], least: int) -> list[Float64[np.ndarray, "*batch step"]]:
+    series = [check_series(x, least=least, use="transform 'residual'") for x in samples]
     if not series:
         raise ValueInputError("transform 'residual' needs at least one sample, got none")
     for i, x in enumerate(series):
@@ -229,16 +229,16 @@ def _checked_samples(samples: Sequence[Any], least: int) -> list[Float64[np.ndar
     return series
 
 
-def _checked_positions(
+def _check_positions(
     positions: Sequence[Any] | None, series: Sequence[Float64[np.ndarray, "*batch step"]]
 ) -> list[Int64[np.ndarray, " step"]]:
     if positions is None:
         return [np.arange(x.shape[-1]) for x in series]
     if len(positions) != len(series):
         raise ShapeError(f"positions must have one array for each of {len(series)} samples, got {len(positions)}")
-    checked = []
-    for i, (given, x) in enumerate(zip(positions, series, strict=True)):
-        at = np.asarray(given)
+    arrays = []
+    for i, (sample_positions, x) in enumerate(zip(positions, series, strict=True)):
+        at = np.asarray(sample_positions)
         if at.dtype.kind not in "iu" or at.shape != x.shape[-1:]:
             raise ShapeError(
                 f"positions of sample {i} must be {x.shape[-1]} whole numbers, "
@@ -247,5 +247,5 @@ def _checked_positions(
         at = at.astype(np.int64)
         if at[0] < 0 or (np.diff(at) <= 0).any():
             raise ValueInputError(f"positions of sample {i} must increase from 0, got {at[:8].tolist()} ...")
-        checked.append(at)
-    return checked
+        arrays.append(at)
+    return arrays

@@ -11,9 +11,9 @@ from softgap.errors import ShapeError, ValueInputError
 from softgap.inputs import checked_count, is_whole
 
 __all__ = [
-    "checked_delay",
-    "checked_order",
-    "checked_series",
+    "check_delay",
+    "check_order",
+    "check_series",
     "not_finite",
     "real_array",
     "series_name",
@@ -35,7 +35,7 @@ def real_array(x: Any) -> np.ndarray:
     return array
 
 
-def checked_series(x: Any, *, least: int = 1, use: str = "this") -> Float64[np.ndarray, "*batch time"]:
+def check_series(x: Any, *, least: int = 1, use: str = "this") -> Float64[np.ndarray, "*batch time"]:
     """``x`` as float64 with time last, or the error that says why it is no series for ``use``."""
     array = real_array(x)
     if array.shape[-1] < least:
@@ -61,7 +61,7 @@ def series_name(at: tuple[int, ...]) -> str:
     return f"series {at}" if at else "the series"
 
 
-def checked_order(order: Any) -> int:
+def check_order(order: Any) -> int:
     """``order`` as a whole number from 2 to 8."""
     whole = is_whole(order)
     if not whole or not 2 <= order <= 8:
@@ -70,6 +70,6 @@ def checked_order(order: Any) -> int:
     return int(order)
 
 
-def checked_delay(delay: Any) -> int:
+def check_delay(delay: Any) -> int:
     """``delay`` as a whole number from 1."""
     return checked_count("delay", delay, remedy="1 takes neighbouring steps")

@@ -1,4 +1,4 @@
-"""The area under the ROC curve with its interval: DeLong's, or that of drawn clusters; and the difference of two."""
+"""The area under the ROC curve with an interval (DeLong or cluster bootstrap), and the difference of two."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scipy.special import expit
 
 from softgap.errors import ShapeError, ValueInputError
 from softgap.inputs import checked_count, checked_rng, checked_share
-from softgap.stats.design import drawn_weights, percentile_interval
-from softgap.stats.validation import checked_codes, checked_groups, checked_labels, checked_values
+from softgap.stats.design import bootstrap_weights, percentile_interval
+from softgap.stats.validation import check_codes, check_groups, check_labels, check_values
 
 __all__ = ["Auroc", "AurocDifference", "auroc", "auroc_difference"]
 
@@ -68,7 +68,7 @@ def auroc(
     Where every pair agrees, DeLong's variance is 0 and says nothing. The smaller group then makes k independent pairs
     that all agree, so that (tail)^(1/k) bounds the AUROC: exact, if wide.
     """
-    table, labels, shape = checked_groups(a, b)
+    table, labels, shape = check_groups(a, b)
     level = checked_share("level", level, 0.95)
     first, second = _placements(table, labels)
     value = first.mean(axis=0)
@@ -77,9 +77,11 @@ def auroc(
         low, high = _logit_interval(value, error, level, min(len(first), len(second)))
         value, low, high, error = (x.reshape(shape) for x in (value, low, high, error))
         return Auroc(value, low, high, error, level, "DeLong", None)
-    codes = checked_codes("clusters", clusters, len(table))
-    drawn = drawn_weights(labels, codes, checked_count("replicates", replicates, least=99), _needed(rng))
-    sample = np.stack([_weighted_auroc(column, labels, drawn) for column in table.T], axis=1)
+    codes = check_codes("clusters", clusters, len(table))
+    weights = bootstrap_weights(
+        labels, codes, checked_count("replicates", replicates, least=99), _check_bootstrap_rng(rng)
+    )
+    sample = np.stack([_weighted_auroc(column, labels, weights) for column in table.T], axis=1)
     low, high = percentile_interval(sample, level)
     value, low, high, error = (x.reshape(shape) for x in (value, low, high, sample.std(axis=0, ddof=1)))
     return Auroc(value, low, high, error, level, "cluster bootstrap", sample.reshape(-1, *shape))
@@ -101,20 +103,20 @@ def auroc_difference(
     The two are measured on the same samples, and the interval takes their correlation into account: DeLong's
     covariance, or with ``clusters`` the middle of cluster-bootstrap replicates (needs ``rng``).
     """
-    columns = [checked_values(x, name)[0] for x, name in ((score, "score"), (other, "other score"))]
+    columns = [check_values(x, name)[0] for x, name in ((score, "score"), (other, "other score"))]
     if columns[0].shape != columns[1].shape or columns[0].shape[1] != 1:
         raise ShapeError(
             f"both scores must have one number per sample, got {list(np.shape(score))} and {list(np.shape(other))}"
         )
-    chosen, _ = checked_labels(labels, len(columns[0]), first)
+    in_first, _ = check_labels(labels, len(columns[0]), first)
     level = checked_share("level", level, 0.95)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(chosen))
+    codes = None if clusters is None else check_codes("clusters", clusters, len(in_first))
     both = np.concatenate(columns, axis=1)
     if codes is not None:
         checked_count("replicates", replicates, least=99)
-        drawn = drawn_weights(chosen, codes, replicates, _needed(rng))
-        sample = _weighted_auroc(both[:, 0], chosen, drawn) - _weighted_auroc(both[:, 1], chosen, drawn)
-    positive, negative = _placements(both, chosen)
+        weights = bootstrap_weights(in_first, codes, replicates, _check_bootstrap_rng(rng))
+        sample = _weighted_auroc(both[:, 0], in_first, weights) - _weighted_auroc(both[:, 1], in_first, weights)
+    positive, negative = _placements(both, in_first)
     value = float(positive[:, 0].mean() - positive[:, 1].mean())
     if codes is not None:
         low, high = percentile_interval(sample, level)
@@ -126,7 +128,7 @@ def auroc_difference(
     return AurocDifference(value, max(-1.0, value - reach), min(1.0, value + reach), error, level, "DeLong", None)
 
 
-def _needed(rng: np.random.Generator | None) -> np.random.Generator:
+def _check_bootstrap_rng(rng: np.random.Generator | None) -> np.random.Generator:
     if rng is None:
         raise ValueInputError("an interval over clusters is drawn at random, got rng None; give rng")
     return checked_rng(rng)

@@ -1,4 +1,4 @@
-"""Compare two groups over all units at once: effects, relabelling nulls, max-T, omnibus tests, false discoveries."""
+"""Compare two groups over all units at once: effects, permutation tests, max-T, omnibus tests, false discoveries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scipy import stats
 
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import Design, design_of
-from softgap.stats.effects import LEAST_RESIDUAL, Contrast, checked_basis, contrast_of, label_share, residual_rows
+from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
 from softgap.stats.equivalence import Power, detectable
-from softgap.stats.permutation import SLACK, Null, Omnibus, Prepared, omnibus_of, prepare, relabel
-from softgap.stats.validation import checked_codes, checked_groups, checked_labels, checked_strata, checked_values
+from softgap.stats.permutation import SLACK, Null, Omnibus, StatisticTerms, omnibus_of, permute, statistic_terms
+from softgap.stats.validation import check_codes, check_groups, check_labels, check_strata, check_values
 
 __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 
@@ -40,7 +40,7 @@ class Comparison:
     contrast
         Effects with their intervals, per unit.
     p
-        Of each unit by itself: (k + 1) / (n + 1), k the relabellings of n whose |t| reaches the observed one.
+        Of each unit by itself: (k + 1) / (n + 1), k the permutations of n whose |t| reaches the observed one.
     p_max
         The same with the largest |t| of all units: adjusted for all units together (max-T), so that the chance of any
         false finding is at most ``alpha``.
@@ -88,8 +88,8 @@ def compare(a: Any, b: Any, *, rng: np.random.Generator, **options: Unpack[Compa
 
     As :func:`compare_table`; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
     """
-    table, labels, shape = checked_groups(a, b)
-    return _compared(table, labels, ("a", "b"), shape, rng, **options)
+    table, labels, shape = check_groups(a, b)
+    return _compare_rows(table, labels, ("a", "b"), shape, rng, **options)
 
 
 def compare_table(
@@ -100,7 +100,7 @@ def compare_table(
     first: Any = None,
     **options: Unpack[ComparisonOptions],
 ) -> Comparison:
-    """Compare two groups of a table [sample, *unit] by relabelling, over all units at once.
+    """Compare two groups of a table [sample, *unit] by permutation, over all units at once.
 
     The units are everything that was looked at: heads, features, mechanisms, orders, transforms, segments, as any
     number of axes. The family of max-T is exactly what is handed over, so hand over all of it.
@@ -114,7 +114,7 @@ def compare_table(
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed from values and labels first.
     permutations
-        Random relabellings; no p is smaller than 1 / (permutations + 1).
+        Random permutations; no p is smaller than 1 / (permutations + 1).
     alpha
         Chance of any false finding that ``Comparison.found`` keeps.
     power
@@ -128,12 +128,12 @@ def compare_table(
     are residuals, and p is right in large samples (Freedman and Lane 1983).
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
     """
-    table, shape = checked_values(values)
-    chosen, groups = checked_labels(labels, len(table), first)
-    return _compared(table, chosen, groups, shape, rng, **options)
+    table, shape = check_values(values)
+    in_first, groups = check_labels(labels, len(table), first)
+    return _compare_rows(table, in_first, groups, shape, rng, **options)
 
 
-def _compared(
+def _compare_rows(
     table: Float64[np.ndarray, "sample unit"],
     labels: np.ndarray,
     groups: tuple[str, str],
@@ -151,34 +151,34 @@ def _compared(
     checked_rng(rng)
     count = checked_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
     alpha, power = checked_share("alpha", alpha, 0.05), checked_share("power", power, 0.8)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    design = design_of(labels, codes, checked_strata(strata, len(table)), exchange)
-    rows, basis = design.reduce(table), checked_basis(covariates, design, len(table))
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    design = design_of(labels, codes, check_strata(strata, len(table)), exchange)
+    rows, basis = design.reduce(table), check_covariates(covariates, design, len(table))
     contrast = contrast_of(rows, design, groups, shape, 1 - alpha, basis)
-    prepared = prepare(rows if basis is None else residual_rows(rows, design, basis), design)
+    prepared = statistic_terms(rows if basis is None else residual_rows(rows, design, basis), design)
     left = 1.0 if basis is None else label_share(design, basis)
-    t = _comparable(contrast).ravel()
-    bars = _bars(t, prepared, design)
-    relabelled = relabel(prepared, design, bars, count, rng)
-    p = (relabelled.reached + 1) / (count + 1)
-    p_max = (count - np.searchsorted(np.sort(relabelled.largest), bars, side="left") + 1) / (count + 1)
-    maximum = Null(float(np.abs(t).max()), relabelled.largest, float(p_max.min()))
+    t = _adjusted_t(contrast).ravel()
+    bars = _thresholds(t, prepared, design)
+    permuted = permute(prepared, design, bars, count, rng)
+    p = (permuted.reached + 1) / (count + 1)
+    p_max = (count - np.searchsorted(np.sort(permuted.largest), bars, side="left") + 1) / (count + 1)
+    maximum = Null(float(np.abs(t).max()), permuted.largest, float(p_max.min()))
     return Comparison(
         contrast=contrast,
         p=p.reshape(shape),
         p_max=p_max.reshape(shape),
         q=np.asarray(stats.false_discovery_control(p)).reshape(shape),
         maximum=maximum,
-        omnibus=omnibus_of(t, maximum, relabelled),
+        omnibus=omnibus_of(t, maximum, permuted),
         power=detectable(prepared, design, maximum.critical(alpha), power, rng, label_share=left),
         alpha=alpha,
     )
 
 
-def _comparable(contrast: Contrast) -> np.ndarray:
-    """The observed t as it is held against relabelled ones: made smaller where the groups differ in spread.
+def _adjusted_t(contrast: Contrast) -> np.ndarray:
+    """The observed t as it is held against permuted ones: made smaller where the groups differ in spread.
 
-    Relabelled samples have equal spread in both groups, so that their t has shorter tails than Welch's. Where the
+    Permuted samples have equal spread in both groups, so that their t has shorter tails than Welch's. Where the
     spread is clearly unequal, t becomes the normal deviate with Welch's p. It never grows: a test that was exact stays
     valid.
     """
@@ -189,7 +189,7 @@ def _comparable(contrast: Contrast) -> np.ndarray:
     return np.asarray(np.sign(contrast.t) * np.where(contrast.unequal & (p > 0), deviate, size))
 
 
-def _bars(t: np.ndarray, prepared: Prepared, design: Design) -> np.ndarray:
+def _thresholds(t: np.ndarray, prepared: StatisticTerms, design: Design) -> np.ndarray:
     """What |t| has to reach to count as large as observed: less by what single precision may have moved it.
 
     The variance is a difference, so its error grows as the share of it that is left shrinks.

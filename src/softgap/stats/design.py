@@ -11,7 +11,15 @@ from scipy.special import gammaln
 
 from softgap.errors import ValueInputError, unknown_name
 
-__all__ = ["EXCHANGES", "Design", "design_of", "drawn_weights", "mixed_clusters", "percentile_interval", "row_exchange"]
+__all__ = [
+    "EXCHANGES",
+    "Design",
+    "bootstrap_weights",
+    "design_of",
+    "mixed_clusters",
+    "percentile_interval",
+    "row_exchange",
+]
 
 
 EXCHANGES = ("auto", "between", "within", "whole")
@@ -69,7 +77,7 @@ class Design:
 
     @property
     def arrangements(self) -> float:
-        """How many different relabellings there are, the observed one among them; no p-value can be below 1 over it."""
+        """How many different permutations there are, the observed one among them; no p-value can be below 1 over it."""
         if self.kind == "whole":
             logarithm = sum(_log_orders(self.labels[rows]) for rows in self._classes())
         else:
@@ -86,14 +94,14 @@ class Design:
         counts = np.diff(self.starts, append=len(self.index))
         return np.asarray(np.add.reduceat(ordered, self.starts, axis=0) / counts[:, None])
 
-    def relabelled(self, count: int, rng: np.random.Generator) -> Float32[np.ndarray, "relabelling row"]:
+    def permuted_labels(self, count: int, rng: np.random.Generator) -> Float32[np.ndarray, "permutation row"]:
         """Random exchanges of the labels, 1 for the first group; every block keeps its numbers of both."""
         if self.kind == "whole":
-            drawn = np.empty((count, self.rows), np.float32)
+            permuted = np.empty((count, self.rows), np.float32)
             for rows in self._classes():
                 order = rng.random((count, len(rows))).argsort(axis=1)
-                drawn[:, rows.ravel()] = self.labels[rows][order].reshape(count, -1)
-            return drawn
+                permuted[:, rows.ravel()] = self.labels[rows][order].reshape(count, -1)
+            return permuted
         # Sorted by block plus a fraction, rows stay in their block and are shuffled inside it.
         order = (self.block + rng.random((count, self.rows))).argsort(axis=1)
         return self.labels.astype(np.float32)[order]
@@ -184,9 +192,9 @@ def _sorted_design(kind: str, labels: np.ndarray, block: np.ndarray, row: np.nda
         dropped=len(labels) - len(index),
     )
     if min(design.sizes) < 2:
-        what = "clusters" if kind == "between" else "samples"
+        noun = "clusters" if kind == "between" else "samples"
         raise ValueInputError(
-            f"each group needs at least 2 {what} where labels can be exchanged, got {design.sizes[0]} and "
+            f"each group needs at least 2 {noun} where labels can be exchanged, got {design.sizes[0]} and "
             f"{design.sizes[1]}; add samples or use coarser strata"
         )
     return design
@@ -219,7 +227,7 @@ def _log_orders(vectors: Bool[np.ndarray, "cluster member"]) -> float:
     return float(gammaln(len(vectors) + 1) - gammaln(counts + 1).sum())
 
 
-def drawn_weights(
+def bootstrap_weights(
     labels: Bool[np.ndarray, " sample"],
     clusters: Int64[np.ndarray, " sample"] | None,
     replicates: int,

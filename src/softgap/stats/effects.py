@@ -13,14 +13,14 @@ from scipy.special import gammaln, nctdtr
 
 from softgap.errors import ShapeError, ValueInputError
 from softgap.inputs import checked_count, checked_rng, checked_share
-from softgap.stats.design import Design, design_of, drawn_weights, percentile_interval
-from softgap.stats.validation import checked_codes, checked_groups, checked_labels, checked_strata, checked_values
+from softgap.stats.design import Design, bootstrap_weights, design_of, percentile_interval
+from softgap.stats.validation import check_codes, check_groups, check_labels, check_strata, check_values
 
 __all__ = [
     "Contrast",
     "EffectSize",
     "centred_rows",
-    "checked_basis",
+    "check_covariates",
     "contrast_of",
     "contrast_table",
     "hedges_g",
@@ -66,14 +66,14 @@ class Contrast:
     g
         Hedges' g: effect / deviation, times the small-sample factor.
     t
-        The studentised effect that relabelling is applied to: effect over its heteroscedastic standard error.
+        The studentised effect that permutation is applied to: effect over its heteroscedastic standard error.
     unequal
-        Whether the groups differ so much in spread that the null of relabelled samples has shorter tails than ``t``.
+        Whether the groups differ so much in spread that the null of permuted samples has shorter tails than ``t``.
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
         How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
-        were left out since their block holds one label only, and how many relabellings there are.
+        were left out since their block holds one label only, and how many permutations there are.
     """
 
     effect: Float[np.ndarray, "*unit"]
@@ -192,19 +192,19 @@ def contrast_table(
         What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
     """
-    table, shape = checked_values(values)
-    chosen, groups = checked_labels(labels, len(table), first)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    design = design_of(chosen, codes, checked_strata(strata, len(table)), exchange)
-    basis = checked_basis(covariates, design, len(table))
+    table, shape = check_values(values)
+    in_first, groups = check_labels(labels, len(table), first)
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)
+    basis = check_covariates(covariates, design, len(table))
     return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95), basis)
 
 
-def checked_basis(covariates: Any, design: Design, samples: int) -> Float64[np.ndarray, "row dimension"] | None:
+def check_covariates(covariates: Any, design: Design, samples: int) -> Float64[np.ndarray, "row dimension"] | None:
     """The basis of the covariates of a table, or None without any; refused where it leaves no residual."""
     if covariates is None:
         return None
-    columns = checked_values(covariates, "the covariates")[0]
+    columns = check_values(covariates, "the covariates")[0]
     if len(columns) != samples:
         raise ShapeError(f"covariates must have one row per sample, got {len(columns)} for {samples} samples")
     basis = covariate_basis(columns, design)
@@ -347,7 +347,7 @@ def hedges_g(
     clusters
         What belongs together, an entry for each sample of a, then of b. Drawn as a whole; needs ``rng``.
     """
-    table, labels, shape = checked_groups(a, b)
+    table, labels, shape = check_groups(a, b)
     level = checked_share("level", level, 0.95)
     _raise_if_equal_within_groups(table, labels, shape)
     value = _g(table, labels.astype(np.float64)[None], (~labels).astype(np.float64)[None])[0]
@@ -356,9 +356,9 @@ def hedges_g(
             raise ValueInputError("an interval over clusters is drawn at random, got rng None; give rng")
         low, high = _noncentral_interval(value, labels, level)
         return EffectSize(value.reshape(shape), low.reshape(shape), high.reshape(shape), level, "noncentral t", None)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    drawn = drawn_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
-    sample = _g(table, drawn * labels, drawn * ~labels)
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    weights = bootstrap_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
+    sample = _g(table, weights * labels, weights * ~labels)
     low, high = percentile_interval(sample, level)
     name = "bootstrap" if codes is None else "cluster bootstrap"
     return EffectSize(

@@ -13,7 +13,7 @@ from softgap.errors import ValueInputError
 from softgap.inputs import checked_share
 from softgap.stats.design import Design
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast
-from softgap.stats.permutation import Prepared, parts
+from softgap.stats.permutation import StatisticTerms, numerator_and_error
 
 __all__ = ["Equivalence", "Power", "detectable", "equivalence"]
 
@@ -108,7 +108,7 @@ class Power:
 
 
 def detectable(
-    prepared: Prepared,
+    prepared: StatisticTerms,
     design: Design,
     critical: float,
     target: float,
@@ -116,25 +116,27 @@ def detectable(
     *,
     label_share: float = 1.0,
 ) -> Power:
-    """Plant effects in relabelled data and see from what size on max-T finds them.
+    """Plant effects in permuted data and see from what size on max-T finds them.
 
-    Relabelled data hold no effect but all else: the distributions, the sizes of groups, blocks and clusters. An effect
+    Permuted data hold no effect but all else: the distributions, the sizes of groups, blocks and clusters. An effect
     d in one unit moves t by d / standard error and leaves the residuals as they are, so that the least d with
-    t + d / error >= critical is known for each relabelling without trying. The quantile of those is the answer.
+    t + d / error >= critical is known for each permutation without trying. The quantile of those is the answer.
     ``label_share`` is the share of the labels' variation that covariates leave: the error grows by its square root.
     """
-    chosen = rng.permutation(prepared.units)[:_UNITS]
-    subset = Prepared(
-        x=prepared.x[:, chosen],
-        square=None if prepared.square is None else prepared.square[:, chosen],
-        linear=None if prepared.linear is None else prepared.linear[:, chosen],
-        offset=prepared.offset[chosen],
+    sampled_units = rng.permutation(prepared.units)[:_UNITS]
+    subset = StatisticTerms(
+        x=prepared.x[:, sampled_units],
+        square=None if prepared.square is None else prepared.square[:, sampled_units],
+        linear=None if prepared.linear is None else prepared.linear[:, sampled_units],
+        offset=prepared.offset[sampled_units],
         slope=prepared.slope,
         curvature=prepared.curvature,
         total=prepared.total,
-        scale=prepared.scale[chosen],
+        scale=prepared.scale[sampled_units],
     )
-    s, root = (x.astype(np.float64) for x in parts(subset, design.relabelled(_STUDIES, rng), slice(None)))
+    s, root = (
+        x.astype(np.float64) for x in numerator_and_error(subset, design.permuted_labels(_STUDIES, rng), slice(None))
+    )
     total, left = prepared.total, design.rows - design.blocks - 1
     # x has mean square 1, so that its residual sum of squares is rows - s^2 / total.
     deviation = np.sqrt(np.maximum(design.rows - s**2 / total, LEAST_RESIDUAL * design.rows) / left)

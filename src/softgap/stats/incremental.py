@@ -1,4 +1,4 @@
-"""What units add to free baselines: ridge regression in nested cross-validation, selection included."""
+"""Measure what units add to baselines: ridge regression in nested cross-validation, selection included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
 from softgap.stats.design import row_exchange
 from softgap.stats.permutation import Null, null_of
 from softgap.stats.splits import grouped_folds
-from softgap.stats.validation import checked_codes, checked_labels, checked_values
+from softgap.stats.validation import check_codes, check_labels, check_values
 
 __all__ = ["Incremental", "incremental_auroc"]
 
@@ -24,21 +24,21 @@ Samples = Int64[np.ndarray, " chosen"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Hyperparameters:
     """How many units are taken, and the strength of the ridge."""
 
     units: int
     ridge: float
 
 
-def best_choice(
+def best_hyperparameters(
     baselines: Float64[np.ndarray, "sample baseline"],
     values: Float64[np.ndarray, "sample unit"],
     y: Float64[np.ndarray, " sample"],
     splits: Sequence[tuple[Samples, Samples]],
     sizes: Sequence[int],
     ridges: Sequence[float],
-) -> tuple[Choice, Choice]:
+) -> tuple[Hyperparameters, Hyperparameters]:
     """The choice with the least squared error on held-out samples: for baselines alone, and with units.
 
     Of equal errors the first counts, so that the fewest units win.
@@ -55,7 +55,7 @@ def best_choice(
                 errors[i, j] += ((target - other[:, :width] @ weights) ** 2).sum()
     best = divmod(int(np.argmin(errors)), len(ridges))
     alone = int(np.argmin(errors[sizes.index(0)]))
-    return Choice(0, ridges[alone]), Choice(sizes[best[0]], ridges[best[1]])
+    return Hyperparameters(0, ridges[alone]), Hyperparameters(sizes[best[0]], ridges[best[1]])
 
 
 def fitted_scores(
@@ -64,7 +64,7 @@ def fitted_scores(
     y: Float64[np.ndarray, " sample"],
     train: Samples,
     held: Samples,
-    choice: Choice,
+    choice: Hyperparameters,
 ) -> tuple[Float64[np.ndarray, " held"], Int64[np.ndarray, " taken"]]:
     """Scores of held-out samples, and the units that were taken.
 
@@ -94,10 +94,10 @@ def _ranked_units(baselines: np.ndarray, values: np.ndarray, y: np.ndarray, trai
     """Units by the size of their partial correlation with the label, given the baselines, on the training samples."""
     basis, _ = np.linalg.qr(np.concatenate([np.ones((len(train), 1)), baselines[train]], axis=1))
     target = y[train] - basis @ (basis.T @ y[train])
-    chosen = values[train]
-    moment = target @ chosen  # the residual of y sees only the residual of x
-    left = (chosen**2).sum(axis=0) - ((basis.T @ chosen) ** 2).sum(axis=0)
-    size = np.abs(moment) / np.sqrt(np.maximum(left, 1e-12 * (chosen**2).sum(axis=0) + 1e-300))
+    training_rows = values[train]
+    moment = target @ training_rows  # the residual of y sees only the residual of x
+    left = (training_rows**2).sum(axis=0) - ((basis.T @ training_rows) ** 2).sum(axis=0)
+    size = np.abs(moment) / np.sqrt(np.maximum(left, 1e-12 * (training_rows**2).sum(axis=0) + 1e-300))
     return np.argsort(-size, kind="stable")
 
 
@@ -131,7 +131,7 @@ class Incremental:
 
 
 @dataclass(frozen=True, eq=False)
-class _Scored:
+class _FoldScores:
     baseline: Float64[np.ndarray, " sample"]
     combined: Float64[np.ndarray, " sample"]
     chosen: Int64[np.ndarray, " unit"]
@@ -177,9 +177,9 @@ def incremental_auroc(
     -----
     Baselines enter linearly. If one acts by its square, give the square too, or units that follow it will seem to add.
     """
-    table, shape = checked_values(values)
-    chosen, _ = checked_labels(labels, len(table), first)
-    free = np.empty((len(table), 0)) if baselines is None else checked_values(baselines, "baselines")[0]
+    table, shape = check_values(values)
+    in_first, _ = check_labels(labels, len(table), first)
+    free = np.empty((len(table), 0)) if baselines is None else check_values(baselines, "baselines")[0]
     if len(free) != len(table):
         raise ValueInputError(
             f"baselines must have one row per sample, got {len(free)} for {len(table)} samples; "
@@ -188,24 +188,24 @@ def incremental_auroc(
     sizes = sorted({0, *(checked_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
     checked_count("folds", folds, least=2)
     count = checked_count("permutations", permutations, least=19)
-    codes = None if clusters is None else checked_codes("clusters", clusters, len(table))
-    plan = _plan(chosen, codes, folds, checked_rng(rng))
-    y = np.where(chosen, 1.0, -1.0)
-    table = _standardised(table)
-    free = _standardised(free)
-    scored = _scored(free, table, y, plan, sizes, list(ridges))
-    observed = _difference(scored, chosen)
+    codes = None if clusters is None else check_codes("clusters", clusters, len(table))
+    plan = _outer_folds(in_first, codes, folds, checked_rng(rng))
+    y = np.where(in_first, 1.0, -1.0)
+    table = _standardise(table)
+    free = _standardise(free)
+    scored = _cross_validate(free, table, y, plan, sizes, list(ridges))
+    observed = _difference(scored, in_first)
     basis, _ = np.linalg.qr(np.concatenate([np.ones((len(table), 1)), free], axis=1))
     shared = basis @ (basis.T @ table)
     sample = np.empty(count)
     for i in range(count):
-        exchanged = shared + (table - shared)[row_exchange(chosen, codes, rng)]
-        sample[i] = _difference(_scored(free, exchanged, y, plan, sizes, list(ridges)), chosen)
-    return _summary(scored, null_of(observed, sample), chosen, codes, plan, shape, rng, replicates, level)
+        exchanged = shared + (table - shared)[row_exchange(in_first, codes, rng)]
+        sample[i] = _difference(_cross_validate(free, exchanged, y, plan, sizes, list(ridges)), in_first)
+    return _summary(scored, null_of(observed, sample), in_first, codes, plan, shape, rng, replicates, level)
 
 
 def _summary(
-    scored: _Scored,
+    scored: _FoldScores,
     null: Null,
     labels: Bool[np.ndarray, " sample"],
     clusters: Int64[np.ndarray, " sample"] | None,
@@ -238,7 +238,7 @@ def _summary(
     )
 
 
-def _plan(
+def _outer_folds(
     labels: Bool[np.ndarray, " sample"],
     clusters: Int64[np.ndarray, " sample"] | None,
     folds: int,
@@ -256,25 +256,25 @@ def _plan(
     return plan
 
 
-def _scored(
+def _cross_validate(
     free: Float64[np.ndarray, "sample baseline"],
     table: Float64[np.ndarray, "sample unit"],
     y: Float64[np.ndarray, " sample"],
     plan: list[_Outer],
     sizes: list[int],
     ridges: list[float],
-) -> _Scored:
+) -> _FoldScores:
     baseline, combined = np.empty(len(y)), np.empty(len(y))
-    taken = np.zeros(table.shape[1], np.int64)
+    selections = np.zeros(table.shape[1], np.int64)
     for train, held, splits in plan:
-        alone, best = best_choice(free, table, y, splits, sizes, ridges)
+        alone, best = best_hyperparameters(free, table, y, splits, sizes, ridges)
         baseline[held], _ = fitted_scores(free, table, y, train, held, alone)
         combined[held], units = fitted_scores(free, table, y, train, held, best)
-        taken[units] += 1
-    return _Scored(baseline, combined, taken)
+        selections[units] += 1
+    return _FoldScores(baseline, combined, selections)
 
 
-def _standardised(table: Float64[np.ndarray, "sample column"]) -> Float64[np.ndarray, "sample column"]:
+def _standardise(table: Float64[np.ndarray, "sample column"]) -> Float64[np.ndarray, "sample column"]:
     """Columns of mean 0 and deviation 1, so that no sum of squares drowns in a mean; equal columns become 0."""
     centred = table - table.mean(axis=0)
     deviation = centred.std(axis=0)
@@ -282,5 +282,5 @@ def _standardised(table: Float64[np.ndarray, "sample column"]) -> Float64[np.nda
     return np.where(equal, 0.0, centred / np.where(equal, 1.0, deviation))
 
 
-def _difference(scored: _Scored, labels: Bool[np.ndarray, " sample"]) -> float:
+def _difference(scored: _FoldScores, labels: Bool[np.ndarray, " sample"]) -> float:
     return auroc_difference(scored.combined, scored.baseline, labels).value

@@ -1,4 +1,4 @@
-"""Compare like with like: samples matched on what must not explain the difference, such as the generated length."""
+"""Match samples on confounders that must not explain a difference, such as the generated length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softgap.errors import UnsupportedError, ValueInputError, unknown_name
 from softgap.inputs import checked_count
 from softgap.stats.design import design_of, mixed_clusters
 from softgap.stats.effects import centred_rows, weights_of
-from softgap.stats.validation import checked_codes, checked_labels, checked_strata, checked_values
+from softgap.stats.validation import check_codes, check_labels, check_strata, check_values
 
 __all__ = ["MATCHINGS", "JointControl", "Matched", "joint_control", "match"]
 
@@ -84,31 +84,33 @@ def match(
     """
     if method not in MATCHINGS:
         raise unknown_name("matching", method, MATCHINGS)
-    covariates = checked_values(on, "the covariates")[0]
-    chosen, _ = checked_labels(labels, len(covariates), first)
+    covariates = check_values(on, "the covariates")[0]
+    in_first, _ = check_labels(labels, len(covariates), first)
     if not caliper > 0:
         raise ValueInputError(
             f"caliper must be a positive number of standard deviations, got {caliper!r}; 0.1 is usual"
         )
     checked_count("bins", bins, least=2)
-    codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
-    within = bool(mixed_clusters(chosen, codes).any())
-    thing = np.arange(len(chosen)) if within else codes
+    codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
+    within = bool(mixed_clusters(in_first, codes).any())
+    thing = np.arange(len(in_first)) if within else codes
     size = np.bincount(thing)
     means = np.stack([np.bincount(thing, weights=column) / size for column in covariates.T], axis=1)
     leading = np.unique(thing, return_index=True)[1]
-    stratum_of = checked_strata(strata, len(chosen))
+    stratum_of = check_strata(strata, len(in_first))
     if (stratum_of[leading][thing] != stratum_of).any():
         raise ValueInputError(
             "a cluster must lie in one stratum where whole clusters are matched, got clusters in several; use strata "
             "that describe clusters"
         )
-    label, allowed = chosen[leading], stratum_of[leading]
+    label, allowed = in_first[leading], stratum_of[leading]
     if within:
         allowed = np.unique(np.stack([codes[leading], allowed]), axis=1, return_inverse=True)[1].reshape(-1)
-    spread = _pooled_deviation(covariates, chosen)
+    spread = _pooled_deviation(covariates, in_first)
     stratum = _pairs(means / spread, label, allowed, caliper) if method == "caliper" else _cells(means, allowed, bins)
-    return _kept(stratum[thing], chosen, codes if clusters is not None else None, covariates / spread, method)
+    return _complete_strata(
+        stratum[thing], in_first, codes if clusters is not None else None, covariates / spread, method
+    )
 
 
 def _pooled_deviation(covariates: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -125,7 +127,7 @@ def _pairs(
 ) -> Int64[np.ndarray, " thing"]:
     """A pair's number for each thing that has a partner, -1 for the others."""
     stratum = np.full(len(labels), -1, np.int64)
-    found = 0
+    n_pairs = 0
     for part in np.unique(allowed):
         rows, columns = (np.flatnonzero((allowed == part) & side) for side in (labels, ~labels))
         if len(rows) * len(columns) > _PAIRS:
@@ -138,9 +140,9 @@ def _pairs(
         cost = np.where((distance <= caliper * (1 + 1e-9)).all(axis=-1), distance.sum(axis=-1), _FORBIDDEN)
         i, j = linear_sum_assignment(cost)
         near = cost[i, j] < _FORBIDDEN
-        number = found + np.arange(int(near.sum()))
+        number = n_pairs + np.arange(int(near.sum()))
         stratum[rows[i[near]]] = stratum[columns[j[near]]] = number
-        found += len(number)
+        n_pairs += len(number)
     return stratum
 
 
@@ -155,25 +157,25 @@ def _cells(
     return cell.astype(np.int64)
 
 
-def _kept(
+def _complete_strata(
     stratum: np.ndarray, labels: np.ndarray, clusters: np.ndarray | None, scaled: np.ndarray, method: str
 ) -> Matched:
     known = stratum >= 0
     size = np.bincount(stratum[known], minlength=1)
     first = np.bincount(stratum[known], weights=labels[known], minlength=1)
     useful = (first > 0) & (first < size)
-    kept = np.flatnonzero(known & useful[np.maximum(stratum, 0)])
-    if len(kept) == 0:
+    samples = np.flatnonzero(known & useful[np.maximum(stratum, 0)])
+    if len(samples) == 0:
         raise ValueInputError(
             "matching needs samples of both groups that are alike, got none; widen the caliper or use fewer covariates"
         )
-    codes = np.unique(stratum[kept], return_inverse=True)[1].astype(np.int64)
+    codes = np.unique(stratum[samples], return_inverse=True)[1].astype(np.int64)
     before = scaled[labels].mean(axis=0) - scaled[~labels].mean(axis=0)
-    members = None if clusters is None else np.unique(clusters[kept], return_inverse=True)[1].astype(np.int64)
-    design = design_of(labels[kept], members, codes)
+    members = None if clusters is None else np.unique(clusters[samples], return_inverse=True)[1].astype(np.int64)
+    design = design_of(labels[samples], members, codes)
     weights = weights_of(design)
-    after = (design.labels - weights.share) @ centred_rows(design.reduce(scaled[kept]), design) / weights.total
-    return Matched(kept, codes, before, after, method, len(labels) - len(kept))
+    after = (design.labels - weights.share) @ centred_rows(design.reduce(scaled[samples]), design) / weights.total
+    return Matched(samples, codes, before, after, method, len(labels) - len(samples))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,13 +222,13 @@ def joint_control(
     >>> bool(control.imbalance < 0.25)
     True
     """
-    chosen, _ = checked_labels(labels, len(np.asarray(labels)), first)
-    codes = checked_strata(strata, len(chosen))
+    in_first, _ = check_labels(labels, len(np.asarray(labels)), first)
+    codes = check_strata(strata, len(in_first))
     if not confounders:
-        return JointControl(np.arange(len(chosen)), codes, None, 0.0)
-    columns = [checked_values(values, f"the confounder '{name}'")[0][:, 0] for name, values in confounders.items()]
+        return JointControl(np.arange(len(in_first)), codes, None, 0.0)
+    columns = [check_values(values, f"the confounder '{name}'")[0][:, 0] for name, values in confounders.items()]
     scores = np.stack([_normal_scores(column) for column in columns], axis=1)
-    matched = match(chosen, scores, clusters=clusters, strata=codes, caliper=_CALIPER)
+    matched = match(in_first, scores, clusters=clusters, strata=codes, caliper=_CALIPER)
     pairs = int(matched.stratum.max()) + 1
     functions = _functions([column[matched.kept] for column in columns], scores[matched.kept], pairs)
     return JointControl(matched.kept, matched.stratum, functions, matched.imbalance)
@@ -242,14 +244,14 @@ def _functions(
 ) -> Float64[np.ndarray, "kept function"]:
     """As many functions of the confounders as the pairs allow: scores first, then values and splines, then products."""
     allowed = min(_MOST_FUNCTIONS, max(1, pairs // (_PAIRS_PER_FUNCTION * len(columns))))
-    found = []
+    functions = []
     for column, score in zip(columns, scores.T, strict=True):
-        found.append(score[:, None])
+        functions.append(score[:, None])
         if allowed > 1:
             scale = column.std()
-            found.append(((column - column.mean()) / (scale if scale > 0 else 1.0))[:, None])
-            found.append(_natural_spline(score, allowed - 2))
-    table = np.concatenate(found, axis=1)
+            functions.append(((column - column.mean()) / (scale if scale > 0 else 1.0))[:, None])
+            functions.append(_natural_spline(score, allowed - 2))
+    table = np.concatenate(functions, axis=1)
     crossed = [scores[:, i] * scores[:, j] for i, j in combinations(range(len(columns)), 2)]
     if crossed and table.shape[1] + len(crossed) <= pairs // _PAIRS_PER_FUNCTION:
         table = np.concatenate([table, np.stack(crossed, axis=1)], axis=1)

@@ -17,12 +17,12 @@ __all__ = [
     "THRESHOLDS",
     "Null",
     "Omnibus",
-    "Prepared",
+    "StatisticTerms",
     "null_of",
+    "numerator_and_error",
     "omnibus_of",
-    "parts",
-    "prepare",
-    "relabel",
+    "permute",
+    "statistic_terms",
     "tail_counts",
 ]
 
@@ -33,19 +33,19 @@ THRESHOLDS = 1 + 0.25 * np.arange(21)
 """Values of |t| above which units are counted, for the higher criticism."""
 
 
-# Relabellings and units of one block: 2 MiB per array, so that a block stays in the second-level cache.
-_RELABELLINGS = 512
+# Permutations and units of one block: 2 MiB per array, so that a block stays in the second-level cache.
+_PERMUTATIONS = 512
 
 
 _UNITS = 1024
 
 
-# Random numbers drawn at a time for the orders of a block of relabellings.
-_DRAWN = 2**22
+# Random numbers drawn at a time for the orders of a block of permutations.
+_RANDOM_NUMBERS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class StatisticTerms:
     """A table made ready: x, its squares times (f - g), x times k, all in float32, and what is constant."""
 
     x: Float32[np.ndarray, "row unit"]
@@ -64,21 +64,21 @@ class Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class Relabelled:
-    """What is kept of all relabellings.
+class PermutationSample:
+    """What is kept of all permutations.
 
-    Per relabelling: the largest |t|, the mean t, the number of positive t minus that of others, and how many |t| reach
-    each of ``THRESHOLDS``. Per unit: how many relabellings reach its observed |t|.
+    Per permutation: the largest |t|, the mean t, the number of positive t minus that of others, and how many |t| reach
+    each of ``THRESHOLDS``. Per unit: how many permutations reach its observed |t|.
     """
 
-    largest: Float64[np.ndarray, " relabelling"]
-    mean: Float64[np.ndarray, " relabelling"]
-    asymmetry: Int64[np.ndarray, " relabelling"]
-    tails: Int64[np.ndarray, "relabelling threshold"]
+    largest: Float64[np.ndarray, " permutation"]
+    mean: Float64[np.ndarray, " permutation"]
+    asymmetry: Int64[np.ndarray, " permutation"]
+    tails: Int64[np.ndarray, "permutation threshold"]
     reached: Int64[np.ndarray, " unit"]
 
 
-def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
+def statistic_terms(rows: Float64[np.ndarray, "row unit"], design: Design) -> StatisticTerms:
     """Centre in blocks, scale to mean square 1, and fold all weights into the table."""
     weights = weights_of(design)
     centred = centred_rows(rows, design)
@@ -89,7 +89,7 @@ def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
     y = design.labels - weights.share
     curvature = float((np.where(design.labels, weights.first, weights.second) * y**2).sum())
     constant = np.ptp(k) <= 1e-12 * k.max()
-    return Prepared(
+    return StatisticTerms(
         x=x.astype(np.float32),
         square=None if np.abs(tilt).max() <= 1e-12 * k.max() else (tilt[:, None] * x**2).astype(np.float32),
         linear=None if constant else (k[:, None] * x).astype(np.float32),
@@ -101,9 +101,9 @@ def prepare(rows: Float64[np.ndarray, "row unit"], design: Design) -> Prepared:
     )
 
 
-def parts(
-    prepared: Prepared, labels: Float32[np.ndarray, "relabelling row"], units: slice
-) -> tuple[Float32[np.ndarray, "relabelling unit"], Float32[np.ndarray, "relabelling unit"]]:
+def numerator_and_error(
+    prepared: StatisticTerms, labels: Float32[np.ndarray, "permutation row"], units: slice
+) -> tuple[Float32[np.ndarray, "permutation unit"], Float32[np.ndarray, "permutation unit"]]:
     """``s`` and the square root below it, of some units: t is their quotient."""
     s = labels @ prepared.x[:, units]
     total = prepared.total
@@ -124,23 +124,23 @@ def parts(
     return s, np.sqrt(variance, out=variance)
 
 
-def relabel(
-    prepared: Prepared,
+def permute(
+    prepared: StatisticTerms,
     design: Design,
     bars: Float64[np.ndarray, " unit"],
     count: int,
     rng: np.random.Generator,
-) -> Relabelled:
-    """Reduce ``count`` relabellings, a block of them and of the units at a time; ``bars`` are what |t| has to reach."""
+) -> PermutationSample:
+    """Reduce ``count`` permutations, a block of them and of the units at a time; ``bars`` are what |t| has to reach."""
     largest, mean = np.zeros(count), np.zeros(count)
     asymmetry = np.zeros(count, np.int64)
     tails = np.zeros((count, len(THRESHOLDS)), np.int64)
     reached = np.zeros(prepared.units, np.int64)
     bar = bars.astype(np.float32)
-    for where, labels in _drawn(design, count, rng):
+    for where, labels in _label_blocks(design, count, rng):
         for start in range(0, prepared.units, _UNITS):
             units = slice(start, min(start + _UNITS, prepared.units))
-            t, root = parts(prepared, labels, units)
+            t, root = numerator_and_error(prepared, labels, units)
             t /= root
             mean[where] += t.sum(axis=1)
             asymmetry[where] += 2 * np.count_nonzero(t > 0, axis=1) - t.shape[1]
@@ -148,10 +148,10 @@ def relabel(
             np.maximum(largest[where], t.max(axis=1), out=largest[where])
             reached[units] += np.count_nonzero(t >= bar[units], axis=0)
             tails[where] += tail_counts(t)
-    return Relabelled(largest, mean / prepared.units, asymmetry, tails, reached)
+    return PermutationSample(largest, mean / prepared.units, asymmetry, tails, reached)
 
 
-def tail_counts(size: Float64[np.ndarray, "relabelling unit"]) -> Int64[np.ndarray, "relabelling threshold"]:
+def tail_counts(size: Float64[np.ndarray, "permutation unit"]) -> Int64[np.ndarray, "permutation threshold"]:
     """How many of each row reach each of ``THRESHOLDS``."""
     bins = len(THRESHOLDS) + 1
     place = np.clip((size - THRESHOLDS[0].astype(size.dtype)) * 4 + 1, 0, bins - 1).astype(np.int64)
@@ -160,11 +160,11 @@ def tail_counts(size: Float64[np.ndarray, "relabelling unit"]) -> Int64[np.ndarr
     return counts[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
 
 
-def _drawn(design: Design, count: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
-    step = max(1, min(_RELABELLINGS, _DRAWN // design.rows))
+def _label_blocks(design: Design, count: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+    step = max(1, min(_PERMUTATIONS, _RANDOM_NUMBERS // design.rows))
     for start in range(0, count, step):
         where = slice(start, min(start + step, count))
-        yield where, design.relabelled(where.stop - where.start, rng)
+        yield where, design.permuted_labels(where.stop - where.start, rng)
 
 
 # Single precision moves a statistic by less, which must not decide a tie with the null.
@@ -173,10 +173,10 @@ SLACK = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """A statistic, its values under relabelling, and p = (k + 1) / (n + 1), k of n values being at least as large."""
+    """A statistic, its values under permutation, and p = (k + 1) / (n + 1), k of n values being at least as large."""
 
     value: float
-    sample: Float64[np.ndarray, " relabelling"]
+    sample: Float64[np.ndarray, " permutation"]
     p: float
 
     def critical(self, alpha: float) -> float:
@@ -197,7 +197,7 @@ class Omnibus:
         |share of units with positive t - share of others|: most units move in one direction, however little.
     criticism
         Higher criticism: max over thresholds c of (N(c) - m(c)) / d(c), N(c) the number of units with |t| >= c, m and
-        d its mean and standard deviation under relabelling. Thresholds that not one unit reaches on average are left
+        d its mean and standard deviation under permutation. Thresholds that not one unit reaches on average are left
         out. Donoho and Jin (2004) take m and d of independent units; heads are not independent.
     any
         The smallest p of these three and of max-T, with its own null: one p for "is there any difference at all". Its
@@ -210,18 +210,18 @@ class Omnibus:
     any: Null
 
 
-def null_of(value: float, sample: Float[np.ndarray, " relabelling"]) -> Null:
+def null_of(value: float, sample: Float[np.ndarray, " permutation"]) -> Null:
     """A null whose larger values are the more extreme ones."""
     reached = int((sample >= value - SLACK * abs(value)).sum())
     return Null(float(value), np.asarray(sample, np.float64), (reached + 1) / (len(sample) + 1))
 
 
-def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, relabelled: Relabelled) -> Omnibus:
-    """The omnibus tests of observed ``t`` beside the relabelled ones."""
-    mean = null_of(abs(float(t.mean())), np.abs(relabelled.mean))
+def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, permuted: PermutationSample) -> Omnibus:
+    """The omnibus tests of observed ``t`` beside the permuted ones."""
+    mean = null_of(abs(float(t.mean())), np.abs(permuted.mean))
     lean = abs(2 * int(np.count_nonzero(t > 0)) - t.size) / t.size
-    asymmetry = null_of(lean, np.abs(relabelled.asymmetry) / t.size)
-    values = _criticism(np.concatenate([tail_counts(np.abs(t)[None]), relabelled.tails]))
+    asymmetry = null_of(lean, np.abs(permuted.asymmetry) / t.size)
+    values = _criticism(np.concatenate([tail_counts(np.abs(t)[None]), permuted.tails]))
     criticism = null_of(values[0], values[1:])
     tests = (largest, mean, asymmetry, criticism)
     return Omnibus(mean, asymmetry, criticism, _smallest_p(tests))
@@ -239,7 +239,7 @@ def _criticism(counts: np.ndarray) -> np.ndarray:
 
 
 def _smallest_p(tests: Sequence[Null]) -> Null:
-    """The null of the smallest p of several tests: each relabelling is ranked among all of them and the data."""
+    """The null of the smallest p of several tests: each permutation is ranked among all of them and the data."""
     smallest = np.ones(len(tests[0].sample) + 1)
     for test in tests:
         values = np.append(test.sample, test.value - SLACK * abs(test.value))

@@ -1,4 +1,4 @@
-"""The oracle of the fast forms: one unit and one relabelling at a time, by the definitions, in plain Python.
+"""Reference implementations: one unit and one permutation at a time, by the definitions, in plain Python.
 
 Shares nothing with them.
 """
@@ -16,7 +16,7 @@ __all__ = [
     "reference_kappa",
     "reference_maximum",
     "reference_p_values",
-    "reference_relabellings",
+    "reference_permutations",
 ]
 
 
@@ -45,16 +45,16 @@ def reference_coefficient(x: Sequence[float], labels: Sequence[bool], blocks: Se
     return beta, math.sqrt(variance) / total
 
 
-def reference_relabellings(labels: Sequence[bool], blocks: Sequence[int]) -> list[tuple[bool, ...]]:
+def reference_permutations(labels: Sequence[bool], blocks: Sequence[int]) -> list[tuple[bool, ...]]:
     """Every way to exchange labels within blocks, the given one among them."""
     names = sorted(set(blocks))
     members = [[i for i, block in enumerate(blocks) if block == b] for b in names]
     choices = [list(itertools.combinations(rows, sum(bool(labels[i]) for i in rows))) for rows in members]
-    found = []
-    for chosen in itertools.product(*choices):
-        first = set(itertools.chain.from_iterable(chosen))
-        found.append(tuple(i in first for i in range(len(labels))))
-    return found
+    arrangements = []
+    for combination in itertools.product(*choices):
+        first = set(itertools.chain.from_iterable(combination))
+        arrangements.append(tuple(i in first for i in range(len(labels))))
+    return arrangements
 
 
 def reference_maximum(
@@ -71,9 +71,9 @@ def reference_maximum(
 def reference_p_values(
     table: Sequence[Sequence[float]], labels: Sequence[bool], blocks: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """Exact p and max-T p of every unit, over all relabellings."""
+    """Exact p and max-T p of every unit, over all permutations."""
     observed, _ = reference_maximum(table, labels, blocks)
-    every = [reference_maximum(table, relabelled, blocks) for relabelled in reference_relabellings(labels, blocks)]
+    every = [reference_maximum(table, permuted, blocks) for permuted in reference_permutations(labels, blocks)]
     n = len(every)
     slack = 1 - 1e-9
     alone = [sum(abs(t[u]) >= abs(value) * slack for t, _ in every) / n for u, value in enumerate(observed)]
@@ -95,9 +95,9 @@ def reference_delong(a: Sequence[float], b: Sequence[float]) -> float:
     return math.sqrt(math.fsum(parts))
 
 
-def reference_kappa(one: Sequence[object], other: Sequence[object]) -> float:
+def reference_kappa(first: Sequence[object], other: Sequence[object]) -> float:
     """Cohen's kappa."""
-    n = len(one)
-    agreement = sum(a == b for a, b in zip(one, other, strict=True)) / n
-    chance = sum(sum(a == c for a in one) / n * sum(b == c for b in other) / n for c in {*one, *other})
+    n = len(first)
+    agreement = sum(a == b for a, b in zip(first, other, strict=True)) / n
+    chance = sum(sum(a == c for a in first) / n * sum(b == c for b in other) / n for c in {*first, *other})
     return (agreement - chance) / (1 - chance)

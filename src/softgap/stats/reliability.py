@@ -1,4 +1,4 @@
-"""How far labels can be trusted: agreement of two scorers, and what wrong labels do to a verdict."""
+"""Reliability of labels: agreement of two scorers, and the effect of wrong labels on a verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scipy import stats
 from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import mixed_clusters
-from softgap.stats.validation import checked_codes, checked_labels
+from softgap.stats.validation import check_codes, check_labels
 from softgap.stats.verdict import OUTCOMES, Verdict
 
 __all__ = ["Kappa", "LabelNoise", "cohens_kappa", "label_noise"]
@@ -64,7 +64,7 @@ class LabelNoise:
         """The share of draws with this verdict, per rate."""
         if outcome not in OUTCOMES:
             raise unknown_name("outcome", outcome, OUTCOMES)
-        return np.array([drawn.count(outcome) / len(drawn) for drawn in self.outcomes])
+        return np.array([outcomes.count(outcome) / len(outcomes) for outcomes in self.outcomes])
 
 
 def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
@@ -81,7 +81,7 @@ def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
         )
     level = checked_share("level", level, 0.95)
     n = len(first)
-    codes = checked_codes("labels", np.concatenate([first, second]), 2 * n)
+    codes = check_codes("labels", np.concatenate([first, second]), 2 * n)
     categories = np.unique(np.concatenate([first, second]))
     if len(categories) < 2:
         raise ValueInputError(
@@ -120,25 +120,27 @@ def label_noise(
     if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
     values = np.asarray(labels)
-    chosen, _ = checked_labels(values, len(values) if values.ndim else 0, first)
+    in_first, _ = check_labels(values, len(values) if values.ndim else 0, first)
     checked_rng(rng)
     checked_count("draws", draws)
     for rate in rates:
         checked_share("each of rates", rate, 0.1)
-    codes = np.arange(len(chosen)) if clusters is None else checked_codes("clusters", clusters, len(chosen))
-    things = np.arange(len(chosen)) if mixed_clusters(chosen, codes).any() else codes
-    found = set(judge(chosen).units)
-    p, kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
+    codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
+    things = np.arange(len(in_first)) if mixed_clusters(in_first, codes).any() else codes
+    observed_units = set(judge(in_first).units)
+    p, share_kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
     outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
-            again = judge(_flipped(chosen, things, rate, rng))
+            again = judge(_flip_labels(in_first, things, rate, rng))
             p[i, j], outcomes[i][j] = again.steps[0].p, again.outcome
-            kept[i, j] = len(found & set(again.units)) / len(found) if found else math.nan
-    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, kept.mean(axis=1))
+            share_kept[i, j] = (
+                len(observed_units & set(again.units)) / len(observed_units) if observed_units else math.nan
+            )
+    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, share_kept.mean(axis=1))
 
 
-def _flipped(
+def _flip_labels(
     labels: Bool[np.ndarray, " sample"], things: Int64[np.ndarray, " sample"], rate: float, rng: np.random.Generator
 ) -> Bool[np.ndarray, " sample"]:
     for _ in range(100):

@@ -48,14 +48,14 @@ def confirmation_split(
             f"clusters must have one entry per sample, got {len(deciding)} for {len(names)} samples; "
             "give each sample its own entry"
         )
-    kept = np.array([_number(salt, name) < share for name in deciding], bool)
-    if not 0 < kept.sum() < len(names):
+    confirmation = np.array([_number(salt, name) < share for name in deciding], bool)
+    if not 0 < confirmation.sum() < len(names):
         raise ValueInputError(
-            f"a split needs samples on both sides, got {int(kept.sum())} of {len(names)} for confirmation; "
+            f"a split needs samples on both sides, got {int(confirmation.sum())} of {len(names)} for confirmation; "
             "use more samples or another fraction"
         )
     document = json.dumps([salt, share, sorted(zip(names, deciding, strict=True))], ensure_ascii=False)
-    return Split(kept, hashlib.sha256(document.encode()).hexdigest(), share, salt)
+    return Split(confirmation, hashlib.sha256(document.encode()).hexdigest(), share, salt)
 
 
 def _number(salt: str, name: str) -> float:

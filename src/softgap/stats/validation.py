@@ -11,15 +11,15 @@ from jaxtyping import Bool, Float64, Int64
 from softgap.errors import ShapeError, ValueInputError
 
 __all__ = [
-    "checked_codes",
-    "checked_groups",
-    "checked_labels",
-    "checked_strata",
-    "checked_values",
+    "check_codes",
+    "check_groups",
+    "check_labels",
+    "check_strata",
+    "check_values",
 ]
 
 
-def checked_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarray, "sample unit"], tuple[int, ...]]:
+def check_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarray, "sample unit"], tuple[int, ...]]:
     """A table as float64 with its units in one axis, and the shape those units had."""
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":
@@ -39,9 +39,9 @@ def checked_values(values: Any, name: str = "values") -> tuple[Float64[np.ndarra
     return array.reshape(len(array), -1).astype(np.float64, copy=False), array.shape[1:]
 
 
-def checked_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], np.ndarray, tuple[int, ...]]:
+def check_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], np.ndarray, tuple[int, ...]]:
     """Two groups as one table, True for the rows of ``a``, and the shape of the units."""
-    (first, shape), (second, other) = checked_values(a, "group a"), checked_values(b, "group b")
+    (first, shape), (second, other) = check_values(a, "group a"), check_values(b, "group b")
     if shape != other:
         raise ShapeError(
             f"the groups must hold the same units, got {list(shape)} in a and {list(other)} in b; "
@@ -56,51 +56,51 @@ def checked_groups(a: Any, b: Any) -> tuple[Float64[np.ndarray, "sample unit"], 
     return np.concatenate([first, second]), labels, shape
 
 
-def checked_labels(
+def check_labels(
     labels: Any, samples: int, first: Any = None, least: int = 2
 ) -> tuple[Bool[np.ndarray, " sample"], tuple[str, str]]:
     """True for the samples of the first group, and the names of both; by default the first is the larger label."""
     values = _column("labels", labels, samples)
-    found = _distinct("labels", values)
-    names = ", ".join(f"'{value}'" for value in found.tolist())
-    if len(found) < 2:
+    distinct = _distinct("labels", values)
+    names = ", ".join(f"'{value}'" for value in distinct.tolist())
+    if len(distinct) < 2:
         raise ValueInputError(f"labels must name two groups, got only {names}; add samples of another group")
-    if len(found) > 2:
-        raise ValueInputError(f"labels must name two groups, got {len(found)} ({names}); choose two of them")
-    if first is not None and first not in found.tolist():
+    if len(distinct) > 2:
+        raise ValueInputError(f"labels must name two groups, got {len(distinct)} ({names}); choose two of them")
+    if first is not None and first not in distinct.tolist():
         raise ValueInputError(f"the first group must be one of {names}, got {first!r}")
-    leading, other = (found[1], found[0]) if first is None or first == found[1] else (found[0], found[1])
-    chosen = np.asarray(values == leading)
-    for name, count in ((leading, int(chosen.sum())), (other, int((~chosen).sum()))):
+    leading, other = (distinct[1], distinct[0]) if first is None or first == distinct[1] else (distinct[0], distinct[1])
+    in_first = np.asarray(values == leading)
+    for name, count in ((leading, int(in_first.sum())), (other, int((~in_first).sum()))):
         if count < least:
             raise ValueInputError(
                 f"each group needs at least {least} samples, got {count} in group '{name}'; add samples"
             )
-    return chosen, (str(leading), str(other))
+    return in_first, (str(leading), str(other))
 
 
-def checked_codes(name: str, given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_codes(name: str, value: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """A number from 0 for each different entry of a column."""
-    values = _column(name, given, samples)
+    values = _column(name, value, samples)
     _distinct(name, values)
     return np.unique(values, return_inverse=True)[1].astype(np.int64)
 
 
-def checked_strata(given: Any, samples: int) -> Int64[np.ndarray, " sample"]:
+def check_strata(value: Any, samples: int) -> Int64[np.ndarray, " sample"]:
     """The stratum of each sample: of one column, or of several by name, crossed; all 0 without any."""
-    if given is None:
+    if value is None:
         return np.zeros(samples, np.int64)
-    if not isinstance(given, Mapping):
-        return checked_codes("strata", given, samples)
+    if not isinstance(value, Mapping):
+        return check_codes("strata", value, samples)
     crossed = np.zeros(samples, np.int64)
-    for name, column in given.items():
-        codes = checked_codes(f"stratum '{name}'", column, samples)
+    for name, column in value.items():
+        codes = check_codes(f"stratum '{name}'", column, samples)
         crossed = np.unique(crossed * (codes.max() + 1) + codes, return_inverse=True)[1].astype(np.int64)
     return crossed
 
 
-def _column(name: str, given: Any, samples: int) -> np.ndarray:
-    values = np.asarray(given)
+def _column(name: str, entries: Any, samples: int) -> np.ndarray:
+    values = np.asarray(entries)
     if values.ndim != 1 or len(values) != samples:
         got = f"{len(values)} for {samples} samples" if values.ndim == 1 else f"the shape {list(values.shape)}"
         raise ShapeError(f"{name} must have one entry per sample, got {got}; give each sample its own entry")

@@ -1,4 +1,4 @@
-"""The verdict in plain words: separated, not separated, or not enough data, after which controls.
+"""The verdict of a comparison: separated, not separated, or not enough data.
 
 The rule, so that it can be written down before the data are seen. Let ``margin`` be the smallest effect in one unit
 that would matter, in standard deviations within groups.
@@ -58,11 +58,11 @@ class Step:
     units: tuple[Unit, ...]
 
     def __str__(self) -> str:
-        found = f"{_units(self.units)} found" if self.units else "no single unit found"
+        units = f"{_units(self.units)} found" if self.units else "no single unit found"
         reach = "no effect" if math.isinf(self.smallest) else f"effects from {self.smallest:.2f} standard deviations"
         return (
             f"{self.name}: {'convincing' if self.convincing else 'not convincing'}, p = {self.p:.2g} for any "
-            f"difference, {found}; it could find {reach}, and with {self.confidence:.0%} confidence no effect is "
+            f"difference, {units}; it could find {reach}, and with {self.confidence:.0%} confidence no effect is "
             f"larger than {self.bound:.2f}"
         )
 
@@ -162,8 +162,8 @@ def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], ma
     controls = ", ".join(step.name for step in steps[1:])
     after = f" after controls ({controls})" if controls else ", without any control"
     if outcome == "separated":
-        what = _units(units) if units else "the units together"
-        return f"Separated: the groups differ in {what}{after}."
+        subject = _units(units) if units else "the units together"
+        return f"Separated: the groups differ in {subject}{after}."
     if outcome == "not separated":
         silent = [step for step in steps if step.able and not step.convincing]
         if not silent:

@@ -12,7 +12,7 @@ from softgap.errors import SoftgapError, ValueInputError
 from softgap.inputs import as_items
 from softgap.models.fingerprint import live_options, replay_options
 from softgap.probe import Interrupted
-from softgap.probe.capture import check_lengths, checked_temperature, completion_ids, prompt_ids
+from softgap.probe.capture import check_lengths, check_temperature, completion_ids, prompt_ids
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
 from softgap.trajectories import Trajectories
@@ -124,7 +124,7 @@ class StudySettings:
             if value is not None and value < 1:
                 raise ValueInputError(f"{name} must be at least 1, got {value}")
         if self.temperature is not None:
-            checked_temperature(self.temperature)
+            check_temperature(self.temperature)
 
     @property
     def sampling(self) -> dict[str, Any]:

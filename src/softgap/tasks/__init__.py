@@ -1,4 +1,4 @@
-"""Labelled prompts: read from files and datasets, generated with known answers, and judged."""
+"""Labelled prompts: read them from files and datasets, generate them with known answers, score the answers."""
 
 from softgap.tasks.generators import TASKS, Task, generate_prompts
 from softgap.tasks.prompts import Prompt

@@ -117,8 +117,8 @@ def draw_pairs(n: int, values: Literal["codes", "words"], *, rng: np.random.Gene
     if not 1 <= n <= len(WORDS):
         raise ValueInputError(f"pairs must be between 1 and the {len(WORDS)} words, got {n}")
     keys = rng.permutation(WORDS)[:n]
-    drawn = rng.permutation(WORDS)[:n] if values == "words" else rng.choice(9000, size=n, replace=False) + 1000
-    return [(str(key), str(value)) for key, value in zip(keys, drawn, strict=True)]
+    values_drawn = rng.permutation(WORDS)[:n] if values == "words" else rng.choice(9000, size=n, replace=False) + 1000
+    return [(str(key), str(value)) for key, value in zip(keys, values_drawn, strict=True)]
 
 
 MOST_PROMPTS = 1_000_000
@@ -174,23 +174,23 @@ def generate_prompts(name: str, n: int, *, seed: int = 0, difficulties: Sequence
         # A generator each, so that the first prompts of 400 are those of 40.
         rng = np.random.default_rng([seed, i])
         level = levels[i % len(levels)]
-        made = task.make(rng, level, i)
-        fields = {"task": name, "difficulty": level, **made.pop("fields", {})}
-        reference = (made.pop("reference"),)
-        prompts.append(Prompt(sample_id=f"{name}-{i:05d}", reference=reference, fields=fields, line=i + 1, **made))
+        entry = task.make(rng, level, i)
+        fields = {"task": name, "difficulty": level, **entry.pop("fields", {})}
+        reference = (entry.pop("reference"),)
+        prompts.append(Prompt(sample_id=f"{name}-{i:05d}", reference=reference, fields=fields, line=i + 1, **entry))
     return prompts
 
 
-def _lookup(rng: np.random.Generator, pairs: int, number: int) -> dict[str, Any]:
-    drawn = draw_pairs(pairs, "codes", rng=rng)
-    asked = int(rng.integers(pairs))
-    key, code = drawn[asked]
-    listed = "\n".join(f"{word}: {its}" for word, its in drawn)
+def _associative_recall(rng: np.random.Generator, pairs: int, number: int) -> dict[str, Any]:
+    pairs_drawn = draw_pairs(pairs, "codes", rng=rng)
+    index = int(rng.integers(pairs))
+    key, code = pairs_drawn[index]
+    listed = "\n".join(f"{word}: {its}" for word, its in pairs_drawn)
     return {
         "prompt": f"Here is a list of words with their codes.\n{listed}\nWhat is the code of {key}? "
         "Answer with the code only.",
         "reference": code,
-        "fields": {"place": asked},
+        "fields": {"place": index},
     }
 
 
@@ -230,7 +230,7 @@ def _statements(rng: np.random.Generator, level: int, number: int) -> dict[str, 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
-        "lookup": Task(_lookup, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(WORDS)),
+        "lookup": Task(_associative_recall, (3, 4, 6, 8), "the number of pairs", "contains", 16, len(WORDS)),
         "arithmetic": Task(_arithmetic, (1, 2, 3), "the number of digits", "numeric", 16, 9),
         "copying": Task(_copying, (4, 8, 16, 32), "the number of words", "contains", 96, 512),
         "statements": Task(_statements, (1,), "always 1", "choice", 8, 1),

@@ -1,4 +1,4 @@
-"""One prompt of a study with what is known about it, and how it is read from an object with named fields."""
+"""A prompt of a study, with its completion, reference, label and other fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items, refuse_string
-from softgap.tasks.text_files import encodable, short, some_text
+from softgap.tasks.text_files import check_text, encodable, shortened
 
 __all__ = ["Prompt", "check_ids", "prompt_from"]
 
@@ -51,7 +51,7 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """As one object, which :func:`prompt_from` reads back."""
-        own = {
+        fields = {
             "id": self.sample_id,
             "prompt": self.prompt,
             "completion": self.completion,
@@ -59,7 +59,7 @@ class Prompt:
             "label": self.label,
             "group": self.group,
         }
-        return {**{name: value for name, value in own.items() if value is not None}, **self.fields}
+        return {**{name: value for name, value in fields.items() if value is not None}, **self.fields}
 
     def asked(self) -> Prompt:
         """The same to be answered by the model: without the completion, and without the label that belonged to it."""
@@ -72,19 +72,19 @@ def prompt_from(
     """A prompt from named fields; ``where`` begins the sentence about a field that cannot be used."""
     for name in needs:
         if not isinstance(entry.get(name), str) or not entry[name]:
-            raise ValueInputError(f"{where}: '{name}' must hold some text, got {short(entry.get(name))}; add it")
+            raise ValueInputError(f"{where}: '{name}' must hold some text, got {shortened(entry.get(name))}; add it")
     sample_id = entry.get("id", default_id)
     if isinstance(sample_id, bool) or not isinstance(sample_id, str | int) or sample_id == "":
-        raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {short(sample_id)}; change it")
+        raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {shortened(sample_id)}; change it")
     label = entry.get("label")
     if not isinstance(label, str | None):
-        raise ValueInputError(f"{where}: 'label' must be text, got {short(label)}; write it in quotes")
+        raise ValueInputError(f"{where}: 'label' must be text, got {shortened(label)}; write it in quotes")
     for name, value in entry.items():
         if isinstance(value, str):
             encodable(value, f"{where}: '{name}'")
     return Prompt(
         sample_id=str(sample_id),
-        prompt=some_text(entry["prompt"], f"{where}: 'prompt'"),
+        prompt=check_text(entry["prompt"], f"{where}: 'prompt'"),
         completion=_completion(entry.get("completion"), where),
         reference=_references(entry.get("reference"), where),
         label=label or None,
@@ -107,27 +107,28 @@ def check_ids(prompts: Sequence[Prompt], name: str) -> None:
         lines[prompt.sample_id] = prompt.line
 
 
-def _completion(given: Any, where: str) -> str | None:
-    if given is None or given == "":
+def _completion(value: Any, where: str) -> str | None:
+    if value is None or value == "":
         return None
-    if not isinstance(given, str):
-        raise ValueInputError(f"{where}: 'completion' must be text, got {short(given)}; write it in quotes")
-    return given
+    if not isinstance(value, str):
+        raise ValueInputError(f"{where}: 'completion' must be text, got {shortened(value)}; write it in quotes")
+    return value
 
 
-def _references(given: Any, where: str) -> tuple[str, ...]:
-    values = given if isinstance(given, list | tuple) else [] if given is None or given == "" else [given]
+def _references(answers: Any, where: str) -> tuple[str, ...]:
+    values = answers if isinstance(answers, list | tuple) else [] if answers is None or answers == "" else [answers]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | float) or str(value).strip() == "":
             raise ValueInputError(
-                f"{where}: 'reference' must be an answer or a list of answers, got {short(given)}; write them as text"
+                f"{where}: 'reference' must be an answer or a list of answers, got {shortened(answers)}; write "
+                "them as text"
             )
     return tuple(str(value) for value in values)
 
 
-def _group(given: Any, where: str) -> str | None:
-    if given is None or given == "":
+def _group(value: Any, where: str) -> str | None:
+    if value is None or value == "":
         return None
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {short(given)}; change it")
-    return str(given)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueInputError(f"{where}: 'group' must be text or a whole number, got {shortened(value)}; change it")
+    return str(value)

@@ -1,4 +1,4 @@
-"""Was an answer right: exact, contains, numeric, choice, or a function of the user's own."""
+"""Score answers: exact, contains, numeric, choice, or a function that the user supplies."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def resolve_scorer(name: str) -> Scorer:
         if name not in SCORERS:
             raise unknown_name("scoring", name, (*SCORERS, "module:function"))
         return SCORERS[name]
-    return Scorer(name, _judged_by(_imported(name)), needs_reference=False)
+    return Scorer(name, _judge_with(_import_function(name)), needs_reference=False)
 
 
 def _exact(answer: str, prompt: Prompt) -> str:
@@ -71,15 +71,17 @@ def _exact(answer: str, prompt: Prompt) -> str:
 
 def _contains(answer: str, prompt: Prompt) -> str:
     """A reference as whole words somewhere in the answer."""
-    given = f" {_words(answer)} "
-    return _label(any(f" {_words(reference)} " in given for reference in prompt.reference))
+    words = f" {_words(answer)} "
+    return _label(any(f" {_words(reference)} " in words for reference in prompt.reference))
 
 
 def _numeric(answer: str, prompt: Prompt) -> str:
     """The last number of the answer equals that of a reference."""
-    given = _numbers(answer)
+    answer_numbers = _numbers(answer)
     wanted = [numbers[-1] for numbers in map(_numbers, prompt.reference) if numbers]
-    return _label(bool(given) and any(math.isclose(given[-1], number, rel_tol=1e-9) for number in wanted))
+    return _label(
+        bool(answer_numbers) and any(math.isclose(answer_numbers[-1], number, rel_tol=1e-9) for number in wanted)
+    )
 
 
 def _choice(answer: str, prompt: Prompt) -> str | None:
@@ -87,8 +89,8 @@ def _choice(answer: str, prompt: Prompt) -> str | None:
     choices = _choices(prompt)
     wanted = {_words(reference) for reference in prompt.reference}
     right = {i for i, choice in enumerate(choices) if _words(choice) in wanted or chr(65 + i).lower() in wanted}
-    given = f" {_words(answer)} "
-    places = {i: given.find(f" {_words(choice)} ") for i, choice in enumerate(choices)}
+    words = f" {_words(answer)} "
+    places = {i: words.find(f" {_words(choice)} ") for i, choice in enumerate(choices)}
     named = sorted((place, -len(choices[i]), i) for i, place in places.items() if place >= 0)
     if named:
         return _label(named[0][2] in right)
@@ -135,7 +137,7 @@ def _choices(prompt: Prompt) -> list[str]:
     return [str(choice) for choice in choices]
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_function(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     if not (module and function):
         raise ValueInputError(f"a scoring of one's own is written module:function, got '{path}'; name both")
@@ -145,7 +147,7 @@ def _imported(path: str) -> Callable[..., Any]:
         if added:
             # The console script does not look in the folder it is called from, where a user's module lies.
             sys.path.insert(0, here)
-        found = getattr(importlib.import_module(module), function)
+        function_object = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ValueInputError(
             f"cannot import the scoring '{path}' ({type(error).__name__}: {error}); give module:function with the "
@@ -154,12 +156,12 @@ def _imported(path: str) -> Callable[..., Any]:
     finally:
         if added:
             sys.path.remove(here)
-    if not callable(found):
-        raise ValueInputError(f"the scoring '{path}' must be a function, got {found!r}; name a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function_object):
+        raise ValueInputError(f"the scoring '{path}' must be a function, got {function_object!r}; name a function")
+    return function_object  # type: ignore[no-any-return]
 
 
-def _judged_by(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
+def _judge_with(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
     def judge(answer: str, prompt: Prompt) -> str | None:
         verdict = function(answer, prompt.to_json())
         if verdict is None or isinstance(verdict, str):

@@ -12,7 +12,7 @@ from typing import Any
 
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.tasks.prompts import Prompt, check_ids, prompt_from
-from softgap.tasks.text_files import file_text, short
+from softgap.tasks.text_files import file_text, shortened
 
 __all__ = ["TRUTHFULQA", "json_prompts", "read_labels", "read_prompts"]
 
@@ -25,21 +25,22 @@ DATASET = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?
 
 def dataset_prompts(source: str, *, renamed: Mapping[str, str] | None = None) -> list[Prompt]:
     """The rows of a dataset as prompts; an id left out is the number of the row, from 0."""
-    found = DATASET.fullmatch(source)
-    if found is None:
+    match = DATASET.fullmatch(source)
+    if match is None:
         raise ValueInputError(
             f"a dataset is named org/name, org/name:config or org/name:config@split, got '{source}'; correct it"
         )
-    rows = _rows(source, found["name"], found["config"], found["split"] or "train")
+    rows = _rows(source, match["name"], match["config"], match["split"] or "train")
     prompts = []
     for index, row in enumerate(rows):
         entry = {key: value for key, value in dict(row).items() if value is not None}
-        for own, given in (renamed or {}).items():
-            if given not in entry:
+        for field, column in (renamed or {}).items():
+            if column not in entry:
                 raise ValueInputError(
-                    f"{source}, row {index} has no field '{given}' for '{own}', it has {', '.join(entry)}; choose one"
+                    f"{source}, row {index} has no field '{column}' for '{field}', it has {', '.join(entry)}; choose "
+                    "one"
                 )
-            entry[own] = entry[given]
+            entry[field] = entry[column]
         prompts.append(prompt_from(entry, f"{source}, row {index}", str(index), line=index))
     if not prompts:
         raise ValueInputError(f"{source} must hold at least one row, got none; choose another split")
@@ -71,23 +72,23 @@ def _rows(source: str, name: str, config: str | None, split: str) -> Any:
 
 def json_objects(name: str, text: str, needs: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
     """Line number, from 1, and object of every line that is not blank."""
-    what = " and ".join(needs)
+    requirement = " and ".join(needs)
     # JSON allows other line separators inside a text, so not splitlines.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    found = [(number, _object(f"{name}, line {number}", line, what)) for number, line in lines]
-    if not found:
-        raise ValueInputError(f"{name} must hold at least one JSON line with {what}, got none; add one")
-    return found
+    objects = [(number, _object(f"{name}, line {number}", line, requirement)) for number, line in lines]
+    if not objects:
+        raise ValueInputError(f"{name} must hold at least one JSON line with {requirement}, got none; add one")
+    return objects
 
 
 def json_prompts(
     name: str, text: str, *, needs: Sequence[str] = ("prompt",), renamed: Mapping[str, str] | None = None
 ) -> list[Prompt]:
     """The prompts of a JSON lines text; an id left out is the number of the prompt, from 0."""
-    taken = renamed or {}
+    columns = renamed or {}
     prompts = [
         prompt_from(
-            {**entry, **{own: entry.get(given) for own, given in taken.items()}},
+            {**entry, **{field: entry.get(column) for field, column in columns.items()}},
             f"{name}, line {number}",
             str(index),
             line=number,
@@ -99,7 +100,7 @@ def json_prompts(
     return prompts
 
 
-def _object(where: str, line: str, what: str) -> dict[str, Any]:
+def _object(where: str, line: str, requirement: str) -> dict[str, Any]:
     try:
         entry: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -107,7 +108,9 @@ def _object(where: str, line: str, what: str) -> dict[str, Any]:
             f'{where}: not JSON ({error}); write one object per line, such as {{"prompt": "a", "completion": "b"}}'
         ) from error
     if not isinstance(entry, dict):
-        raise ValueInputError(f"{where}: must be an object with {what}, got {short(entry)}; write one object per line")
+        raise ValueInputError(
+            f"{where}: must be an object with {requirement}, got {shortened(entry)}; write one object per line"
+        )
     return entry
 
 
@@ -141,27 +144,27 @@ def csv_rows(name: str, text: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 def csv_prompts(name: str, text: str, *, renamed: Mapping[str, str] | None = None) -> list[Prompt]:
     """The prompts of a CSV text; empty cells are left out, an id left out is the number of the prompt, from 0."""
-    taken = renamed or {}
+    mapping = renamed or {}
     rows = list(csv_rows(name, text))
     if not rows:
         raise ValueInputError(f"{name} must hold at least one row below its header, got none; add one")
     columns = rows[0][1]
-    for own, given in taken.items():
-        if given not in columns:
+    for field, source_column in mapping.items():
+        if source_column not in columns:
             raise ValueInputError(
-                f"{name} has no column '{given}' for '{own}', it has {', '.join(columns)}; choose one of them"
+                f"{name} has no column '{source_column}' for '{field}', it has {', '.join(columns)}; choose one of them"
             )
-    if not taken and all(column in columns for column in TRUTHFULQA):
+    if not mapping and all(column in columns for column in TRUTHFULQA):
         return _truthfulqa(name, rows)
-    if "prompt" not in columns and "prompt" not in taken:
+    if "prompt" not in columns and "prompt" not in mapping:
         raise ValueInputError(
             f"{name} must have a column 'prompt', it has {', '.join(columns)}; name it with --field prompt=COLUMN"
         )
     prompts = []
     for index, (line, row) in enumerate(rows):
-        entry = {**row, **{own: row[given] for own, given in taken.items()}}
-        kept = {key: value for key, value in entry.items() if value != ""}
-        prompts.append(prompt_from(kept, f"{name}, line {line}", str(index), line=line))
+        entry = {**row, **{field: row[source_column] for field, source_column in mapping.items()}}
+        filled = {key: value for key, value in entry.items() if value != ""}
+        prompts.append(prompt_from(filled, f"{name}, line {line}", str(index), line=line))
     check_ids(prompts, name)
     return prompts
 
@@ -229,9 +232,11 @@ def read_labels(source: str) -> dict[str, str | None]:
         where = f"{name}, line {line}"
         sample_id, label = row.get("id"), row.get("label", "")
         if isinstance(sample_id, bool) or not isinstance(sample_id, str | int) or sample_id == "":
-            raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {short(sample_id)}; add it")
+            raise ValueInputError(f"{where}: 'id' must be text or a whole number, got {shortened(sample_id)}; add it")
         if "label" not in row or not isinstance(label, str | None):
-            raise ValueInputError(f"{where}: 'label' must be text, got {short(row.get('label'))}; write it in quotes")
+            raise ValueInputError(
+                f"{where}: 'label' must be text, got {shortened(row.get('label'))}; write it in quotes"
+            )
         if str(sample_id) in labels:
             raise ValueInputError(f"{where}: every id must be different, got '{sample_id}' again; leave one out")
         labels[str(sample_id)] = label or None

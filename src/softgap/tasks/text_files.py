@@ -1,4 +1,4 @@
-"""Text from files and standard input, checked once, with a sentence for what cannot be used."""
+"""Read and check text from files and standard input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from softgap.errors import ValueInputError
 
-__all__ = ["decoded", "encodable", "file_text", "short", "some_text"]
+__all__ = ["check_text", "decode_utf8", "encodable", "file_text", "shortened"]
 
 
 def file_text(file: str | os.PathLike[str], instead: str = "") -> str:
@@ -17,10 +17,10 @@ def file_text(file: str | os.PathLike[str], instead: str = "") -> str:
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise ValueInputError(f"cannot read '{file}': {reason}; give a text file{instead}") from error
-    return decoded(content, f"'{file}'")
+    return decode_utf8(content, f"'{file}'")
 
 
-def decoded(content: bytes, name: str) -> str:
+def decode_utf8(content: bytes, name: str) -> str:
     """Bytes as UTF-8 text, with or without a byte order mark."""
     try:
         return content.decode("utf-8-sig")
@@ -30,10 +30,10 @@ def decoded(content: bytes, name: str) -> str:
         ) from error
 
 
-def some_text(text: str, name: str) -> str:
+def check_text(text: str, name: str) -> str:
     """The text, if it holds more than spaces and can be written down."""
     if not text.strip():
-        raise ValueInputError(f"{name} must hold some text, got {short(text)}; write something to read")
+        raise ValueInputError(f"{name} must hold some text, got {shortened(text)}; write something to read")
     return encodable(text, name)
 
 
@@ -42,11 +42,11 @@ def encodable(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueInputError(f"{name} must be valid UTF-8, got {short(text[error.start])}; correct it") from error
+        raise ValueInputError(f"{name} must be valid UTF-8, got {shortened(text[error.start])}; correct it") from error
     return text
 
 
-def short(value: object) -> str:
+def shortened(value: object) -> str:
     """A value as it is shown in a message."""
     shown = repr(value)
     return shown if len(shown) <= 40 else f"{shown[:39]}…"

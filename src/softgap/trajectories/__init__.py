@@ -1,4 +1,4 @@
-"""The data: one frozen type for the measurements of a sequence, and the Parquet store they are kept in."""
+"""The Trajectories type, which holds the measurements of a sequence, and its Parquet store."""
 
 from softgap.trajectories.manifest import Manifest, inputs_digest
 from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study

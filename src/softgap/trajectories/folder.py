@@ -1,4 +1,4 @@
-"""The folder of a study, local or behind a URI: files appear whole or not at all; JSON lines; default names."""
+"""The folder of a study, local or remote, with atomic writes."""
 
 from __future__ import annotations
 
@@ -52,25 +52,27 @@ class Folder:
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Folder:
         """The folder at a local path or at any URI that pyarrow opens; it need not exist."""
-        given = os.fspath(path)
-        if not given or "\0" in given:
-            raise StoreError(f"the path of a study must be a folder or a URI, got {given!r}; give one such as runs/fox")
-        if not _URI.match(given):
-            return cls(fs.LocalFileSystem(), _absolute(given), given)
-        if _SECRET.match(given):
+        address = os.fspath(path)
+        if not address or "\0" in address:
+            raise StoreError(
+                f"the path of a study must be a folder or a URI, got {address!r}; give one such as runs/fox"
+            )
+        if not _URI.match(address):
+            return cls(fs.LocalFileSystem(), _absolute(address), address)
+        if _SECRET.match(address):
             raise StoreError(
                 "the URI of a study must not hold a password, since a study keeps the command that made it, got one "
-                f"for '{given.rpartition('@')[2]}'; put it where tools of that store look, such as "
+                f"for '{address.rpartition('@')[2]}'; put it where tools of that store look, such as "
                 "AWS_SECRET_ACCESS_KEY"
             )
         try:
-            filesystem, root = fs.FileSystem.from_uri(given)
+            filesystem, root = fs.FileSystem.from_uri(address)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise StoreError(
-                f"cannot open '{given}' ({_first_line(error)}); give a local folder or a URI that pyarrow opens, "
+                f"cannot open '{address}' ({_first_line(error)}); give a local folder or a URI that pyarrow opens, "
                 "such as file:///tmp/fox or s3://bucket/fox"
             ) from error
-        return cls(filesystem, root.rstrip("/") or root, given)
+        return cls(filesystem, root.rstrip("/") or root, address)
 
     def below(self, name: str) -> Folder:
         """A subfolder, which need not exist; the options of a URI stay behind it."""
@@ -96,8 +98,8 @@ class Folder:
 
     def parts(self, name: str) -> dict[int, str]:
         """Batch number and path of the published parts in a subfolder, in order."""
-        found = [(re.fullmatch(r"part-(\d+)\.parquet", entry), entry) for entry in self.names(name)]
-        return dict(sorted((int(match[1]), f"{name}/{entry}") for match, entry in found if match))
+        matches = [(re.fullmatch(r"part-(\d+)\.parquet", entry), entry) for entry in self.names(name)]
+        return dict(sorted((int(match[1]), f"{name}/{entry}") for match, entry in matches if match))
 
     def read(self, name: str) -> bytes:
         """All of a small file."""
@@ -216,11 +218,11 @@ class Folder:
                 os.close(descriptor)
 
 
-def _absolute(given: str) -> str:
+def _absolute(address: str) -> str:
     try:
-        return Path(given).expanduser().absolute().as_posix()
+        return Path(address).expanduser().absolute().as_posix()
     except RuntimeError as error:
-        raise StoreError(f"cannot find the home folder in '{given}' ({error}); write the path in full") from error
+        raise StoreError(f"cannot find the home folder in '{address}' ({error}); write the path in full") from error
 
 
 def _reason(error: OSError) -> str:
@@ -236,12 +238,12 @@ def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
     if folder.kind(name) == "absent":
         return []
     try:
-        found = [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
-        if not all(isinstance(entry, dict) for entry in found):
+        entries = [json.loads(line) for line in folder.read(name).decode().split("\n") if line.strip()]
+        if not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("a line is no object")
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{name} in '{folder.given}' is damaged ({error}); restore this file from a copy") from error
-    return found
+    return entries
 
 
 def add_line(folder: Folder, name: str, entry: Mapping[str, Any]) -> None:

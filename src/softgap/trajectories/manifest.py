@@ -1,4 +1,4 @@
-"""Where a measurement came from: the manifest that travels with every run and heads every study."""
+"""The manifest of a run or a study: the model, settings and versions behind its measurements."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Manifest:
         return not self._unequal(other, _TIMES)
 
     def _unequal(self, other: Manifest, ignored: tuple[str, ...]) -> list[str]:
-        mine, theirs = self.to_json(), other.to_json()
-        return [name for name in mine if name not in ignored and mine[name] != theirs[name]]
+        ours, theirs = self.to_json(), other.to_json()
+        return [name for name in ours if name not in ignored and ours[name] != theirs[name]]
 
     def to_json(self) -> dict[str, Any]:
         """The fields as one JSON object; mechanisms become a list because their order matters."""

@@ -1,4 +1,4 @@
-"""Reading a study: the whole of it lazily, or the one run it holds."""
+"""Read a study, sample by sample, or the single run that it holds."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Study:
     def samples(self) -> pd.DataFrame:
         """The samples table (texts, labels, tokens), without the trajectories."""
         files = [f"samples/{part_name(batch)}" for batch in self._batches]
-        found = [read_samples(self._folder, name) for name in files]
-        frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *found]).to_pandas()
+        batches = [read_samples(self._folder, name) for name in files]
+        frame: pd.DataFrame = pa.concat_tables([tables.SAMPLES.empty_table(), *batches]).to_pandas()
         return frame
 
 
@@ -82,14 +82,16 @@ class _Batch:
         self.samples = read_samples(folder, f"samples/{part_name(batch)}")
         self.file = _open(folder, self.name, tables.TRAJECTORIES)
         if self.file.num_row_groups != len(ids):
-            raise damaged(folder, self.name, f"it holds {self.file.num_row_groups} samples instead of {len(ids)}")
+            raise damaged_part_error(
+                folder, self.name, f"it holds {self.file.num_row_groups} samples instead of {len(ids)}"
+            )
 
     def run(self, row: int, manifest: Manifest) -> Trajectories:
         sample = self.samples.slice(row, 1).to_pylist()[0]
         try:
             return tables.decode(sample, self.file.read_row_group(row), manifest)
         except (OSError, ValueError, TypeError, LookupError, SoftgapError, pa.ArrowException) as error:
-            raise damaged(self.folder, self.name, error) from error
+            raise damaged_part_error(self.folder, self.name, error) from error
 
 
 def load(path: str | os.PathLike[str]) -> Trajectories:
@@ -135,7 +137,7 @@ def read_ids(folder: Folder) -> dict[int, tuple[str, ...]]:
                 "or measure again into a new folder"
             )
         if known.intersection(ids) or len(set(ids)) != len(ids):
-            raise damaged(folder, name, "a sample_id occurs twice")
+            raise damaged_part_error(folder, name, "a sample_id occurs twice")
         known.update(ids)
         batches[batch] = ids
     return batches
@@ -174,9 +176,9 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON ({error}); restore the file from a copy") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        given = document.get("format") if isinstance(document, dict) else document
+        format_name = document.get("format") if isinstance(document, dict) else document
         raise StoreError(
-            f"{where} must have the format '{FORMAT}', got {given!r}; give a folder that softgap has written"
+            f"{where} must have the format '{FORMAT}', got {format_name!r}; give a folder that softgap has written"
         )
     version = document.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -192,7 +194,7 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
         raise StoreError(f"{where} cannot be understood: {error}; restore the file from a copy") from error
 
 
-def damaged(folder: Folder, name: str, detail: object) -> StoreError:
+def damaged_part_error(folder: Folder, name: str, detail: object) -> StoreError:
     """The error for a part that cannot be read."""
     line = (str(detail).strip() or type(detail).__name__).splitlines()[0]
     return StoreError(
@@ -205,10 +207,10 @@ def _open(folder: Folder, name: str, schema: pa.Schema) -> Any:
     try:
         file = pq.ParquetFile(folder.path(name), filesystem=folder.filesystem, page_checksum_verification=True)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise damaged(folder, name, error) from error
+        raise damaged_part_error(folder, name, error) from error
     missing = [column for column in schema.names if column not in file.schema_arrow.names]
     if missing:
-        raise damaged(folder, name, f"it has no column '{missing[0]}'")
+        raise damaged_part_error(folder, name, f"it has no column '{missing[0]}'")
     return file
 
 
@@ -217,4 +219,4 @@ def _read(folder: Folder, name: str, read: Any) -> pa.Table:
     try:
         return read(file)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise damaged(folder, name, error) from error
+        raise damaged_part_error(folder, name, error) from error

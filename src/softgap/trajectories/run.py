@@ -42,7 +42,7 @@ class Displayed:
         printer.text(repr(self))
 
 
-Part = Literal["prompt", "completion"]
+PartName = Literal["prompt", "completion"]
 
 
 _SAMPLE_FIELDS = ("sample_id", "prompt_text", "completion_text", "label", "n_prompt", "manifest")
@@ -97,7 +97,7 @@ class Trajectories(Displayed):
     entropy: Float32[np.ndarray, " step"]
     heads_per_layer: tuple[int, ...] = ()
     focus: Mapping[str, Float32[np.ndarray, "layer head step"]] = field(default_factory=dict)
-    part: Part = "completion"
+    part: PartName = "completion"
     prompt: Trajectories | None = None
     sample_id: str = "0"
     prompt_text: str = ""
@@ -107,14 +107,14 @@ class Trajectories(Displayed):
     manifest: Manifest = field(default_factory=Manifest)
 
     def __post_init__(self) -> None:
-        checked = validation.checked_fields({f.name: getattr(self, f.name) for f in fields(self)})
-        for name, value in checked.items():
+        values = validation.check_fields({f.name: getattr(self, f.name) for f in fields(self)})
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         if self.prompt is not None:
             validation.check_prompt(self, self.prompt)
-            mine = {name: getattr(self, name) for name in _SAMPLE_FIELDS}
-            if any(getattr(self.prompt, name) != value for name, value in mine.items()):
-                object.__setattr__(self, "prompt", replace(self.prompt, **mine))
+            sample_fields = {name: getattr(self, name) for name in _SAMPLE_FIELDS}
+            if any(getattr(self.prompt, name) != value for name, value in sample_fields.items()):
+                object.__setattr__(self, "prompt", replace(self.prompt, **sample_fields))
 
     @property
     def divergence(self) -> Float32[np.ndarray, "layer head step"]:
@@ -172,7 +172,7 @@ class Trajectories(Displayed):
     def equals(self, other: object) -> bool:
         """Whether all values, texts and labels are the same, NaN equal to NaN, times in the manifest aside."""
         return isinstance(other, Trajectories) and all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+            _equal_values(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
 
     def to_xarray(self) -> xr.Dataset:
@@ -200,16 +200,16 @@ class Trajectories(Displayed):
         return f"<Trajectories {self.sample_id!r} ({self.part}): {', '.join(self.mechanisms)}; {shape}{prompt}{model}>"
 
 
-def _same(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, np.ndarray):
-        return np.array_equal(mine, theirs, equal_nan=True)
-    if isinstance(mine, Trajectories):
-        return mine.equals(theirs)
-    if isinstance(mine, Manifest):
-        return mine.equals(theirs)
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in mine)
-    return bool(mine == theirs)
+def _equal_values(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, np.ndarray):
+        return np.array_equal(ours, theirs, equal_nan=True)
+    if isinstance(ours, Trajectories):
+        return ours.equals(theirs)
+    if isinstance(ours, Manifest):
+        return ours.equals(theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_equal_values(ours[key], theirs[key]) for key in ours)
+    return bool(ours == theirs)
 
 
 def to_xarray(run: Trajectories) -> xr.Dataset:
@@ -295,27 +295,27 @@ def pieces(text: str, tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
     from its end: there the last token ends, while a text that was read begins with a token nothing predicted. Tokens
     that are not in the text (end of a turn) belong to no piece; what no token explains has an empty list.
     """
-    found: list[tuple[str, list[int]]] = []
+    groups: list[tuple[str, list[int]]] = []
     end, waiting = len(text), 0
     indices: list[int] = []
     for index in reversed(range(len(tokens))):
         start = _start(text, tokens[index], end, waiting)
         if start is None:
             # Behind the text's end only what a decoder leaves out.
-            if found or _UNKNOWN in tokens[index]:
+            if groups or _UNKNOWN in tokens[index]:
                 indices.insert(0, index)
                 waiting += _LONGEST_CHARACTER if _UNKNOWN in tokens[index] else 0
             continue
         stop = start + len(tokens[index])
         rest = text[stop:end]
         if rest.strip() or (rest and indices):
-            found.append((rest, indices))
+            groups.append((rest, indices))
             rest = ""
-        found.append((text[start:stop] + rest, [index]))
+        groups.append((text[start:stop] + rest, [index]))
         end, waiting, indices = start, 0, []
     if end:
-        found.append((text[:end], indices))
-    return found[::-1]
+        groups.append((text[:end], indices))
+    return groups[::-1]
 
 
 def _start(text: str, token: str, end: int, slack: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The two Parquet tables of the store, and the way between them and a Trajectories.
+"""The two Parquet tables of the store, and their conversion to and from Trajectories.
 
 samples, one row per sample
     sample_id, prompt, completion, label (null without one), n_prompt, and the vectors over the steps of the completion:
@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from softgap.trajectories.manifest import Manifest
-from softgap.trajectories.run import Part, Trajectories
+from softgap.trajectories.run import PartName, Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
 
 __all__ = ["SAMPLES", "TRAJECTORIES", "decode", "write_samples", "write_table", "write_trajectories"]
@@ -36,7 +36,7 @@ _STEP_TYPES = {
     "logprob": pa.list_(pa.float32()),
     "entropy": pa.list_(pa.float32()),
 }
-_PREFIX: dict[Part, str] = {"prompt": "prompt_", "completion": ""}
+_PREFIX: dict[PartName, str] = {"prompt": "prompt_", "completion": ""}
 
 SAMPLES = pa.schema(
     [
@@ -157,7 +157,7 @@ def decode(sample: Mapping[str, Any], table: pa.Table, manifest: Manifest) -> Tr
     return _decode_part("completion", sample, table, whole)
 
 
-def _decode_part(part: Part, sample: Mapping[str, Any], table: pa.Table, others: Mapping[str, Any]) -> Trajectories:
+def _decode_part(part: PartName, sample: Mapping[str, Any], table: pa.Table, others: Mapping[str, Any]) -> Trajectories:
     rows = table.filter(pc.equal(table["part"], part))
     if rows.num_rows == 0:
         raise ValueError(f"it has no rows of the {part} of sample '{sample['sample_id']}'")

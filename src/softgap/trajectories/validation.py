@@ -1,4 +1,4 @@
-"""What a Trajectories must look like, said once, with a sentence for everything that does not."""
+"""Check the fields of a Trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softgap.trajectories.manifest import Manifest
 if TYPE_CHECKING:
     from softgap.trajectories.run import Trajectories
 
-__all__ = ["BASELINE", "FOCUS", "PARTS", "QUANTITIES", "check_prompt", "checked_fields"]
+__all__ = ["BASELINE", "FOCUS", "PARTS", "QUANTITIES", "check_fields", "check_prompt"]
 
 BASELINE = "uniform"
 """The mean of the visible values, measured beside every mechanism: without this baseline a divergence says little."""
@@ -31,24 +31,24 @@ PARTS = ("prompt", "completion")
 _INT32 = np.iinfo(np.int32)
 
 
-def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_fields(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a Trajectories in their exact types, or the error that says which one does not fit."""
-    mechanisms = _names("mechanisms", given["mechanisms"])
-    layers = _increasing("layers", given["layers"])
-    kv_group = _integers("kv_group", given["kv_group"], (len(layers), None))
+    mechanisms = _names("mechanisms", value["mechanisms"])
+    layers = _increasing("layers", value["layers"])
+    kv_group = _integers("kv_group", value["kv_group"], (len(layers), None))
     heads = kv_group.shape[1]
-    positions = _integers("positions", given["positions"], (None,))
+    positions = _integers("positions", value["positions"], (None,))
     steps = len(positions)
     per_head = (len(layers), heads, steps)
-    heads_per_layer = _heads_per_layer(given["heads_per_layer"], len(layers), heads)
-    quantities = _named_arrays("quantities", given["quantities"], QUANTITIES, (len(mechanisms), *per_head))
+    heads_per_layer = _heads_per_layer(value["heads_per_layer"], len(layers), heads)
+    quantities = _named_arrays("quantities", value["quantities"], QUANTITIES, (len(mechanisms), *per_head))
     missing = [name for name in QUANTITIES if name not in quantities]
     if missing:
         raise ValueInputError(f"quantities must hold {', '.join(QUANTITIES)}, got no {missing[0]}; measure it too")
-    focus = _named_arrays("focus", given["focus"], FOCUS, per_head)
+    focus = _named_arrays("focus", value["focus"], FOCUS, per_head)
     _check_padding(heads_per_layer, kv_group, {**quantities, **focus})
-    refuse_string("tokens", given["tokens"], "the text of each token")
-    tokens = tuple(given["tokens"])
+    refuse_string("tokens", value["tokens"], "the text of each token")
+    tokens = tuple(value["tokens"])
     if len(tokens) != steps:
         raise ShapeError(f"tokens must have one entry per step, {steps} as positions has, got {len(tokens)}")
     return {
@@ -59,11 +59,11 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         "focus": focus,
         "heads_per_layer": heads_per_layer,
         "positions": positions,
-        "token_ids": _integers("token_ids", given["token_ids"], (steps,)),
+        "token_ids": _integers("token_ids", value["token_ids"], (steps,)),
         "tokens": tuple(_text("tokens", token) for token in tokens),
-        "logprob": _floats("logprob", given["logprob"], (steps,)),
-        "entropy": _floats("entropy", given["entropy"], (steps,)),
-        **_sample_fields(given),
+        "logprob": _floats("logprob", value["logprob"], (steps,)),
+        "entropy": _floats("entropy", value["entropy"], (steps,)),
+        **_sample_fields(value),
     }
 
 
@@ -85,25 +85,25 @@ def check_prompt(run: Trajectories, prompt: Trajectories) -> None:
         raise ShapeError(f"a prompt must have the focus of its run, {sorted(run.focus)}, got {sorted(prompt.focus)}")
 
 
-def _sample_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    if given["part"] not in PARTS:
-        raise ValueInputError(f"part must be 'prompt' or 'completion', got {given['part']!r}")
-    n_prompt = given["n_prompt"]
+def _sample_fields(value: Mapping[str, Any]) -> dict[str, Any]:
+    if value["part"] not in PARTS:
+        raise ValueInputError(f"part must be 'prompt' or 'completion', got {value['part']!r}")
+    n_prompt = value["n_prompt"]
     if not is_whole(n_prompt) or not 0 <= n_prompt <= _INT32.max:
         raise ValueInputError(f"n_prompt must be a whole number from 0, got {n_prompt!r}; count the prompt's tokens")
-    if not isinstance(given["manifest"], Manifest):
-        raise ValueInputError(f"manifest must be a Manifest, got {type(given['manifest']).__name__}")
-    if not given["sample_id"]:
-        raise ValueInputError(f"sample_id must be a name, got {given['sample_id']!r}; number the samples if need be")
-    texts = {name: _text(name, given[name]) for name in ("sample_id", "prompt_text", "completion_text")}
-    label = None if given["label"] is None else _text("label", given["label"])
+    if not isinstance(value["manifest"], Manifest):
+        raise ValueInputError(f"manifest must be a Manifest, got {type(value['manifest']).__name__}")
+    if not value["sample_id"]:
+        raise ValueInputError(f"sample_id must be a name, got {value['sample_id']!r}; number the samples if need be")
+    texts = {name: _text(name, value[name]) for name in ("sample_id", "prompt_text", "completion_text")}
+    label = None if value["label"] is None else _text("label", value["label"])
     return {**texts, "label": label, "n_prompt": int(n_prompt)}
 
 
-def _names(field: str, given: Iterable[Any]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise ValueInputError(f"{field} must be a list of names, got the text {given!r}; use [{given!r}]")
-    names = tuple(_text(field, name) for name in given)
+def _names(field: str, value: Iterable[Any]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ValueInputError(f"{field} must be a list of names, got the text {value!r}; use [{value!r}]")
+    names = tuple(_text(field, name) for name in value)
     if not names or len(set(names)) != len(names):
         raise ValueInputError(f"{field} must be one or more different names, got {list(names)}")
     return names
@@ -116,16 +116,16 @@ def _increasing(field: str, given: Iterable[Any]) -> tuple[int, ...]:
     return values
 
 
-def _text(field: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise ValueInputError(f"{field} must be text, got {given!r}")
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueInputError(f"{field} must be text, got {value!r}")
     try:
-        given.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise ValueInputError(
-            f"{field} must be text that UTF-8 can hold, got {given[:80]!r}; decode it with errors='replace'"
+            f"{field} must be text that UTF-8 can hold, got {value[:80]!r}; decode it with errors='replace'"
         ) from error
-    return given
+    return value
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -142,8 +142,8 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _floats(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
-    array = np.asarray(given)
+def _floats(field: str, value: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+    array = np.asarray(value)
     if array.dtype.kind not in "fiu":
         raise ValueInputError(f"{field} must hold real numbers, got an array of {array.dtype}")
     if not _fits(array.shape, wanted):
@@ -151,8 +151,8 @@ def _floats(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndarra
     return _read_only(array.astype(np.float32, copy=False))
 
 
-def _integers(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
-    array = np.asarray(given)
+def _integers(field: str, value: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+    array = np.asarray(value)
     if array.size == 0:
         array = array.astype(np.int32)
     if array.dtype.kind not in "iu":
@@ -164,8 +164,8 @@ def _integers(field: str, given: Any, wanted: tuple[int | None, ...]) -> np.ndar
     return _read_only(array.astype(np.int32, copy=False))
 
 
-def _heads_per_layer(given: Iterable[Any], layers: int, heads: int) -> tuple[int, ...]:
-    counts = tuple(int(count) for count in given) or (heads,) * layers
+def _heads_per_layer(value: Iterable[Any], layers: int, heads: int) -> tuple[int, ...]:
+    counts = tuple(int(count) for count in value) or (heads,) * layers
     if len(counts) != layers:
         raise ShapeError(f"heads_per_layer must have one entry for each of {layers} layers, got {len(counts)}")
     if min(counts) < 1 or max(counts) != heads:
@@ -176,12 +176,12 @@ def _heads_per_layer(given: Iterable[Any], layers: int, heads: int) -> tuple[int
 
 
 def _named_arrays(
-    field: str, given: Mapping[str, Any], allowed: tuple[str, ...], shape: tuple[int, ...]
+    field: str, value: Mapping[str, Any], allowed: tuple[str, ...], shape: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    for name in given:
+    for name in value:
         if name not in allowed:
             raise unknown_name(f"entry of {field}", name, allowed)
-    return {name: _floats(name, given[name], shape) for name in allowed if name in given}
+    return {name: _floats(name, value[name], shape) for name in allowed if name in value}
 
 
 def _check_padding(heads_per_layer: tuple[int, ...], kv_group: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:

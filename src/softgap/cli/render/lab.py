@@ -111,7 +111,7 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     from softgap.cli.options import given_text, plain_text
     from softgap.models import load_model
     from softgap.probe.capture import prompt_ids
-    from softgap.probe.recording import ready
+    from softgap.probe.recording import prepare_mechanism
     from softgap.theory.lab import PASSAGE
 
     page = PASSAGE if text is None else plain_text(*given_text(text))
@@ -119,7 +119,7 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
         resolve(mechanism.partition("@")[0])
     model, tokenizer = load_model(name)
     for mechanism in mechanisms or ():
-        ready(mechanism, model)  # its parameters, if it needs any, are those of a calibration
+        prepare_mechanism(mechanism, model)  # its parameters, if it needs any, are those of a calibration
     return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
 
 

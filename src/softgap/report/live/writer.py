@@ -17,7 +17,7 @@ from softgap.models.calibrations import default_mechanisms
 from softgap.models.loading import Loaded
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
-from softgap.probe.recording import ready
+from softgap.probe.recording import prepare_mechanism
 from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
@@ -178,7 +178,7 @@ def _encoded(values: np.ndarray) -> str:
 
 def _is_ready(name: str, model: Any) -> bool:
     try:
-        ready(name, model)
+        prepare_mechanism(name, model)
     except SoftgapError:
         return False
     return True

@@ -15,10 +15,10 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.rank import ENERGIES, capacity_exponent
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, rank_correlation
-from softgap.models.calibrations import calibrated
+from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
-from softgap.probe.recording import ready
+from softgap.probe.recording import prepare_mechanism
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
@@ -228,10 +228,10 @@ def focus_in_model(
         Called with a stage and the share of the whole that is done.
     """
     check_measurable(model)
-    prepare = partial(ready, model=model)
+    prepare = partial(prepare_mechanism, model=model)
     wanted = with_weights(mechanisms, _ALWAYS, prepare=prepare)
     if mechanisms is None:
-        wanted += tuple(map(prepare, calibrated(model)))
+        wanted += tuple(map(prepare, calibrated_mechanisms(model)))
     compared = tuple(mechanism for mechanism in wanted if mechanism.name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(

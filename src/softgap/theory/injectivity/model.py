@@ -14,10 +14,10 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
-from softgap.models.calibrations import calibrated
+from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
-from softgap.probe.recording import ready
+from softgap.probe.recording import prepare_mechanism
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
@@ -346,8 +346,8 @@ def injectivity_in_model(
     check_measurable(model)
     if queries < 8:
         raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
-    wanted = [*comparable(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
-    chosen = [ready(mechanism, model) for mechanism in wanted]
+    wanted = [*comparable(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
+    chosen = [prepare_mechanism(mechanism, model) for mechanism in wanted]
     names = [m.name for m in chosen]
     chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]
     for mechanism in chosen:

@@ -14,10 +14,10 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, ratio
-from softgap.models.calibrations import calibrated
+from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
 from softgap.probe.capture import check_lengths
-from softgap.probe.recording import ready
+from softgap.probe.recording import prepare_mechanism
 from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim, Verdict
@@ -338,8 +338,8 @@ def position_in_model(
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
     read = _texts(texts)
-    wanted = [*fixed_maps(), *calibrated(model)] if mechanisms is None else as_items(mechanisms)
-    chosen = _chosen([ready(mechanism, model) for mechanism in wanted])
+    wanted = [*fixed_maps(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
+    chosen = _chosen([prepare_mechanism(mechanism, model) for mechanism in wanted])
     check_lengths(model, read, 0)
     tell = progress or silent
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
