@@ -27,6 +27,7 @@ SOURCE = REPOSITORY / "src"
 # A layer may import only layers that stand before it.
 LAYERS = [
     "errors",
+    "deprecation",
     "inputs",
     "progress",
     "intervals",
@@ -51,6 +52,7 @@ LAYERS = [
 ]
 WITHOUT_TORCH = {
     "errors",
+    "deprecation",
     "inputs",
     "progress",
     "intervals",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from softgap import analysis, report, theory
 from softgap.analysis.preregistration import ComparisonLog, Preregistration, read_preregistration
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
@@ -160,13 +163,16 @@ DOCUMENTS = ("manifest", "stored prompts", "failures", "log", "plan", "findings"
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     """Every target with its sound files; those must be read, or the fuzz would prove nothing."""
+    # No example may import anything: hypothesis draws from the constants of the modules that are loaded.
+    for package in (analysis, report, theory):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     found = {}
     made: dict[Any, dict[str, bytes]] = {}
     for name, (file, make, read) in TARGETS.items():
         if make not in made:
             made[make] = make(tmp_path_factory.mktemp("sound"))
         found[name] = Target(file, made[make], read)
-        # Also so that no example imports anything: hypothesis draws from the constants of the modules that are loaded.
         refused = name == "calibration"  # of another model
         with pytest.raises(SoftgapError) if refused else nullcontext():
             check_sound(tmp_path_factory.mktemp("whole"), found[name])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 # At once, since the function shares its name with the module.
 from softgap.analysis.headline import GapSums, Headline, gap_sums, headline
+from softgap.deprecation import deprecated_names as _deprecated_names
 
 if TYPE_CHECKING:
     from softgap.analysis.comparison import compare_study
@@ -34,24 +35,27 @@ __all__ = [
 
 _MODULE_OF = {
     "ComparisonFindings": "comparison_findings",
-    "ComparisonPlan": "preregistration",
     "Findings": "dynamics_findings",
     "HeadFinding": "dynamics_findings",
+    "Preregistration": "preregistration",
     "SystemPoint": "dynamics_findings",
     "analyze": "dynamics",
     "compare_study": "comparison",
-    "read_plan": "preregistration",
+    "read_preregistration": "preregistration",
 }
 
 # Hidden from the type checker, which would otherwise accept any attribute.
 if not TYPE_CHECKING:
+    _deprecated = _deprecated_names(
+        __name__, {"ComparisonPlan": "Preregistration", "read_plan": "read_preregistration"}
+    )
 
     def __getattr__(name: str) -> object:
         """Import the module that holds a public name, once (PEP 562)."""
         from importlib import import_module
 
         if name not in _MODULE_OF:
-            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+            return _deprecated(name)
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value

@@ -1,5 +1,8 @@
 """Which heads can live without softmax: swap them, measure what it costs, and find a plan."""
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.intervene.swap import Readout, Substitute, heads_of_group, heads_of_layer, substitute, swap
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
@@ -40,3 +43,15 @@ __all__ = [
     "substitute",
     "swap",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(
+        __name__,
+        {
+            "Passages": "Sequences",
+            "lookups": "recall_sequences",
+            "passages_of": "split_sequences",
+            "repaired": "fit_output_correction",
+            "tuned": "distil_substitute",
+        },
+    )
