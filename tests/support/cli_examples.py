@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -65,6 +66,7 @@ def loads_once(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     asked: list[str | None] = []
     kept: dict[tuple[Any, ...], tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
 
+    @functools.wraps(load_model)
     def load(name: str | None = None, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         asked.append(name)
         key = (name, *options.items())
