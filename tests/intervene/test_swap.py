@@ -10,6 +10,7 @@ from torch import Tensor
 
 import softgap
 from softgap.attention import attend
+from softgap.attention.feature_maps import orthogonal_projection, seeded_affine
 from softgap.errors import SoftgapError
 from softgap.linearize import heads_of_group, heads_of_layer, swap
 from softgap.probe.layout import attention_layers
@@ -217,6 +218,17 @@ def test_the_arithmetic_is_float32_under_autocast() -> None:
     # Rounded once, at the end, nearly every number is the same; rounded on the way, every other one is.
     same = call.output[:, :, 1] == found[:, :, 1].to(torch.bfloat16)
     assert float(same.float().mean()) > 0.98
+
+
+def test_seeded_maps_first_used_in_inference_mode_serve_gradients() -> None:
+    """A generation in inference mode fills the caches; a later backward pass must be able to use them."""
+    for make in (lambda: (orthogonal_projection(6, 4, 987),), lambda: seeded_affine(4, 987)):
+        with torch.inference_mode():
+            make()
+        for matrix in make():
+            x = torch.ones(matrix.shape[-1], dtype=torch.float64, requires_grad=True)
+            (matrix * x).sum().backward()
+            assert x.grad is not None
 
 
 @pytest.mark.parametrize(

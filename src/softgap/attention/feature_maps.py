@@ -104,15 +104,17 @@ def cosformer(x: Vectors, site: Site) -> FeatureVectors:
 @lru_cache(maxsize=32)
 def orthogonal_projection(m: int, d: int, seed: int) -> Float[Tensor, "feature dim"]:
     """The seeded W of favor: rows orthogonal in blocks of d, with the norms of independent Gaussian vectors."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = []
-    for start in range(0, m, d):
-        directions, triangle = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-        # QR fixes signs by convention; undone, the directions are uniform on the sphere.
-        directions = directions * triangle.diagonal().sign()
-        norms = torch.randn(d, d, generator=generator, dtype=torch.float64).norm(dim=1)
-        blocks.append((directions.T * norms[:, None])[: m - start])
-    return torch.cat(blocks)
+    # What is kept must serve gradients too, even if it is first asked for in inference mode.
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(seed)
+        blocks = []
+        for start in range(0, m, d):
+            directions, triangle = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+            # QR fixes signs by convention; undone, the directions are uniform on the sphere.
+            directions = directions * triangle.diagonal().sign()
+            norms = torch.randn(d, d, generator=generator, dtype=torch.float64).norm(dim=1)
+            blocks.append((directions.T * norms[:, None])[: m - start])
+        return torch.cat(blocks)
 
 
 def favor(x: Vectors, site: Site) -> FeatureVectors:
@@ -125,9 +127,10 @@ def favor(x: Vectors, site: Site) -> FeatureVectors:
 @lru_cache(maxsize=32)
 def seeded_affine(d: int, seed: int) -> tuple[Float[Tensor, "dim dim"], Float[Tensor, " dim"]]:
     """The seeded A (entries of variance 1 / d) and b (variance 1) of relu_affine."""
-    generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(d, d, generator=generator, dtype=torch.float64) / math.sqrt(d)
-    return a, torch.randn(d, generator=generator, dtype=torch.float64)
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(seed)
+        a = torch.randn(d, d, generator=generator, dtype=torch.float64) / math.sqrt(d)
+        return a, torch.randn(d, generator=generator, dtype=torch.float64)
 
 
 def relu_affine(x: Vectors, site: Site) -> FeatureVectors:
