@@ -86,7 +86,7 @@ def family_wise(
 @pytest.mark.parametrize("studies", [150, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [(15, 45), (16, 64), (20, 30)])
 def test_unequal_spread_in_small_groups_keeps_the_family_wise_error(sizes: tuple[int, int], studies: int) -> None:
-    """Plain studentised permutation calls 11 to 14 % of these; docs/stats.md cites the slow version."""
+    """Plain studentised permutation calls too many of these; docs/stats.md cites the slow version."""
 
     def study(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         x = rng.standard_normal((sum(sizes), 30))
