@@ -13,7 +13,7 @@ from torch.nn import functional
 from softgap.attention.feature_maps import LOG_ZERO
 from softgap.errors import ValueInputError
 
-__all__ = ["Carry", "block_sums", "empty_carry"]
+__all__ = ["PRESENT", "Carry", "apply_decay", "block_sums", "empty_carry", "masked_product", "prefix_sums"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +105,6 @@ def block_sums(
     The block's keys stand at the same positions as its queries; the carry holds what came before.
     """
     g, t = query.shape[1:3]
-    if query.shape[-1] == 1 and not log and window is None:
-        return _prefix_sums(query, key, value, carry)
-    if t == 1 and window is None:
-        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
-    if t == 1 and window is not None:
-        return _one_step_within(query, key, value, carry, rate, log, window)
     c = chunk_length(rate, t, window)
     chunks = -(-t // c)
     full, edges = _window_chunks(window, c)
@@ -128,7 +122,7 @@ def block_sums(
     geometry = _Geometry(c=c, chunks=chunks, t=t, before=before, full=full, window=window)
     parts = [_own_chunk(queries, keys[:, before:], values[:, before:], rate, log, geometry)]
     # The tail and the border of its chunk decide where a state's decay is counted to.
-    to_border = _apply_decay(keys, rate, geometry.to_border(keys.device, keys.dtype), -1)
+    to_border = apply_decay(keys, rate, geometry.to_border(keys.device, keys.dtype), -1)
     for shift in range(full + 1, before + 1):
         lagged = slice(before - shift, before - shift + chunks)
         parts.append(_edge_chunk(queries, to_border[:, lagged], values[:, lagged], rate, log, geometry, shift))
@@ -149,69 +143,17 @@ def block_sums(
     return by_position(total.sums), by_position(total.totals), scale, carry
 
 
-def _prefix_sums(
+def prefix_sums(
     query: Float[Tensor, "n g t 1"], key: Float[Tensor, "n t 1"], value: Float[Tensor, "n t e"], carry: Carry
 ) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], None, Carry]:
-    """The same for a single plain feature: running sums of values and of features (torch adds them in float64)."""
+    """The same as :func:`block_sums` for a single plain feature, by running sums of values and of features.
+
+    torch adds these in float64.
+    """
     sums = (value * key).cumsum(dim=1) + carry.sums
     totals = key.cumsum(dim=1) + carry.totals[:, None]
     after = carry_after(carry, sums[:, :, None], totals)
     return query * sums[:, None], query * totals[:, None], None, after
-
-
-def _one_step(
-    query: Float[Tensor, "n g r"],
-    key: Float[Tensor, "n r"],
-    value: Float[Tensor, "n e"],
-    carry: Carry,
-    rate: Float[Tensor, "n r"] | None,
-    log: bool,
-) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
-    """The same for a single position: a generation takes them one by one, and chunks would be all overhead."""
-    scale: Tensor | None = None
-    if not log or carry.scale is None or carry.age is None:
-        states, totals = torch.baddbmm(carry.sums, key[:, :, None], value[:, None]), carry.totals + key
-        after = replace(carry, sums=states, totals=totals)
-    else:
-        carried = carry.scale if rate is None else carry.scale - rate * carry.age
-        top = torch.maximum(carried, key)
-        carried_weight, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
-        states = torch.baddbmm(carry.sums * carried_weight[:, :, None], new[:, :, None], value[:, None])
-        totals = carry.totals * carried_weight + new
-        # The larger of the two sets the scale, and its age is counted to the position behind this one.
-        newer = key > carried
-        after = replace(
-            carry,
-            sums=states,
-            totals=totals,
-            scale=torch.where(newer, key, carry.scale),
-            age=torch.where(newer, 0.0, carry.age).add_(1),
-        )
-        query = query + top[:, None]
-        scale = query.amax(-1, keepdim=True)
-        query = (query - scale).exp_()
-        scale = scale[:, :, None]
-    return (query @ states)[:, :, None], (query @ totals[:, :, None])[:, :, None], scale, after
-
-
-def _one_step_within(
-    query: Float[Tensor, "n g 1 r"],
-    key: Float[Tensor, "n 1 r"],
-    value: Float[Tensor, "n 1 e"],
-    carry: Carry,
-    rate: Float[Tensor, "n r"] | None,
-    log: bool,
-    window: int,
-) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
-    """The same for a single position under a window: one row of weights."""
-    key, value = torch.cat([carry.tail_key, key], dim=1), torch.cat([carry.tail_value, value], dim=1)
-    oldest = max(0, key.shape[1] - (window - 1))
-    carry = replace(carry, tail_key=key[:, oldest:], tail_value=value[:, oldest:])
-    distance = torch.arange(key.shape[1] - 1, -1, -1, device=key.device, dtype=key.dtype)[:, None]
-    keys = _apply_decay(key, rate, distance, -1)
-    seen = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
-    sums, totals, scale = _masked_product(query[:, None], keys[:, None], value[:, None], seen, log)
-    return sums.transpose(1, 2), totals.transpose(1, 2), None if scale is None else scale.transpose(1, 2), carry
 
 
 class _Geometry(NamedTuple):
@@ -258,7 +200,7 @@ def _pad_end(x: Float[Tensor, "*rows t f"], missing: int, fill: float) -> Float[
     return functional.pad(x, (0, 0, 0, missing), value=fill) if missing else x
 
 
-def _apply_decay(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
+def apply_decay(x: Tensor, rate: Float[Tensor, "n r"] | None, distance: Tensor, sign: int) -> Tensor:
     """Log-features after ``distance`` positions of decay (sign -1), or before it (sign +1)."""
     if rate is None:
         return x
@@ -279,8 +221,8 @@ def _own_chunk(
         seen = seen & (distance < geometry.window)
     if rate is not None:
         from_middle = geometry.inside(keys.device, keys.dtype) - (geometry.c - 1) / 2
-        queries, keys = _apply_decay(queries, rate, from_middle, -1), _apply_decay(keys, rate, from_middle, 1)
-    return _masked_product(queries, keys, values, seen, log)
+        queries, keys = apply_decay(queries, rate, from_middle, -1), apply_decay(keys, rate, from_middle, 1)
+    return masked_product(queries, keys, values, seen, log)
 
 
 def _edge_chunk(
@@ -294,16 +236,17 @@ def _edge_chunk(
 ) -> ScaledSums:
     seen = geometry.distance(shift, keys.device, keys.dtype) < (geometry.window or 0)
     since_border = geometry.inside(keys.device, keys.dtype) + (shift - 1) * geometry.c
-    return _masked_product(_apply_decay(queries, rate, since_border, -1), keys, values, seen, log)
+    return masked_product(apply_decay(queries, rate, since_border, -1), keys, values, seen, log)
 
 
-def _masked_product(
+def masked_product(
     queries: Float[Tensor, "n chunk g c r"],
     keys: Float[Tensor, "n chunk c r"],
     values: Float[Tensor, "n chunk c e"],
     seen: Bool[Tensor, "c c"],
     log: bool,
 ) -> ScaledSums:
+    """The quadratic form of each chunk: explicit weights of the keys that each query sees."""
     g, c = queries.shape[2:4]
     if not log:
         weights = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (g, c)).mul_(seen).flatten(2, 3)
@@ -359,7 +302,7 @@ def _whole_chunks(
         part = _query_states(queries, combined, totals, None)
         return part, carry_after(carry, combined, totals)
     combined, totals, scale, after = _combine_states(states, totals, scales, age, allowed, rate)
-    shifted = _apply_decay(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
+    shifted = apply_decay(queries, rate, geometry.inside(device, dtype), -1) + scale[:, :-1, None, None]
     top = shifted.amax(-1, keepdim=True)
     part = _query_states((shifted - top).exp_(), combined, totals, top.flatten(2, 3))
     return part, replace(carry_after(carry, combined, totals), scale=after[0], age=after[1])

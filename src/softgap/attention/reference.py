@@ -1,6 +1,7 @@
 """The oracle: every mechanism by its formula, one query at a time, in float64.
 
 Nothing here is shared with the fast forms but the seeded matrices of favor and relu_affine. Slow on purpose.
+:func:`reference_chunked` shows the idea behind the chunked form on one page.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from softgap.attention.feature_maps import orthogonal_projection, seeded_affine
 from softgap.attention.mechanism import Mechanism
 
-__all__ = ["Row", "reference_attention", "reference_comparison", "reference_weights"]
+__all__ = ["Row", "reference_attention", "reference_chunked", "reference_comparison", "reference_weights"]
 
 Vector = Float[np.ndarray, " n"]
 Matrix = Float[np.ndarray, "n d"]
@@ -98,6 +99,42 @@ def reference_weights(name: str, row: Row) -> Vector:
     weights = RELATIVE[name](row)
     total = weights.sum()
     return weights / total if total != 0 else np.zeros_like(weights)
+
+
+def reference_chunked(
+    query: Float[np.ndarray, "t r"],
+    key: Float[np.ndarray, "t r"],
+    value: Float[np.ndarray, "t e"],
+    *,
+    chunk: int,
+    rate: Float[np.ndarray, " r"] | None = None,
+) -> Float[np.ndarray, "t e"]:
+    """Causal linear attention of one head in O(T) time: the idea of ``attention/chunked.py``, and nothing else.
+
+    ``query`` and ``key`` hold the features phi(q_t) and phi(k_j). The weights
+    ``w_tj = sum_r phi(q_t)_r phi(k_j)_r exp(-rate_r (t - j))`` factor at any position s between j and t. So all keys
+    before a chunk that begins at s reach its queries through ``S = sum_j exp(-rate (s - j)) phi(k_j) v_j^T`` and
+    ``z = sum_j exp(-rate (s - j)) phi(k_j)``, whose size does not depend on T. Within the chunk, weights are explicit.
+    """
+    rate = np.zeros(key.shape[1]) if rate is None else rate
+    state, normaliser = np.zeros((key.shape[1], value.shape[1])), np.zeros(key.shape[1])
+    outputs = []
+    for start in range(0, len(key), chunk):
+        q, k, v = (x[start : start + chunk] for x in (query, key, value))
+        length, inside = len(k), np.arange(len(k))[:, None]
+        # The keys before this chunk.
+        decayed = q * np.exp(-rate * inside)
+        sums, totals = decayed @ state, decayed @ normaliser
+        # The keys of this chunk, up to each query.
+        distance = inside - inside.T
+        decay = np.exp(-rate * np.maximum(distance, 0)[:, :, None])
+        weights = np.einsum("tr,jr,tjr->tj", q, k, decay) * (distance >= 0)
+        sums, totals = sums + weights @ v, totals + weights.sum(axis=1)
+        outputs.append(sums / np.where(totals == 0, 1, totals)[:, None])
+        # What this chunk leaves for the next.
+        carried, left = np.exp(-rate * length), k * np.exp(-rate * (length - inside))
+        state, normaliser = carried[:, None] * state + left.T @ v, carried * normaliser + left.sum(axis=0)
+    return np.concatenate(outputs)
 
 
 def reference_comparison(o: Vector, m: Vector) -> tuple[float, float, float]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softgap.attention.chunked import Carry, block_sums, empty_carry
+from softgap.attention.chunked import (
+    PRESENT,
+    Carry,
+    apply_decay,
+    block_sums,
+    empty_carry,
+    masked_product,
+    prefix_sums,
+)
 from softgap.attention.feature_maps import Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads, divide
@@ -294,7 +302,7 @@ class LinearState:
         carry, window = self._carries.get(name), near or self.window
         if carry is None:
             carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log, window=window)
-        sums, totals, scale, self._carries[name] = block_sums(
+        sums, totals, scale, self._carries[name] = _carried_sums(
             query.reshape(batch * heads, group, t, r),
             key,
             value,
@@ -373,3 +381,78 @@ def _split_carry(carry: Carry, i: int, n: int) -> Carry:
     values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
     parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
     return Carry(**parts)
+
+
+def _carried_sums(
+    query: Float[Tensor, "n g t r"],
+    key: Float[Tensor, "n t r"],
+    value: Float[Tensor, "n t e"],
+    carry: Carry,
+    *,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    window: int | None,
+) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Float[Tensor, "n g t 1"] | None, Carry]:
+    """The same as :func:`block_sums`; a block of one position takes a shorter way."""
+    if query.shape[-1] == 1 and not log and window is None:
+        return prefix_sums(query, key, value, carry)
+    if key.shape[1] > 1:
+        return block_sums(query, key, value, carry, rate=rate, log=log, window=window)
+    if window is None:
+        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
+    return _one_step_in_window(query, key, value, carry, rate, log, window)
+
+
+def _one_step(
+    query: Float[Tensor, "n g r"],
+    key: Float[Tensor, "n r"],
+    value: Float[Tensor, "n e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
+    """The sums of a single position: generation appends one token at a time, where chunks would be all overhead."""
+    scale: Tensor | None = None
+    if not log or carry.scale is None or carry.age is None:
+        states, totals = torch.baddbmm(carry.sums, key[:, :, None], value[:, None]), carry.totals + key
+        after = replace(carry, sums=states, totals=totals)
+    else:
+        carried = carry.scale if rate is None else carry.scale - rate * carry.age
+        top = torch.maximum(carried, key)
+        carried_weight, new = (carried - top).exp_(), (key - top).exp_().mul_(key > PRESENT)
+        states = torch.baddbmm(carry.sums * carried_weight[:, :, None], new[:, :, None], value[:, None])
+        totals = carry.totals * carried_weight + new
+        # The larger of the two sets the scale, and its age is counted to the position behind this one.
+        newer = key > carried
+        after = replace(
+            carry,
+            sums=states,
+            totals=totals,
+            scale=torch.where(newer, key, carry.scale),
+            age=torch.where(newer, 0.0, carry.age).add_(1),
+        )
+        query = query + top[:, None]
+        scale = query.amax(-1, keepdim=True)
+        query = (query - scale).exp_()
+        scale = scale[:, :, None]
+    return (query @ states)[:, :, None], (query @ totals[:, :, None])[:, :, None], scale, after
+
+
+def _one_step_in_window(
+    query: Float[Tensor, "n g 1 r"],
+    key: Float[Tensor, "n 1 r"],
+    value: Float[Tensor, "n 1 e"],
+    carry: Carry,
+    rate: Float[Tensor, "n r"] | None,
+    log: bool,
+    window: int,
+) -> tuple[Float[Tensor, "n g 1 e"], Float[Tensor, "n g 1 1"], Float[Tensor, "n g 1 1"] | None, Carry]:
+    """The sums of a single position under a window: one row of weights."""
+    key, value = torch.cat([carry.tail_key, key], dim=1), torch.cat([carry.tail_value, value], dim=1)
+    oldest = max(0, key.shape[1] - (window - 1))
+    carry = replace(carry, tail_key=key[:, oldest:], tail_value=value[:, oldest:])
+    distance = torch.arange(key.shape[1] - 1, -1, -1, device=key.device, dtype=key.dtype)[:, None]
+    keys = apply_decay(key, rate, distance, -1)
+    seen = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
+    sums, totals, scale = masked_product(query[:, None], keys[:, None], value[:, None], seen, log)
+    return sums.transpose(1, 2), totals.transpose(1, 2), None if scale is None else scale.transpose(1, 2), carry
