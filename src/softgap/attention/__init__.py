@@ -1,7 +1,7 @@
 """Attention mathematics on tensors: mechanisms, their quadratic, chunked and streaming forms, and divergences."""
 
-from softgap.attention.attend import attend, attention_weights, choose_form
-from softgap.attention.hybrid import HybridState, attend_hybrid
+from softgap.attention.attend import attend, attention_weights, choose_form, new_state
+from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.outputs import (
     Attention,
@@ -12,26 +12,30 @@ from softgap.attention.outputs import (
     norm_ratio,
     relative_l2,
 )
-from softgap.attention.registry import mechanisms, register_mechanism, resolve
+from softgap.attention.registry import add_window, mechanisms, register_mechanism, resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
+from softgap.attention.window import ExactSet, ScoreRule
 
 __all__ = [
     "Attention",
     "Comparison",
+    "ExactSet",
     "HybridState",
     "LinearState",
     "Mechanism",
+    "ScoreRule",
     "Site",
     "Visible",
+    "add_window",
     "attend",
-    "attend_hybrid",
     "attention_weights",
     "choose_form",
     "compare_heads",
     "compare_outputs",
     "divergence",
     "mechanisms",
+    "new_state",
     "norm_ratio",
     "register_mechanism",
     "relative_l2",

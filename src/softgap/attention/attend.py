@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention
 from softgap.attention.quadratic import quadratic, weight_blocks
 from softgap.attention.registry import resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
+from softgap.attention.window import ScoreRule
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 
-__all__ = ["attend", "attention_weights", "choose_form"]
+__all__ = ["attend", "attention_weights", "choose_form", "new_state"]
 
 Form = Literal["quadratic", "chunked"]
 # The chunked form costs O(T r d_v) with r features; up to this many it is the default at any length.
@@ -34,6 +36,7 @@ def attend(
     form: str = "auto",
     dtype: torch.dtype = torch.float32,
     check: bool = True,
+    rule: ScoreRule | None = None,
 ) -> Attention:
     """Attention by any registered mechanism on given queries, keys and values.
 
@@ -54,16 +57,34 @@ def attend(
         Arithmetic is float32 whatever the input, or float64.
     check
         Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
+    rule
+        The model's softcap and learned sinks, for windows and hybrids; other mechanisms have no use for them.
     """
     resolved = resolve(mechanism)
     q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)
     scaling = _scaling(scale, q.shape[-1])
     if _resolve_form(resolved, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
-        return quadratic(resolved, q, k, v, visible=shown, scale=scaling)
+        return quadratic(resolved, q, k, v, visible=shown, scale=scaling, rule=rule)
     stop = (shown.offset or 0) + q.shape[2]
-    state = LinearState(resolved, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin)
+    state = new_state(resolved, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin, rule=rule)
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
+
+
+def new_state(
+    mechanism: str | Mechanism,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    origin: Int[Tensor, "#batch"] | None = None,
+    rule: ScoreRule | None = None,
+) -> LinearState | HybridState:
+    """The state by which a mechanism follows a growing sequence; the arguments are those of the two classes."""
+    resolved = resolve(mechanism)
+    if resolved.kind in ("window", "hybrid"):
+        return HybridState(resolved, window=window, scale=scale, dtype=dtype, origin=origin, rule=rule)
+    return LinearState(resolved, window=window, scale=scale, dtype=dtype, origin=origin)
 
 
 def attention_weights(
@@ -85,15 +106,23 @@ def attention_weights(
 
 def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> Form:
     """The faster form that can serve: chunked for few features or for more keys than features."""
+    if mechanism.kind in ("window", "hybrid"):
+        return "chunked" if _window_streams(mechanism, d, visible) else "quadratic"
     features = mechanism.feature_dim(d) if mechanism.factorable(d) and visible.mask is None else None
     return "chunked" if features is not None and (features <= FEW_FEATURES or n_keys >= features) else "quadratic"
+
+
+def _window_streams(mechanism: Mechanism, d: int, visible: Visible) -> bool:
+    """Whether a window or hybrid has a state here: under a window of the model, keys of a tail come and go."""
+    tailed = mechanism.tail is not None and visible.window is not None
+    return mechanism.streams(d) and visible.mask is None and not tailed
 
 
 def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:
     if form == "auto":
         return choose_form(mechanism, d, visible, n_keys)
     if form == "chunked":
-        if not mechanism.factorable(d):
+        if not mechanism.streams(d):
             raise UnsupportedError(
                 f"mechanism '{mechanism.name}' does not factor and has no chunked form; use form='quadratic'"
             )

@@ -12,9 +12,13 @@ from torch.nn import functional
 
 from softgap.attention import feature_maps
 from softgap.attention.mechanism import Mechanism, Options, Site
+from softgap.attention.window import ExactSet
 from softgap.errors import ValueInputError
 
-__all__ = ["BUILT_IN", "top_k"]
+__all__ = ["ALIASES", "BUILT_IN", "check_window", "top_k"]
+
+# Names of earlier versions.
+ALIASES = {"mean_ablation": "constant"}
 
 
 Scores = Float[Tensor, "batch head query key"]
@@ -121,6 +125,13 @@ def _check_focus(options: Options) -> None:
 
 def _check_context(options: Options) -> None:
     _require(options["context"] >= 1, "cosformer's context must be at least 1", options["context"])
+
+
+def check_window(options: Options) -> None:
+    """Refuse a window of no keys, and a factor of the tail that is no share."""
+    ExactSet.of(options)
+    if "f" in options:
+        _require(0 <= options["f"] <= 1, "a hybrid's f must be from 0 to 1", options["f"])
 
 
 def _lam_rate(site: Site) -> Float[Tensor, "1 1 1"]:
@@ -351,9 +362,26 @@ BUILT_IN: tuple[Mechanism, ...] = (
         key_map=_maps.ones,
         dim=lambda d, _: 1,
     ),
+    Mechanism(
+        name="window",
+        formula="softmax on the first sinks and the last w keys",
+        paper="Xiao et al. 2023, arXiv:2309.17453",
+        kind="window",
+        options=_options(w=60, sinks=4),
+        check=check_window,
+    ),
+    Mechanism(
+        name="razor",
+        formula="the same with one more key: the mean of the others, its logit raised by the log of their number",
+        paper="Tang et al. 2024, arXiv:2407.15891",
+        kind="hybrid",
+        options=_options(w=60, sinks=4),
+        check=check_window,
+        tail=Mechanism(name="mean_key", formula="the mean key", paper="arXiv:2407.15891", kind="mean_key"),
+    ),
     Mechanism(name="zero", formula="0", paper="baseline", kind="constant"),
     Mechanism(
-        name="mean_ablation",
+        name="constant",
         formula="the head's mean output over calibration text",
         paper="baseline",
         kind="constant",

@@ -1,104 +1,107 @@
-"""The hybrid: softmax on the nearest keys, any mechanism on the rest, under one normaliser.
+"""The hybrid: exact softmax on sinks and recent keys, another mechanism on the keys between, under one normaliser.
 
-With a_j the mechanism's own normalised weights, N_t the keys of query t within the window and F_t those before it,
+With E_t the exact set of query t, R_t its recent keys and a_j the mechanism's weights up to a factor per row,
 
-    o_t = sum_{j in F_t} a_j v_j + rho_t sum_{j in N_t} p_j v_j,     rho_t = sum_{j in N_t} a_j,     p = softmax on N_t:
+    w_j = exp(s_j) on E_t,    w_j = f c_t a_j elsewhere,    c_t = sum_{R_t} exp(s_j) / sum_{R_t} a_j,
 
-the near keys share what the mechanism gives to all of them as softmax would. It is the same as the joint normaliser of
-LoLCATs (arXiv:2410.10254, eq. 6), sum_F phi(q).phi(k_j) + c_t sum_N exp(s_j), with the factor c_t not learned but set
-so that both sides agree on the near keys' total; so the mechanism's scale per row, which a fit on normalised weights
-leaves open, does not matter. Weights must not be negative.
+and the output is sum_j w_j v_j / sum_j w_j. The factor c_t matches both sides on the recent keys, so the mechanism's
+scale per row, which a fit on normalised weights leaves open, does not matter. f shrinks the tail, 0 <= f <= 1: f = 0 is
+the window alone. With no sinks and f = 1 this is the joint normaliser of LoLCATs (arXiv:2410.10254, eq. 6) with its
+learned factor replaced by c_t. Where the mechanism gives the recent keys nothing, c_t is set to 0 and the row flagged.
+
+The tail ``mean`` is RazorAttention's compensation token (arXiv:2407.15891): one more key, the mean of the dropped ones,
+whose logit is raised by the log of their number, with their mean value. It needs no c_t.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from softgap.attention.attend import attend, choose_form
+from softgap.attention.chunked import Carry, empty_carry
+from softgap.attention.feature_maps import Features, featurise
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.outputs import Attention
-from softgap.attention.quadratic import weight_blocks
+from softgap.attention.outputs import Attention, compare_heads
 from softgap.attention.registry import resolve
-from softgap.attention.streaming import LinearState
-from softgap.attention.visible import Visible
-from softgap.errors import UnsupportedError, ValueInputError
+from softgap.attention.streaming import BLOCK_POSITIONS, Sums, carry_bytes, join_carries, split_carry, weighted_sums
+from softgap.attention.window import NO_ORDINAL, ExactSet, ExactSums, ScoreRule, WindowState
+from softgap.errors import ShapeError, UnsupportedError
 
-__all__ = ["HybridState", "attend_hybrid"]
-
-
-def attend_hybrid(
-    mechanism: str | Mechanism,
-    q: Float[Tensor, "batch head query dim"],
-    k: Float[Tensor, "batch kv_head key dim"],
-    v: Float[Tensor, "batch kv_head key value_dim"],
-    *,
-    window: int,
-    visible: Visible | None = None,
-    scale: float | None = None,
-    form: str = "auto",
-    dtype: torch.dtype = torch.float32,
-) -> Attention:
-    """Softmax on the last ``window`` visible positions, the query's own included, and the mechanism before them.
-
-    The other arguments are those of :func:`attend`.
-    """
-    resolved = _check_hybrid(resolve(mechanism), window)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    shown = (visible or Visible()).fitted_to(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    # Under a window of the model's own every key comes and goes: there is no state to gain.
-    chunked = shown.window is None and choose_form(resolved, q.shape[-1], shown, k.shape[2]) == "chunked"
-    if form == "quadratic" or not chunked:
-        return _quadratic(resolved, q, k, v, window, shown, q.shape[-1] ** -0.5 if scale is None else scale)
-    stop = (shown.offset or 0) + q.shape[2]
-    valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
-    state = HybridState(resolved, near=max(1, min(window, stop)), scale=scale, dtype=dtype, origin=shown.origin)
-    return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
+__all__ = ["HybridState"]
 
 
 class HybridState:
-    """A growing sequence of keys and values in constant space: the mechanism's state, and the nearest keys themselves.
+    """A growing sequence of keys and values in constant space: an exact set of keys, and a state of all others.
+
+    A key enters the state when it leaves the window. For a window without a tail there is nothing but the exact set.
 
     Parameters
     ----------
-    near
-        How many of the newest keys softmax sees.
-    mechanism, scale, dtype, origin
-        As for :class:`LinearState`.
+    mechanism
+        A window or a hybrid, such as ``elu1+window:w=60,sinks=4``, whose tail has a state.
+    window
+        Positions that the model's own attention sees; only a window without a tail can follow that.
+    scale, rule, dtype
+        As for :class:`WindowState`.
+    origin
+        As in :class:`Visible`: the position of the first key, where it is not 0.
     """
 
     def __init__(
         self,
         mechanism: str | Mechanism,
         *,
-        near: int,
+        window: int | None = None,
         scale: float | None = None,
+        rule: ScoreRule | None = None,
         dtype: torch.dtype = torch.float32,
         origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
-        resolved = _check_hybrid(resolve(mechanism), near)
-        self.near = near
+        self.mechanism = resolve(mechanism)
         self.dtype = dtype
         self._scale = scale
-        self._state = LinearState(resolved, near=near, scale=scale, dtype=dtype, origin=origin)
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._valid: Bool[Tensor, "batch tail"] | None = None
+        exact, tail = ExactSet.of(self.mechanism.options), self.mechanism.tail_with_parameters()
+        if tail is not None and window is not None:
+            raise UnsupportedError(
+                f"mechanism '{self.mechanism.name}' has no state under a sliding window of the model; use "
+                "attend(..., form='quadratic')"
+            )
+        self._window = WindowState(exact, window=window, scale=scale, rule=rule, dtype=dtype)
+        self._tail: _MeanTail | _FeatureTail | None = None
+        if tail is not None:
+            self._tail = _MeanTail(rule) if tail.kind == "mean_key" else _FeatureTail(tail, exact.recent, origin)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the state holds."""
-        tail = (self._keys, self._values, self._valid)
-        return self._state.nbytes + sum(x.nbytes for x in tail if x is not None)
+        return self._window.nbytes + (0 if self._tail is None else self._tail.nbytes)
 
     @property
     def length(self) -> int:
         """Keys appended so far."""
-        return self._state.length
+        return self._window.length
+
+    def compare(
+        self,
+        q: Float[Tensor, "batch head time dim"],
+        k: Float[Tensor, "batch kv_head time dim"],
+        v: Float[Tensor, "batch kv_head time value_dim"],
+        output: Float[Tensor, "batch head time value_dim"],
+        key_valid: Bool[Tensor, "batch time"] | None = None,
+    ) -> Float[Tensor, "quantity batch head time"]:
+        """Append keys and compare the answers with ``output``, as :func:`compare_outputs` does."""
+        return compare_heads(output, self.attend(q, k, v, key_valid).output)
+
+    def append(self, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None = None) -> None:
+        """Take in keys that no query of this block asks about."""
+        self.attend(k[:, :, :0], k, v, key_valid)
 
     def attend(
         self,
@@ -108,79 +111,216 @@ class HybridState:
         key_valid: Bool[Tensor, "batch key"] | None = None,
     ) -> Attention:
         """Append keys, then answer the queries, which stand at the last of these keys."""
-        whole, near, seen = self._state.sums(q, k, v, key_valid)
-        softmax = self._softmax(q, k, v, key_valid)
-        tiny = torch.finfo(whole.totals.dtype).tiny
-        lost = whole.totals.abs() <= tiny
-        total = whole.totals.masked_fill(lost, torch.inf)
-        factor = 1.0 if whole.scale is None or near.scale is None else (near.scale - whole.scale).exp()
-        share = near.totals * factor / total
-        # Both sums are of positive weights and divided by the larger total: their difference loses no digits of o.
-        far = (whole.values - near.values * factor) / total
-        return Attention(far + share * softmax, seen, lost[..., 0] & seen[:, None])
+        q, k, v = (x.to(self.dtype) for x in (q, k, v))
+        if self._tail is None:
+            return self._window.attend(q, k, v, key_valid)
+        ahead = k.shape[2] - q.shape[2]
+        if ahead < 0:
+            raise ShapeError(f"queries stand at the last appended keys: got {q.shape[2]} queries for {k.shape[2]} keys")
+        parts = []
+        # Blocks are short, so that what their features take does not grow with the text.
+        bounds = [*range(0, ahead, BLOCK_POSITIONS), *range(ahead, k.shape[2], BLOCK_POSITIONS), k.shape[2]]
+        for start, stop in itertools.pairwise(bounds):
+            valid = None if key_valid is None else key_valid[:, start:stop]
+            queries = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
+            parts.append(self._block(self._tail, queries, k[:, :, start:stop], v[:, :, start:stop], valid))
+        output, seen, flagged = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
+        valid_rows = seen.any(dim=1)[..., 0]
+        return Attention(output, valid_rows, flagged[..., 0] & valid_rows[:, None])
 
-    def _softmax(
-        self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
-    ) -> Float[Tensor, "batch head query value_dim"]:
-        q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
-        valid = (
-            torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_valid is None else key_valid
+    def _block(
+        self, tail: _MeanTail | _FeatureTail, q: Tensor, k: Tensor, v: Tensor, key_valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of one block, which of them see anything, and which lack a normaliser for the tail."""
+        if key_valid is not None:
+            k, v = (x.masked_fill(~key_valid[:, None, :, None], 0) for x in (k, v))
+        leaving, near = self._leaving(k, v, key_valid)
+        exact = self._window.sums(q, k, v, key_valid)
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        far, recent = tail.sums(q, leaving, near, scale, self.length - k.shape[2])
+        if q.shape[2] == 0:
+            return exact.values, exact.totals > 0, exact.totals > 0
+        return _join(exact, far, recent, self.mechanism.tail_factor(q))
+
+    def _leaving(self, k: Tensor, v: Tensor, key_valid: Tensor | None) -> tuple[_Keys, _Keys]:
+        """The keys that leave the window while these come, one for each, and those that the new queries have in it."""
+        buffer, exact, n = self._window.buffer, self._window.exact, k.shape[2]
+        start = buffer.length
+        ordinals = buffer.ordinals_of(n, key_valid, k.device, k.shape[0]).expand(k.shape[0], -1)
+        before = min(start, exact.recent)
+        if before:
+            old_k, old_v, old_ordinals = buffer.recent(before)
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+            ordinals = torch.cat([old_ordinals.expand(len(ordinals), -1), ordinals], dim=1)
+        missing = exact.recent - before
+        positions = torch.arange(start - exact.recent, start + n, device=k.device)
+        k, v = (functional.pad(x, (0, 0, missing, 0)) for x in (k, v))
+        ordinals = functional.pad(ordinals, (missing, 0), value=NO_ORDINAL)
+        first, rest = slice(0, n), slice(1, None)
+        leaving = _Keys(
+            k[:, :, first], v[:, :, first], ordinals[:, first] >= exact.sinks, positions[first], ordinals[:, first]
         )
-        if self._keys is not None and self._values is not None and self._valid is not None:
-            k, v = torch.cat([self._keys, k], dim=2), torch.cat([self._values, v], dim=2)
-            valid = torch.cat([self._valid, valid], dim=1)
-        recent = slice(max(0, k.shape[2] - self.near + 1), None)
-        # Copies: a slice would keep the whole text alive.
-        self._keys, self._values, self._valid = (
-            k[:, :, recent].clone(),
-            v[:, :, recent].clone(),
-            valid[:, recent].clone(),
+        near = _Keys(k[:, :, rest], v[:, :, rest, :0], ordinals[:, rest] >= 0, positions[rest], ordinals[:, rest])
+        return leaving, near
+
+    @classmethod
+    def stacked(cls, states: Sequence[HybridState], mechanism: Mechanism) -> HybridState:
+        """States of several layers as one, along the batch; ``mechanism`` carries the parameters of all of them."""
+        first = states[0]
+        window = first._window
+        whole = cls(mechanism, window=window.window, scale=first._scale, rule=window.rule, dtype=first.dtype)
+        whole._window = WindowState.stacked([state._window for state in states])
+        if whole._tail is not None:
+            rows = 0 if first._window.buffer.keys is None else len(first._window.buffer.keys)
+            whole._tail.join([state._tail for state in states], rows)
+        return whole
+
+    def split_into(self, states: Sequence[HybridState]) -> None:
+        """Hand each part of a stacked state back to the state it came from."""
+        self._window.split_into([state._window for state in states])
+        if self._tail is not None:
+            self._tail.split_into([state._tail for state in states])
+
+
+def _join(exact: ExactSums, far: Sums, recent: Sums | None, factor: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact and other keys under one normaliser, all relative to the larger of the two scales."""
+    zero = torch.zeros_like(exact.scale)
+    far_scale = zero if far.scale is None else far.scale
+    lost = torch.zeros_like(exact.totals, dtype=torch.bool)
+    mass: Tensor | float = 1.0
+    if recent is not None:
+        lost = recent.totals.abs() <= torch.finfo(recent.totals.dtype).tiny
+        mass = exact.recent / recent.totals.masked_fill(lost, torch.inf)
+        # exp(s_j) are relative to exact.scale, so c_t brings it along.
+        far_scale = far_scale - (zero if recent.scale is None else recent.scale) + exact.scale
+    top = torch.maximum(exact.scale, far_scale.masked_fill(far.totals == 0, -torch.inf))
+    own, other = (exact.scale - top).exp(), (far_scale - top).clamp(max=80).exp() * mass * factor
+    values = exact.values * own + far.values * other
+    totals = exact.totals * own + far.totals * other
+    seen = exact.totals > 0
+    return values / totals.masked_fill(totals == 0, 1), seen, lost & (far.totals > 0)
+
+
+class _Keys(NamedTuple):
+    """Keys and values at consecutive positions; ``ordinals`` count the keys of a sequence without its padding."""
+
+    k: Tensor
+    v: Tensor
+    valid: Bool[Tensor, "batch key"]
+    positions: Int[Tensor, " key"]
+    ordinals: Int[Tensor, "batch key"]
+
+
+class _MeanTail:
+    """The compensation token: sums of the keys and values that were dropped, and their number."""
+
+    def __init__(self, rule: ScoreRule | None) -> None:
+        self._rule = rule or ScoreRule()
+        self._sums: Float[Tensor, "batch kv_head numbers"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._sums is None else self._sums.nbytes
+
+    def sums(self, q: Tensor, leaving: _Keys, near: _Keys, scale: float, start: int) -> tuple[Sums, None]:
+        """Weight and weighted value of the compensation token for each query."""
+        d, valid = q.shape[-1], leaving.valid[:, None, :, None].to(leaving.k.dtype)
+        each = torch.cat([leaving.k, leaving.v, torch.ones_like(leaving.k[..., :1])], dim=-1) * valid
+        running = each.cumsum(dim=2)
+        if self._sums is not None:
+            running = running + self._sums[:, :, None]
+        self._sums = running[:, :, -1].clone()
+        group = q.shape[1] // running.shape[1]
+        running = running[:, :, running.shape[2] - q.shape[2] :]
+        count = running[..., -1:]
+        mean = running[..., :-1] / count.clamp(min=1)
+        mean, count = (x.repeat_interleave(group, dim=1) for x in (mean, count))
+        logit = self._rule.cap((q * mean[..., :d]).sum(dim=-1, keepdim=True) * scale) + count.clamp(min=1).log()
+        present = (count > 0).to(q.dtype)
+        return Sums(mean[..., d:] * present, present, logit), None
+
+    def join(self, tails: Sequence[Any], rows: int) -> None:
+        parts = [tail._sums for tail in tails if tail._sums is not None]
+        self._sums = torch.cat(parts) if parts else None
+
+    def split_into(self, tails: Sequence[Any]) -> None:
+        for i, tail in enumerate(tails):
+            tail._sums = None if self._sums is None else self._sums.chunk(len(tails))[i]
+
+
+class _FeatureTail:
+    """The state of a factorable mechanism over the keys that were dropped."""
+
+    def __init__(self, mechanism: Mechanism, recent: int, origin: Int[Tensor, "#batch"] | None) -> None:
+        self._mechanism = mechanism
+        self._recent = recent
+        self._origin = origin
+        self._carry: Carry | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._carry is None else carry_bytes(self._carry)
+
+    def sums(self, q: Tensor, leaving: _Keys, near: _Keys, scale: float, start: int) -> tuple[Sums, Sums | None]:
+        """The mechanism's sums over the dropped keys and, without values, over the recent ones."""
+        n = leaving.k.shape[2]
+        far_features = self._features(q, leaving, near, scale)
+        if far_features.rate is not None and q.shape[2]:
+            # The state counts distances from the newest dropped key.
+            group = far_features.query.shape[1] // far_features.key.shape[1]
+            lost = self._recent * far_features.rate.repeat_interleave(group, dim=1)[:, :, None]
+            far_features = replace(far_features, query=far_features.query - lost)
+        far, self._carry = weighted_sums(far_features, leaving.v, self._carry)
+        if q.shape[2] == 0:
+            return far, None
+        recent = self._recent_sums(self._features(q, near, near, scale), near, n)
+        heads = q.shape[1]
+        return _per_head(far, heads), _per_head(recent, heads)
+
+    def _recent_sums(self, features: Features, near: _Keys, n: int) -> Sums:
+        """Sums over the window of each query: what came before the block is carried by its features."""
+        before = self._recent - 1
+        flat = features.key.flatten(0, 1)
+        empty = empty_carry(len(flat), flat.shape[-1], 0, flat, log=features.log, window=self._recent)
+        carry = replace(empty, tail_key=flat[:, :before], tail_value=flat.new_zeros(len(flat), before, 0))
+        block = replace(features, key=features.key[:, :, before:])
+        return weighted_sums(block, near.v[:, :, before:], carry, self._recent)[0]
+
+    def _features(self, q: Tensor, keys: _Keys, near: _Keys, scale: float) -> Features:
+        """Features of the queries, which stand at the last of the recent keys, and of some keys."""
+        at_queries = near.positions[len(near.positions) - q.shape[2] :]
+        return featurise(
+            self._mechanism,
+            q,
+            keys.k,
+            scale=scale,
+            query_positions=at_queries,
+            key_positions=keys.positions.clamp(min=0),
+            query_turned=self._turned(near)[:, len(near.positions) - q.shape[2] :],
+            key_turned=self._turned(keys),
+            key_valid=keys.valid,
+            share_heads=True,
         )
-        near = slice(max(0, k.shape[2] - self.near), None)
-        if q.shape[2] == 1 and bool(valid[:, near].all()):
-            # A generation asks one query a step: no mask is needed.
-            return functional.scaled_dot_product_attention(
-                q, k[:, :, near], v[:, :, near], scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        visible = Visible(window=self.near, key_valid=None if bool(valid.all()) else valid)
-        return attend("softmax", q, k, v, visible=visible, scale=self._scale, dtype=self.dtype, check=False).output
+
+    def _turned(self, keys: _Keys) -> Int[Tensor, "batch key"]:
+        """The position by which rotary embedding turned each key."""
+        ordinals = keys.ordinals.clamp(min=0)
+        return ordinals if self._origin is None else ordinals + self._origin.to(ordinals.device)[:, None]
+
+    def join(self, tails: Sequence[Any], rows: int) -> None:
+        carries = [tail._carry for tail in tails if tail._carry is not None]
+        self._carry = join_carries(carries) if carries else None
+        origins = [tail._origin for tail in tails if tail._origin is not None]
+        self._origin = torch.cat([origin.expand(rows) for origin in origins]) if origins else None
+
+    def split_into(self, tails: Sequence[Any]) -> None:
+        for i, tail in enumerate(tails):
+            tail._carry = None if self._carry is None else split_carry(self._carry, i, len(tails))
 
 
-def _quadratic(
-    mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, window: int, visible: Visible, scale: float
-) -> Attention:
-    if visible.key_valid is not None:
-        v = v.masked_fill(~visible.key_valid[:, None, :, None], 0)
-    softmax = attend(
-        "softmax", q, k, v, visible=_clip_to_window(visible, window, q, k), scale=scale, dtype=q.dtype, check=False
-    )
-    outputs, flags = [], []
-    for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale):
-        p = visible.positions(block.rows.start, block.rows.stop, q.device)[:, None]
-        near = p - torch.arange(block.keys.start, block.keys.stop, device=q.device) < window
-        share = (block.weights * near).sum(dim=-1, keepdim=True)
-        grouped = (block.weights * ~near).unflatten(1, (v.shape[1], -1)).flatten(2, 3)
-        far = (grouped @ v[:, :, block.keys]).reshape(*share.shape[:3], v.shape[-1])
-        outputs.append(far + share * softmax.output[:, :, block.rows])
-        flags.append(block.flagged)
-    valid = visible.row_valid(q.shape[0], q.shape[2], q.device)
-    return Attention(torch.cat(outputs, dim=2), valid, torch.cat(flags, dim=2) & valid[:, None])
-
-
-def _clip_to_window(visible: Visible, window: int, q: Tensor, k: Tensor) -> Visible:
-    """The same set without what lies outside the window."""
-    if visible.mask is None:
-        return replace(visible, window=min(window, visible.window or window))
-    p = visible.positions(0, q.shape[2], q.device)[:, None]
-    return replace(visible, mask=visible.mask & (p - torch.arange(k.shape[2], device=k.device) < window))
-
-
-def _check_hybrid(mechanism: Mechanism, window: int) -> Mechanism:
-    if window < 1:
-        raise ValueInputError(f"window must be at least 1 key, got {window}; leave the hybrid out for none")
-    if mechanism.signed or mechanism.normaliser != "sum" or mechanism.kind == "constant":
-        raise UnsupportedError(
-            f"a hybrid shares weights that are not negative, and mechanism '{mechanism.name}' has others or none; use "
-            "one such as elu1 or fitted"
-        )
-    return mechanism
+def _per_head(sums: Sums, heads: int) -> Sums:
+    """Sums per query head: a mechanism that ignores queries gives them once per KV head."""
+    group = heads // sums.values.shape[1]
+    if group == 1:
+        return sums
+    return Sums(*(None if x is None else x.repeat_interleave(group, dim=1) for x in sums))

@@ -65,7 +65,8 @@ class Mechanism:
     kind
         ``features``: weights phi(q).phi(k), possibly decaying with distance, so that a fixed-size state exists;
         ``scores``: weights are a function of the scores s_j; ``positions``: weights know neither q nor k;
-        ``constant``: no weights at all.
+        ``constant``: no weights at all; ``window``: exact softmax on sinks and recent keys; ``hybrid``: the same with a
+        ``tail`` for the other keys; ``mean_key``: the tail that replaces them by one key, their mean.
     signed
         Whether weights may be negative.
     cancels
@@ -84,6 +85,8 @@ class Mechanism:
         Its numbers, with their defaults.
     parameters
         Its tensors, ``[layer, head, ...]``; :meth:`for_layers` picks what a call needs.
+    tail
+        What a hybrid does with the keys outside of its exact set.
     origin
         Where its tensors come from: the hash of a calibration.
     held_out
@@ -93,7 +96,7 @@ class Mechanism:
     name: str
     formula: str
     paper: str
-    kind: Literal["features", "scores", "positions", "constant"]
+    kind: Literal["features", "scores", "positions", "constant", "window", "hybrid", "mean_key"]
     signed: bool = False
     cancels: bool = False
     scale: Literal["none", "sqrt", "scores"] = "none"
@@ -114,6 +117,7 @@ class Mechanism:
     constant: Callable[[Site], Float[Tensor, "batch head dim"]] | None = None
     dim: Callable[[int, Mechanism], int | None] | None = None
     check: Callable[[Options], None] | None = None
+    tail: Mechanism | None = None
 
     def __post_init__(self) -> None:
         for name in ("needs", "accepts"):
@@ -131,10 +135,38 @@ class Mechanism:
         """Whether weights factor as phi(q).phi(k) with the present options, so that a state exists."""
         return self.kind == "features" and self.feature_dim(d) is not None
 
+    def streams(self, d: int) -> bool:
+        """Whether it can follow a growing sequence in constant space."""
+        if self.kind == "hybrid" and self.tail is not None:
+            tail = self.tail_with_parameters() or self.tail
+            return tail.kind == "mean_key" or tail.factorable(d)
+        return self.kind == "window" or self.factorable(d)
+
+    @property
+    def label(self) -> str:
+        """Its name, for windows and hybrids with the numbers that tell one from another."""
+        if self.kind not in ("window", "hybrid"):
+            return self.name
+        options = ",".join(f"{key}={value:g}" for key, value in self.options.items() if key != "f" or value != 1)
+        return f"{self.name}:{options}"
+
+    def tail_with_parameters(self) -> Mechanism | None:
+        """What a hybrid does with the keys outside of its exact set; None for a window alone."""
+        if self.tail is None:
+            return None
+        known = (*self.tail.needs, *self.tail.accepts)
+        own = {name: tensor for name, tensor in self.parameters.items() if name in known}
+        return dataclasses.replace(self.tail, parameters=MappingProxyType(own))
+
+    def tail_factor(self, like: Tensor) -> float | Float[Tensor, "#batch #head 1 1"]:
+        """The factor f of a hybrid's tail: the option, times that of each head where there is one."""
+        by_head, option = self.parameters.get("tail_factor"), self.options.get("f", 1.0)
+        return option if by_head is None else option * by_head.to(like.device, like.dtype)[:, :, None, None]
+
     @property
     def forms(self) -> tuple[str, ...]:
         """The computations that can serve this mechanism."""
-        return ("quadratic", "chunked", "streaming") if self.factorable(64) else ("quadratic",)
+        return ("quadratic", "chunked", "streaming") if self.streams(64) else ("quadratic",)
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, divide
 from softgap.attention.visible import Visible
+from softgap.attention.window import ExactRows, ExactSet, ScoreRule
 from softgap.errors import UnsupportedError
 
 __all__ = ["quadratic", "weight_blocks"]
@@ -41,8 +42,9 @@ def quadratic(
     *,
     visible: Visible,
     scale: float,
+    rule: ScoreRule | None = None,
 ) -> Attention:
-    """Attention by explicit weights, a block of query rows at a time."""
+    """Attention by explicit weights, a block of query rows at a time; ``rule`` is what windows do to scores."""
     batch, heads, n_queries, _ = q.shape
     valid = visible.row_valid(batch, n_queries, q.device)
     if mechanism.kind == "constant":
@@ -52,7 +54,7 @@ def quadratic(
     if visible.key_valid is not None:
         # 0 * NaN is NaN: a hidden slot must not reach the product.
         v = v.masked_fill(~visible.key_valid[:, None, :, None], 0)
-    for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale):
+    for block in weight_blocks(mechanism, q, k, visible=visible, scale=scale, rule=rule):
         grouped = block.weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
         output[:, :, block.rows] = (grouped @ v[:, :, block.keys]).reshape(batch, heads, -1, v.shape[-1])
         flagged[:, :, block.rows] = block.flagged
@@ -66,8 +68,12 @@ def weight_blocks(
     *,
     visible: Visible,
     scale: float,
+    rule: ScoreRule | None = None,
 ) -> Iterator[WeightBlock]:
     """The mechanism's normalised weights, block by block of query rows; zero where nothing is visible."""
+    if mechanism.kind in ("window", "hybrid"):
+        yield from _window_blocks(mechanism, q, k, visible, scale, rule or ScoreRule())
+        return
     if mechanism.kind == "constant":
         raise UnsupportedError(f"mechanism '{mechanism.name}' has no weights: its output is a constant")
     batch, heads, n_queries, _ = q.shape
@@ -81,6 +87,55 @@ def weight_blocks(
         weights = weights.expand(batch, heads, -1, -1)
         normalised, flagged = _normalise(mechanism, weights, terms, seen)
         yield WeightBlock(slice(start, stop), slice(*keys), normalised, flagged)
+
+
+def _window_blocks(
+    mechanism: Mechanism, q: Tensor, k: Tensor, visible: Visible, scale: float, rule: ScoreRule
+) -> Iterator[WeightBlock]:
+    """Weights of a window or a hybrid: exp(s_j) on the exact set, and what the tail gives to the other keys."""
+    exact, tail = ExactSet.of(mechanism.options), mechanism.tail_with_parameters()
+    if visible.key_valid is not None:
+        k = k.masked_fill(~visible.key_valid[:, None, :, None], 0)
+    blocks: Iterator[tuple[slice, slice, Tensor | None]]
+    if tail is None or tail.kind == "mean_key":
+        rows = max(1, BLOCK_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
+        parts = (slice(start, min(q.shape[2], start + rows)) for start in range(0, q.shape[2], rows))
+        blocks = ((part, slice(*visible.key_range(part.start, part.stop, k.shape[2])), None) for part in parts)
+    else:
+        tail_blocks = weight_blocks(tail, q, k, visible=visible, scale=scale)
+        blocks = ((block.rows, block.keys, block.weights) for block in tail_blocks)
+    for rows, keys, tail_weights in blocks:
+        raw = _products(q[:, :, rows], k[:, :, keys]) * scale
+        sets = exact.rows(visible, rows.start, rows.stop, (keys.start, keys.stop), q.device)
+        yield WeightBlock(rows, keys, *_window_weights(mechanism, raw, sets, tail_weights, rule))
+
+
+def _window_weights(
+    mechanism: Mechanism, raw: Tensor, sets: ExactRows, tail_weights: Tensor | None, rule: ScoreRule
+) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "batch head query"]]:
+    """Normalised weights of some rows from their scores before the softcap, and which rows lack a factor c_t."""
+    scores, logits = rule.cap(raw), rule.sink_column(raw)
+    top = scores.masked_fill(~sets.exact, -torch.inf).amax(dim=-1, keepdim=True)
+    top = top if logits is None else torch.maximum(top, logits)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = (scores - top).masked_fill(~sets.exact, -torch.inf).exp()
+    dropped = (sets.seen & ~sets.exact).to(raw.dtype)
+    lost = torch.zeros_like(weights[..., :1], dtype=torch.bool)
+    factor = mechanism.tail_factor(raw)
+    if tail_weights is not None:
+        recent = (tail_weights * sets.recent).sum(dim=-1, keepdim=True)
+        lost = (recent <= torch.finfo(recent.dtype).tiny) & (dropped.sum(dim=-1, keepdim=True) > 0)
+        matched = (weights * sets.recent).sum(dim=-1, keepdim=True) / recent.masked_fill(recent == 0, torch.inf)
+        weights = weights + factor * matched.masked_fill(lost, 0) * tail_weights * dropped
+    elif mechanism.tail is not None:
+        count = dropped.sum(dim=-1, keepdim=True)
+        mean = dropped / count.clamp(min=1)
+        logit = rule.cap((mean * raw).sum(dim=-1, keepdim=True)) + count.clamp(min=1).log()
+        # The compensation token shares its weight among the keys that it stands for.
+        weights = weights + factor * (logit - top).exp() * mean
+    total = weights.sum(dim=-1, keepdim=True)
+    normaliser = total if logits is None else total + (logits - top).exp()
+    return weights / normaliser.masked_fill(total == 0, 1), lost[..., 0]
 
 
 Block = Callable[[slice, slice, Bool[Tensor, "batch head query key"]], tuple[Tensor, Tensor | None]]

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from softgap.attention.catalogue import BUILT_IN
+from softgap.attention.catalogue import ALIASES, BUILT_IN, check_window
 from softgap.attention.mechanism import Mechanism, Site
-from softgap.errors import ShapeError, ValueInputError, unknown_name
+from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 
-__all__ = ["mechanisms", "register_mechanism", "resolve"]
+__all__ = ["add_window", "mechanisms", "register_mechanism", "resolve"]
 
 PlainMap = Callable[[Float[Tensor, "... dim"]], Float[Tensor, "... feature"]]
 
@@ -90,12 +90,68 @@ def register_mechanism(
 
 
 def resolve(mechanism: str | Mechanism) -> Mechanism:
-    """A mechanism from itself, from its name, or from ``name:option=value,option=value``."""
+    """A mechanism from itself, from its name, or from ``name:option=value,option=value``.
+
+    ``TAIL+window:w=60,sinks=4`` is the hybrid of exact softmax on sinks and recent keys with any mechanism on the
+    others.
+    """
     if isinstance(mechanism, Mechanism):
         return mechanism
+    tail, plus, window = mechanism.partition("+")
+    if plus:
+        if window.partition(":")[0] != "window":
+            raise ValueInputError(
+                f"a hybrid is written TAIL+window:w=60,sinks=4, got {mechanism!r}; name the tail first"
+            )
+        return add_window(resolve(tail), **_settings("window", window.partition(":")[2]))
     name, _, settings = mechanism.partition(":")
+    name = ALIASES.get(name, name)
     if name not in _registry:
         raise unknown_name("mechanism", name, _registry)
+    options = _settings(name, settings)
+    return _registry[name].configure(**options) if options else _registry[name]
+
+
+def add_window(mechanism: str | Mechanism, **options: float) -> Mechanism:
+    """The hybrid of a mechanism with exact softmax on some keys.
+
+    Parameters
+    ----------
+    mechanism
+        What the keys outside of the exact set get; its weights must not be negative.
+    options
+        ``w``, the number of recent keys, ``sinks``, the number of first keys, and ``f``, the factor of the tail.
+
+    Examples
+    --------
+    >>> add_window("elu1", w=60, sinks=4)
+    Mechanism(elu1+window: w=60, sinks=4, f=1)
+    """
+    tail = resolve(mechanism)
+    if tail.signed or tail.normaliser != "sum" or tail.kind in ("constant", "window", "hybrid"):
+        raise UnsupportedError(
+            f"a hybrid shares weights that are not negative, and mechanism '{tail.name}' has others or none; use one "
+            "such as elu1 or fitted"
+        )
+    hybrid = Mechanism(
+        name=f"{tail.name}+window",
+        formula=f"exp(s_j) on the first sinks and the last w keys, f c_t times {tail.name} on the others",
+        paper=f"{tail.paper}; arXiv:2410.10254, arXiv:2309.17453",
+        kind="hybrid",
+        needs=tail.needs,
+        accepts=(*tail.accepts, "tail_factor"),
+        options=MappingProxyType({"w": 60.0, "sinks": 4.0, "f": 1.0}),
+        parameters=tail.parameters,
+        origin=tail.origin,
+        held_out=tail.held_out,
+        check=check_window,
+        tail=dataclasses.replace(tail, parameters=MappingProxyType({})),
+    )
+    return hybrid.configure(**options) if options else hybrid
+
+
+def _settings(name: str, settings: str) -> dict[str, float]:
+    """The options of ``option=value,option=value``."""
     options: dict[str, float] = {}
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
@@ -106,7 +162,7 @@ def resolve(mechanism: str | Mechanism) -> Mechanism:
                 f"an option of mechanism '{name}' is written option=number, got {setting!r}; "
                 f"for example {name}:{next(iter(_registry[name].options), 'option')}=2"
             ) from None
-    return _registry[name].configure(**options) if options else _registry[name]
+    return options
 
 
 def _check_map(name: str, plain: PlainMap, any_sign: bool) -> Callable[[Tensor, Site], Tensor]:

@@ -26,7 +26,7 @@ from softgap.attention.outputs import Attention, compare_heads, divide
 from softgap.attention.registry import resolve
 from softgap.errors import ShapeError, UnsupportedError
 
-__all__ = ["LinearState"]
+__all__ = ["LinearState", "Sums", "weighted_sums"]
 
 # Features of this many numbers per head are held at once; longer blocks are cut, so memory does not grow with T r.
 BLOCK_NUMBERS = 2**17
@@ -53,8 +53,6 @@ class LinearState:
         Any mechanism whose weights factor, by name or as a :class:`Mechanism`.
     window
         Number of positions a query sees, itself included; None for all.
-    near
-        Also take the sums over so many of the newest keys apart, for :meth:`sums`.
     scale
         The model's scaling; None is 1 / sqrt(d).
     dtype
@@ -68,14 +66,12 @@ class LinearState:
         mechanism: str | Mechanism,
         *,
         window: int | None = None,
-        near: int | None = None,
         scale: float | None = None,
         dtype: torch.dtype = torch.float32,
         origin: Int[Tensor, "#batch"] | None = None,
     ) -> None:
         self.mechanism = resolve(mechanism)
         self.window = window
-        self.near = near
         self.dtype = dtype
         self.length = 0
         self._scale = scale
@@ -88,16 +84,16 @@ class LinearState:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the state holds."""
-        tensors = [getattr(carry, f.name) for carry in self._carries.values() for f in fields(Carry)]
-        return sum(x.nbytes for x in (*tensors, self._seen, self._tail_valid, self._next) if x is not None)
+        rows = sum(x.nbytes for x in (self._seen, self._tail_valid, self._next) if x is not None)
+        return rows + sum(map(carry_bytes, self._carries.values()))
 
     @classmethod
     def stacked(cls, states: Sequence[LinearState], mechanism: Mechanism) -> LinearState:
         """Several states of one length as one, along the batch; ``mechanism`` carries the parameters of all of them."""
         first = states[0]
-        whole = cls(mechanism, window=first.window, near=first.near, scale=first._scale, dtype=first.dtype)
+        whole = cls(mechanism, window=first.window, scale=first._scale, dtype=first.dtype)
         whole.length = first.length
-        whole._carries = {name: _join_carries([state._carries[name] for state in states]) for name in first._carries}
+        whole._carries = {name: join_carries([state._carries[name] for state in states]) for name in first._carries}
         whole._seen = _cat([state._seen for state in states])
         whole._tail_valid = _cat([state._tail_valid for state in states])
         rows = [len(state._next) for state in states if state._next is not None]
@@ -109,7 +105,7 @@ class LinearState:
         n = len(states)
         for i, state in enumerate(states):
             state.length = self.length
-            state._carries = {name: _split_carry(carry, i, n) for name, carry in self._carries.items()}
+            state._carries = {name: split_carry(carry, i, n) for name, carry in self._carries.items()}
             state._seen = None if self._seen is None else self._seen.chunk(n)[i]
             state._tail_valid = None if self._tail_valid is None else self._tail_valid.chunk(n)[i]
             state._next = None if self._next is None else self._next.chunk(n)[i]
@@ -150,23 +146,6 @@ class LinearState:
         # A row that sees nothing is padding: not valid, and no anomaly of the mechanism.
         return Attention(torch.cat(outputs, dim=2), valid_rows, torch.cat(flags, dim=2) & valid_rows[:, None])
 
-    def sums(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        v: Float[Tensor, "batch kv_head key value_dim"],
-        key_valid: Bool[Tensor, "batch key"] | None = None,
-    ) -> tuple[Sums, Sums, Bool[Tensor, "batch query"]]:
-        """Append keys; the weighted sums of the queries, which :meth:`attend` divides, and which see any key.
-
-        Over all keys, and over the nearest ones alone.
-        """
-        blocks = list(self._blocks(q, k, v, key_valid))
-        whole, near = (
-            _concatenate_blocks([sums[name] for sums, _ in blocks], q.shape[1]) for name in ("weights", "near")
-        )
-        return whole, near, torch.cat([seen for _, seen in blocks], dim=1)
-
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None
     ) -> Iterator[tuple[dict[str, Sums], Bool[Tensor, "batch query"]]]:
@@ -174,7 +153,7 @@ class LinearState:
         self._check(q, k)
         ahead = k.shape[2] - q.shape[2]
         r = self.mechanism.feature_dim(k.shape[-1]) or 1
-        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0, self.near or 0)
+        step = max(64, min(BLOCK_POSITIONS, BLOCK_NUMBERS // r), self.window or 0)
         bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
         for start, stop in itertools.pairwise(bounds):
             part = slice(start, stop)
@@ -243,8 +222,6 @@ class LinearState:
         v = v.to(self.dtype)
         values = v if key_valid is None else v.masked_fill(~key_valid[:, None, :, None], 0)
         sums = {"weights": self._sums("weights", features, values)}
-        if self.near is not None:
-            sums["near"] = self._sums("near", features, values, self.near)
         if self.mechanism.normaliser == "centred":
             query, key = (x.new_ones(*x.shape[:-1], 1) for x in (features.query, features.key))
             if key_valid is not None:
@@ -289,31 +266,10 @@ class LinearState:
         name: str,
         features: Features,
         values: Float[Tensor, "batch kv_head key value_dim"],
-        near: int | None = None,
     ) -> Sums:
         """The block's weighted sums of values and of ones, carrying the state of this name forward."""
-        batch, heads, t, r = features.key.shape
-        if heads > values.shape[1]:  # one key map per query head: every head has its own state
-            values = values.repeat_interleave(heads // values.shape[1], dim=1)
-        has_queries = features.query.shape[2] > 0
-        group = features.query.shape[1] // heads if has_queries else 0
-        query = features.query if has_queries else features.key[:, :0]
-        key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
-        carry, window = self._carries.get(name), near or self.window
-        if carry is None:
-            carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log, window=window)
-        sums, totals, scale, self._carries[name] = _carried_sums(
-            query.reshape(batch * heads, group, t, r),
-            key,
-            value,
-            carry,
-            rate=None if features.rate is None else features.rate.reshape(-1, r),
-            log=features.log,
-            window=window,
-        )
-        shape = (batch, heads * group, t)
-        scale = None if scale is None else scale.reshape(*shape, 1)
-        return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1), scale)
+        sums, self._carries[name] = weighted_sums(features, values, self._carries.get(name), self.window)
+        return sums
 
     def _output(
         self, sums: dict[str, Sums], heads: int | None
@@ -353,18 +309,36 @@ class LinearState:
         return count[:, self.window :] > count[:, :t]
 
 
-def _concatenate_blocks(blocks: Sequence[Sums], heads: int) -> Sums:
-    """The sums of consecutive blocks as those of one, per query head: a mechanism that ignores queries gives fewer."""
-    group = heads // blocks[0].values.shape[1]
-    if len(blocks) == group == 1:
-        return blocks[0]
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts), dim=2).repeat_interleave(group, dim=1)
-
-    scales = [block.scale for block in blocks if block.scale is not None]
-    values, totals = joined([block.values for block in blocks]), joined([block.totals for block in blocks])
-    return Sums(values, totals, joined(scales) if scales else None)
+def weighted_sums(
+    features: Features,
+    values: Float[Tensor, "batch kv_head key value_dim"],
+    carry: Carry | None,
+    window: int | None = None,
+) -> tuple[Sums, Carry]:
+    """sum_j w_tj v_j and sum_j w_tj of a block whose queries and keys stand at the same positions, behind a carry."""
+    batch, heads, t, r = features.key.shape
+    if heads > values.shape[1]:  # one key map per query head: every head has its own state
+        values = values.repeat_interleave(heads // values.shape[1], dim=1)
+    has_queries = features.query.shape[2] > 0
+    group = features.query.shape[1] // heads if has_queries else 0
+    query = features.query if has_queries else features.key[:, :0]
+    key, value = features.key.reshape(-1, t, r), values.reshape(batch * heads, t, values.shape[-1])
+    if carry is None:
+        carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log, window=window)
+    query = query.reshape(batch * heads, group, t, r)
+    rate = None if features.rate is None else features.rate.reshape(-1, r)
+    scale: Tensor | None
+    if r == 1 and not features.log and window is None:
+        sums, totals, scale, carry = prefix_sums(query, key, value, carry)
+    elif t != 1:
+        sums, totals, scale, carry = block_sums(query, key, value, carry, rate=rate, log=features.log, window=window)
+    elif window is None:
+        sums, totals, scale, carry = _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, features.log)
+    else:
+        sums, totals, scale, carry = _one_step_in_window(query, key, value, carry, rate, features.log, window)
+    shape = (batch, heads * group, t)
+    scale = None if scale is None else scale.reshape(*shape, 1)
+    return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1), scale), carry
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -372,35 +346,23 @@ def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def _join_carries(carries: Sequence[Carry]) -> Carry:
+def carry_bytes(carry: Carry) -> int:
+    """Bytes of memory that a carry holds."""
+    tensors = [getattr(carry, f.name) for f in fields(Carry)]
+    return sum(x.nbytes for x in tensors if x is not None)
+
+
+def join_carries(carries: Sequence[Carry]) -> Carry:
+    """Carries of several layers as one, along the batch."""
     values: dict[str, Any] = {f.name: _cat([getattr(carry, f.name) for carry in carries]) for f in fields(Carry)}
     return Carry(**values)
 
 
-def _split_carry(carry: Carry, i: int, n: int) -> Carry:
+def split_carry(carry: Carry, i: int, n: int) -> Carry:
+    """Part i of a carry that joins n."""
     values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
     parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
     return Carry(**parts)
-
-
-def _carried_sums(
-    query: Float[Tensor, "n g t r"],
-    key: Float[Tensor, "n t r"],
-    value: Float[Tensor, "n t e"],
-    carry: Carry,
-    *,
-    rate: Float[Tensor, "n r"] | None,
-    log: bool,
-    window: int | None,
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Float[Tensor, "n g t 1"] | None, Carry]:
-    """The same as :func:`block_sums`; a block of one position takes a shorter way."""
-    if query.shape[-1] == 1 and not log and window is None:
-        return prefix_sums(query, key, value, carry)
-    if key.shape[1] > 1:
-        return block_sums(query, key, value, carry, rate=rate, log=log, window=window)
-    if window is None:
-        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
-    return _one_step_in_window(query, key, value, carry, rate, log, window)
 
 
 def _one_step(
