@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
     "nothing like it": (
         lambda: resolve("zzzz"),
         UnknownNameError,
-        "unknown mechanism 'zzzz'; choose one of: cosformer,",
+        "unknown mechanism 'zzzz'; choose one of: constant, cosformer,",
     ),
     "nan": (lambda: attend("elu1", spoilt(q, torch.nan), k, v), ValueInputError, "q holds NaN or inf"),
     "inf": (lambda: attend("softmax", q, k, spoilt(v, torch.inf)), ValueInputError, "v holds NaN or inf"),
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
     "no mean": (
         lambda: attend("mean_ablation", q, k, v),
         UnsupportedError,
-        "'mean_ablation' needs the parameters mean and has no mean",
+        "'constant' needs the parameters mean and has no mean",
     ),
     "weights of a constant": (
         lambda: attention_weights("zero", q, k),
@@ -214,7 +214,7 @@ def test_rates_of_decay_are_held_to_what_the_kernel_can_do() -> None:
 
 
 def test_parameters_are_checked_when_they_are_given() -> None:
-    fitted_map = mechanisms()["mean_ablation"]
+    fitted_map = mechanisms()["constant"]
     with pytest.raises(ShapeError, match=re.escape("must begin with [layer, head], got shape [4]")):
         fitted_map.with_parameters(mean=torch.zeros(4))
     with pytest.raises(ValueInputError, match="holds NaN or inf"):

@@ -47,6 +47,8 @@ def worst(found: torch.Tensor, expected: torch.Tensor, flagged: torch.Tensor) ->
 def test_chunked_form_in_float32(name: str, window: int | None) -> None:
     q, k, v = long_head()
     visible, mechanism = Visible(window=window), equipped(name)
+    if mechanism.kind == "hybrid" and window is not None:
+        pytest.skip("keys of a tail come and go under a window of the model: there is no chunked form")
     exact = attend(mechanism, q, k, v, visible=visible, form="chunked", dtype=torch.float64)
     found = attend(mechanism, q, k, v, visible=visible, form="chunked")
     assert worst(found.output, exact.output, found.flagged) < LIMIT

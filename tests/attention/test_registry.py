@@ -34,13 +34,13 @@ ISSUE = [
     "top_k",
     "uniform",
     "zero",
-    "mean_ablation",
+    "constant",
     "self_token",
     "previous_token",
     "first_token",
     "profile",
 ]
-QUADRATIC_ONLY = {"softmax", "relu2_scores", "top_k", "zero", "mean_ablation", "self_token", "previous_token",
+QUADRATIC_ONLY = {"softmax", "relu2_scores", "top_k", "zero", "constant", "self_token", "previous_token",
                   "first_token", "profile"}  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softgap.attention import HybridState, LinearState, Mechanism, Visible, attend, attend_hybrid
+from softgap.attention import HybridState, LinearState, Mechanism, Visible, add_window, attend
 from softgap.attention.rotary import Rotation, TurnTable
 from softgap.linearize import Plan, Substitute, apply, swap
 from softgap.models.fingerprint import model_fingerprint
@@ -255,12 +255,13 @@ def test_a_hybrid_state_is_the_quadratic_form() -> None:
     origin = torch.tensor([3, 500])
     visible = Visible(key_valid=torch.arange(30)[None] >= torch.tensor([[0], [6]]), origin=origin)
     assert visible.key_valid is not None
-    options: dict[str, Any] = {"window": 4, "visible": visible, "dtype": torch.float64}
-    truth = attend_hybrid(mechanism, q, k, v, form="quadratic", **options).output
-    state = HybridState(mechanism, near=4, dtype=torch.float64, origin=origin)
+    options: dict[str, Any] = {"visible": visible, "dtype": torch.float64}
+    hybrid = add_window(mechanism, w=4, sinks=2)
+    truth = attend(hybrid, q, k, v, form="quadratic", **options).output
+    state = HybridState(hybrid, dtype=torch.float64, origin=origin)
     parts = [
         state.attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], visible.key_valid[:, a:b]).output
         for a, b in itertools.pairwise((0, 1, 9, 30))
     ]
     assert apart(torch.cat(parts, dim=2), truth) < 1e-9
-    assert apart(attend_hybrid(mechanism, q, k, v, **options).output, truth) < 1e-9
+    assert apart(attend(hybrid, q, k, v, **options).output, truth) < 1e-9

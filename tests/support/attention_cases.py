@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softgap.attention import Attention, LinearState, Mechanism, Visible, attend, mechanisms
+from softgap.attention import Attention, Mechanism, Visible, attend, mechanisms, new_state
 from softgap.attention.reference import reference_attention
 from softgap.attention.rotary import Layout, Rotation
 
@@ -73,7 +73,7 @@ def equipped(name: str, case: Case, *, features: int = 5, key_map_per_query_head
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    if name == "mean_ablation":
+    if name == "constant":
         return mechanism.with_parameters(mean=random(batch, heads, d_v))
     if name == "profile":
         return mechanism.with_parameters(first=random(1, heads).abs(), by_distance=random(1, heads, 9).abs())
@@ -122,7 +122,14 @@ def reference(mechanism: Mechanism, case: Case) -> Tensor:
         scale=scale,
         offset=case.fitted.offset or 0,
         turned_by=_turned_by(case),
+        ordinals=_ordinals(case),
     )
+
+
+def _ordinals(case: Case) -> Tensor | None:
+    """How many keys of its sequence come before each, padding left out."""
+    shown = case.visible.key_valid if case.visible.mask is None else case.visible.mask.any(dim=2).any(dim=1)
+    return None if shown is None else (shown.cumsum(dim=1) - 1).expand(len(case.q), -1)
 
 
 def _turned_by(case: Case) -> Tensor:
@@ -148,7 +155,8 @@ def streamed(mechanism: Mechanism, case: Case, sizes: tuple[int, ...], dtype: to
     """The streaming state fed with blocks of these sizes in turn, keys ahead of the queries appended first."""
     first, stop = case.fitted.offset or 0, (case.fitted.offset or 0) + case.q.shape[2]
     valid = case.visible.key_valid
-    state = LinearState(mechanism, window=case.visible.window, dtype=dtype, origin=case.visible.origin)
+    window = case.fitted.window if mechanism.kind == "hybrid" else case.visible.window
+    state = new_state(mechanism, window=window, dtype=dtype, origin=case.visible.origin)
     if first:
         state.append(case.k[:, :, :first], case.v[:, :, :first], None if valid is None else valid[:, :first])
     parts, at, turn = [], first, 0

@@ -146,6 +146,6 @@ def with_random_parameters(
             "rate": random(layers, keys, features).abs(),
         },
         "profile": lambda: {"first": random(layers, heads).abs(), "by_distance": random(layers, heads, 6).abs()},
-        "mean_ablation": lambda: {"mean": random(layers, heads, value_dim)},
+        "constant": lambda: {"mean": random(layers, heads, value_dim)},
     }
     return mechanisms()[name].with_parameters(**parameters[name]())

@@ -1,6 +1,6 @@
 """Attention mathematics on tensors: mechanisms, their quadratic, chunked and streaming forms, and divergences."""
 
-from softgap.attention.attend import attend, attention_weights, choose_form, new_state
+from softgap.attention.attend import attend, attend_hybrid, attention_weights, choose_form, new_state
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.outputs import (
@@ -29,6 +29,7 @@ __all__ = [
     "Visible",
     "add_window",
     "attend",
+    "attend_hybrid",
     "attention_weights",
     "choose_form",
     "compare_heads",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import warnings
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -12,13 +13,13 @@ from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention
 from softgap.attention.quadratic import quadratic, weight_blocks
-from softgap.attention.registry import resolve
+from softgap.attention.registry import add_window, resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
 from softgap.attention.window import ScoreRule
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 
-__all__ = ["attend", "attention_weights", "choose_form", "new_state"]
+__all__ = ["attend", "attend_hybrid", "attention_weights", "choose_form", "new_state"]
 
 Form = Literal["quadratic", "chunked"]
 # The chunked form costs O(T r d_v) with r features; up to this many it is the default at any length.
@@ -69,6 +70,20 @@ def attend(
     state = new_state(resolved, window=shown.window, scale=scaling, dtype=dtype, origin=shown.origin, rule=rule)
     valid = None if shown.key_valid is None else shown.key_valid[:, :stop]
     return state.attend(q, k[:, :, :stop], v[:, :, :stop], valid)
+
+
+def attend_hybrid(
+    mechanism: str | Mechanism,
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    window: int,
+    **options: Any,
+) -> Attention:
+    """The hybrid of 0.1, without sinks; :func:`attend` takes ``add_window(mechanism, w=window, sinks=0)`` instead."""
+    warnings.warn("attend_hybrid is now attend with add_window", DeprecationWarning, stacklevel=2)
+    return attend(add_window(mechanism, w=window, sinks=0), q, k, v, check=False, **options)
 
 
 def new_state(

@@ -323,4 +323,5 @@ def _per_head(sums: Sums, heads: int) -> Sums:
     group = heads // sums.values.shape[1]
     if group == 1:
         return sums
-    return Sums(*(None if x is None else x.repeat_interleave(group, dim=1) for x in sums))
+    values, totals = (x.repeat_interleave(group, dim=1) for x in (sums.values, sums.totals))
+    return Sums(values, totals, None if sums.scale is None else sums.scale.repeat_interleave(group, dim=1))

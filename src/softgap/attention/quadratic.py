@@ -98,8 +98,8 @@ def _window_blocks(
         k = k.masked_fill(~visible.key_valid[:, None, :, None], 0)
     blocks: Iterator[tuple[slice, slice, Tensor | None]]
     if tail is None or tail.kind == "mean_key":
-        rows = max(1, BLOCK_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
-        parts = (slice(start, min(q.shape[2], start + rows)) for start in range(0, q.shape[2], rows))
+        step = max(1, BLOCK_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
+        parts = (slice(start, min(q.shape[2], start + step)) for start in range(0, q.shape[2], step))
         blocks = ((part, slice(*visible.key_range(part.start, part.stop, k.shape[2])), None) for part in parts)
     else:
         tail_blocks = weight_blocks(tail, q, k, visible=visible, scale=scale)

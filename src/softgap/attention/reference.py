@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ Matrix = Float[np.ndarray, "n d"]
 class Row:
     """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head.
 
-    ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew.
+    ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew; ``ordinals`` count the keys of the
+    sequence, padding left out.
     """
 
     q: Vector
@@ -37,6 +38,7 @@ class Row:
     position: int
     turned_by: int
     keys_turned_by: Vector
+    ordinals: Vector
     scale: float
     options: dict[str, float]
     parameters: dict[str, np.ndarray]
@@ -57,10 +59,12 @@ def reference_attention(
     scale: float,
     offset: int,
     turned_by: Int[Tensor, "batch key"] | None = None,
+    ordinals: Int[Tensor, "batch key"] | None = None,
 ) -> Float[Tensor, "batch head query value_dim"]:
     """Output of every query, by loops; ``seen`` lists the visible keys of each.
 
-    ``turned_by`` is the position that rotary embedding gave each key; None where it is the key's place.
+    ``turned_by`` is the position that rotary embedding gave each key, ``ordinals`` how many keys of its sequence come
+    before it; None where it is the key's place.
     """
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))
@@ -84,16 +88,20 @@ def reference_attention(
                     position=offset + t,
                     turned_by=int(places[b, offset + t]),
                     keys_turned_by=places[b, visible].double().numpy(),
+                    ordinals=visible.astype(float) if ordinals is None else ordinals[b, visible].double().numpy(),
                     scale=scale,
                     options=dict(mechanism.options),
                     parameters=parameters,
                 )
-                output[b, h, t] = reference_weights(mechanism.name, row) @ values[visible]
+                output[b, h, t] = reference_weights(mechanism, row) @ values[visible]
     return torch.from_numpy(output)
 
 
-def reference_weights(name: str, row: Row) -> Vector:
+def reference_weights(mechanism: str | Mechanism, row: Row) -> Vector:
     """The weights of one query over the keys it sees: normalised by their sum, all zero where that is zero."""
+    name = mechanism if isinstance(mechanism, str) else mechanism.name
+    if isinstance(mechanism, Mechanism) and mechanism.kind in ("window", "hybrid"):
+        return _window(mechanism, row)
     if name == "inline":
         return np.asarray((1 + row.s - row.s.mean()) / len(row.s))
     weights = RELATIVE[name](row)
@@ -135,6 +143,24 @@ def reference_chunked(
         carried, left = np.exp(-rate * length), k * np.exp(-rate * (length - inside))
         state, normaliser = carried[:, None] * state + left.T @ v, carried * normaliser + left.sum(axis=0)
     return np.concatenate(outputs)
+
+
+def _window(mechanism: Mechanism, row: Row) -> Vector:
+    """exp(s_j) on sinks and recent keys; on the others what the tail gives, matched on the recent keys."""
+    weights, recent = np.exp(row.s - row.s.max()), row.distance < row.options["w"]
+    dropped = ~recent & (row.ordinals >= row.options["sinks"])
+    tail = np.zeros_like(weights)
+    if mechanism.tail is not None and mechanism.tail.kind == "mean_key" and dropped.any():
+        logit = float(row.scale * row.k[dropped].mean(axis=0) @ row.q)
+        tail[:] = np.exp(logit - row.s.max())  # the token's exp(logit) times their number, shared among them
+    elif mechanism.tail is not None and mechanism.tail.kind != "mean_key":
+        tail_row = replace(row, options=dict(mechanism.tail.options))
+        tail = reference_weights(mechanism.tail, tail_row)
+        matched = tail[recent].sum()
+        tail = tail * (weights[recent].sum() / matched) if matched > 0 else np.zeros_like(tail)
+    factor = row.options.get("f", 1.0) * float(row.parameters.get("tail_factor", 1.0))
+    weights = np.where(dropped, factor * tail, weights)
+    return np.asarray(weights / weights.sum()) if weights.sum() > 0 else np.zeros_like(weights)
 
 
 def reference_comparison(o: Vector, m: Vector) -> tuple[float, float, float]:

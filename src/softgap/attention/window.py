@@ -30,7 +30,7 @@ NO_ORDINAL = -1
 
 @dataclass(frozen=True)
 class ExactSet:
-    """The keys that softmax sees: the first ``sinks`` of a sequence and the last ``recent``, the query's own included."""
+    """The keys that softmax sees: the first ``sinks`` of a sequence, and the last ``recent`` with the query's own."""
 
     recent: int
     sinks: int = 0
@@ -54,12 +54,13 @@ class ExactSet:
         return self.recent + self.sinks
 
     def rows(self, visible: Visible, start: int, stop: int, keys: tuple[int, int], device: torch.device) -> ExactRows:
-        """The sets of the queries start..stop-1 over a range of keys; under a mask sinks are the first keys in sight."""
+        """The sets of the queries start..stop-1 over a range of keys; a mask's sinks are the first keys it shows."""
         seen = visible.rows(start, stop, keys, device)
         j = torch.arange(*keys, device=device)
         recent = seen & (visible.positions(start, stop, device)[:, None] - j < self.recent)
         if visible.mask is not None:
-            first = seen.cumsum(dim=-1) <= self.sinks
+            shown = visible.mask.any(dim=2).any(dim=1)
+            first = (shown.cumsum(dim=-1) <= self.sinks)[:, None, None, slice(*keys)]
         elif visible.key_valid is not None:
             first = (visible.key_valid.to(device).cumsum(dim=1) <= self.sinks)[:, None, None, slice(*keys)]
         else:
@@ -137,18 +138,24 @@ class KeyBuffer:
         return sum(x.nbytes for x in tensors if x is not None)
 
     @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """All keys and values that are held, sinks first."""
+        if self.keys is None or self.values is None:
+            raise AssertionError("an empty buffer has no keys")  # callers append first
+        return self.keys, self.values
+
+    @property
     def ring(self) -> int:
         """Slots of the ring."""
         return 0 if self.keys is None else self.keys.shape[2] - self.exact.sinks
 
     def recent(self, n: int) -> tuple[Tensor, Tensor, Int[Tensor, "#batch n"]]:
         """The last n keys and values in the order of their positions, and their ordinals."""
-        if self.keys is None or self.values is None:
-            raise AssertionError("an empty buffer has no keys")  # callers append first
-        positions = torch.arange(self.length - n, self.length, device=self.keys.device)
+        keys, values = self.slots
+        positions = torch.arange(self.length - n, self.length, device=keys.device)
         slots = self.exact.sinks + positions % self.ring
         ordinals = positions[None] if self.ordinals is None else self.ordinals[:, positions % self.ring]
-        return self.keys[:, :, slots], self.values[:, :, slots], ordinals
+        return keys[:, :, slots], values[:, :, slots], ordinals
 
     def ordinals_of(
         self, n: int, valid: Bool[Tensor, "batch key"] | None, device: torch.device, batch: int
@@ -165,8 +172,7 @@ class KeyBuffer:
         """Take in new keys and values."""
         batch, heads, n, _ = k.shape
         self._reserve(batch, heads, min(self.exact.recent, self.length + n), k, v)
-        assert self.keys is not None
-        assert self.values is not None
+        keys, values = self.slots
         if padded and self.counts is None:
             self._begin_ordinals(batch, k.device)
         self._append_sinks(k, v, ordinals)
@@ -174,31 +180,29 @@ class KeyBuffer:
         positions = torch.arange(self.length + n - last, self.length + n, device=k.device)
         if last == 1:
             slot = self.exact.sinks + (self.length + n - 1) % self.ring
-            self.keys[:, :, slot], self.values[:, :, slot] = k[:, :, -1], v[:, :, -1]
+            keys[:, :, slot], values[:, :, slot] = k[:, :, -1], v[:, :, -1]
         else:
             slots = self.exact.sinks + positions % self.ring
-            self.keys[:, :, slots], self.values[:, :, slots] = k[:, :, -last:], v[:, :, -last:]
+            keys[:, :, slots], values[:, :, slots] = k[:, :, -last:], v[:, :, -last:]
         if self.ordinals is not None and self.counts is not None:
             self.ordinals[:, positions % self.ring] = ordinals[:, -last:].expand(batch, -1)
             self.counts = self.counts + (ordinals != NO_ORDINAL).sum(dim=1)
         self.length += n
 
     def _append_sinks(self, k: Tensor, v: Tensor, ordinals: Int[Tensor, "#batch key"]) -> None:
-        sinks = self.exact.sinks
-        if sinks == 0 or self.keys is None or self.values is None:
-            return
+        sinks, (keys, values) = self.exact.sinks, self.slots
         if self.sink_positions is None:
-            new = slice(self.length, min(sinks, self.length + k.shape[2]))
-            count = max(0, new.stop - new.start)
-            if count:
-                self.keys[:, :, new], self.values[:, :, new] = k[:, :, :count], v[:, :, :count]
+            count = min(sinks - self.length, k.shape[2])
+            if count > 0:
+                new = slice(self.length, self.length + count)
+                keys[:, :, new], values[:, :, new] = k[:, :, :count], v[:, :, :count]
             return
         for i in range(sinks):
             match = ordinals == i
             rows = match.any(dim=1).nonzero()[:, 0]
             if len(rows):
                 at = match[rows].int().argmax(dim=1)
-                self.keys[rows, :, i], self.values[rows, :, i] = k[rows, :, at], v[rows, :, at]
+                keys[rows, :, i], values[rows, :, i] = k[rows, :, at], v[rows, :, at]
                 self.sink_positions[rows, i] = at + self.length
 
     def _reserve(self, batch: int, heads: int, ring: int, k: Tensor, v: Tensor) -> None:
@@ -354,18 +358,17 @@ class WindowState:
         buffer, sinks = self.buffer, self.exact.sinks
         position = self.length
         buffer.append(k, v, torch.tensor([[position]]), padded=False)
-        assert buffer.keys is not None
-        assert buffer.values is not None
+        keys, values = buffer.slots
         if self.window is not None and position + 1 > self.window:
             return self._masked_step(q, position)
         # A sink is in the ring too until it leaves the window; its own slot counts from then on.
         gone = min(sinks, max(0, position + 1 - self.exact.recent))
         start = 0 if gone else sinks
         seen = slice(start, sinks + min(position + 1, buffer.ring))
-        scores = self._scores(q, buffer.keys[:, :, seen])
+        scores = self._scores(q, keys[:, :, seen])
         if gone < sinks and start == 0:
             scores[..., gone:sinks] = -torch.inf
-        return self._reduce(scores, buffer.values[:, :, seen], scores[..., sinks - start :])
+        return self._reduce(scores, values[:, :, seen], scores[..., sinks - start :])
 
     def _masked_step(self, q: Tensor, position: int) -> ExactSums:
         """The same where the model's own window hides keys."""
@@ -431,17 +434,18 @@ class WindowState:
         recent = inside[None] & (ordinals >= sinks)[:, None]
         scores = self._scores(q, keys).masked_fill(~recent[:, None], -torch.inf)
         recent_scores = scores
-        if sinks and self.buffer.keys is not None and self.buffer.values is not None:
+        if sinks:
+            sink_keys, sink_values = (x[:, :, :sinks] for x in self.buffer.slots)
             where = self.buffer.filled_sinks(q.device)
             apart = rows[:, None] - where[:, None]
             shown = apart >= 0
             if self.window is not None:
                 shown = shown & (apart < self.window)
-            first = self._scores(q, self.buffer.keys[:, :, :sinks]).masked_fill(~shown[:, None], -torch.inf)
+            first = self._scores(q, sink_keys).masked_fill(~shown[:, None], -torch.inf)
             near = shown & (apart < self.exact.recent)
             recent_scores = torch.cat([first.masked_fill(~near[:, None], -torch.inf), scores], dim=-1)
             scores = torch.cat([first, scores], dim=-1)
-            values = torch.cat([self.buffer.values[:, :, :sinks], values], dim=2)
+            values = torch.cat([sink_values, values], dim=2)
         return self._reduce(scores, values, recent_scores)
 
     def _scores(self, q: Tensor, keys: Tensor) -> Float[Tensor, "batch head query key"]:

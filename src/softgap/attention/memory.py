@@ -1,0 +1,101 @@
+"""What a substitute keeps of a sequence: numbers per KV head at any length, and substitutes of equal memory.
+
+    constant, zero      0
+    window              (sinks + w) (d + d_v)
+    razor               the same, and d + d_v + 1: sums of the dropped keys and values, and their number
+    features            r (d_v + 1), and r scales and r ages where features are logarithms
+    TAIL+window         the sum of the two
+    softmax, profile and others without a state    keys and values of the whole text
+
+Parameters are counted apart: a model has them once, whatever the number and length of its texts.
+"""
+
+from __future__ import annotations
+
+from softgap.attention.mechanism import Mechanism
+from softgap.attention.registry import resolve
+from softgap.attention.window import ExactSet
+from softgap.errors import UnsupportedError, ValueInputError
+
+__all__ = ["KEYS_WORTH", "SINKS", "equal_window", "keys_worth", "kept_numbers", "parameter_bytes", "split_keys"]
+
+# The memory that substitutes are compared at unless another is named, in keys with their values.
+KEYS_WORTH = 64
+SINKS = 4
+
+
+def kept_numbers(
+    mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None
+) -> float:
+    """Numbers that a mechanism keeps per KV head, however long the text.
+
+    Parameters
+    ----------
+    mechanism
+        A name, or a :class:`Mechanism` with its parameters where their shape decides (``fitted``).
+    dim, value_dim
+        Dimensions of keys and of values; None for equal ones.
+    kv_heads
+        KV heads of a layer; a mechanism with one key map per query head keeps a state for each of them.
+
+    Returns
+    -------
+    float
+        ``inf`` where it keeps every key and value.
+
+    Examples
+    --------
+    >>> kept_numbers("window:w=60,sinks=4", 64), kept_numbers("elu1", 64), kept_numbers("softmax", 64)
+    (8192, 4160, inf)
+    """
+    resolved, value_dim = resolve(mechanism), dim if value_dim is None else value_dim
+    if resolved.kind == "constant":
+        return 0
+    if resolved.kind in ("window", "hybrid"):
+        exact = ExactSet.of(resolved.options).size * (dim + value_dim)
+        tail = resolved.tail_with_parameters()
+        return exact if tail is None else exact + kept_numbers(tail, dim, value_dim, kv_heads=kv_heads)
+    if resolved.kind == "mean_key":
+        return dim + value_dim + 1
+    features = resolved.feature_dim(dim) if resolved.factorable(dim) else None
+    if features is None:
+        return float("inf")
+    maps = resolved.parameters.get("key_weight")
+    copies = 1 if maps is None or kv_heads is None else max(1, maps.shape[1] // kv_heads)
+    return copies * features * (value_dim + 1 + 2 * resolved.log)
+
+
+def keys_worth(mechanism: str | Mechanism, dim: int, value_dim: int | None = None) -> float:
+    """The same in keys with their values."""
+    return kept_numbers(mechanism, dim, value_dim) / (dim + (dim if value_dim is None else value_dim))
+
+
+def parameter_bytes(mechanism: Mechanism) -> int:
+    """Bytes of a mechanism's parameters, which a model has once."""
+    return sum(tensor.nbytes for tensor in mechanism.parameters.values())
+
+
+def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
+    """Recent keys and sinks of a window that keeps so many keys: at most half of them are sinks."""
+    if keys < 1:
+        raise ValueInputError(f"a window must keep at least 1 key, got {keys}; raise the number of bytes")
+    first = min(sinks, keys // 2)
+    return keys - first, first
+
+
+def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, sinks: int = SINKS) -> str:
+    """The window of as much memory as a mechanism keeps, by name.
+
+    Examples
+    --------
+    >>> equal_window("hedgehog", 64)
+    'window:w=63,sinks=4'
+    """
+    worth = keys_worth(mechanism, dim, value_dim)
+    if worth == float("inf"):
+        raise UnsupportedError(
+            f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with a "
+            "state of constant size"
+        )
+    recent, first = split_keys(max(1, round(worth)), sinks=sinks)
+    return f"window:w={recent},sinks={first}"
