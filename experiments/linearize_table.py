@@ -27,7 +27,6 @@ from harness import FINDINGS, machine, write_section
 from held_out import halves
 from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequences, split_sequences, substitute
-from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
@@ -37,7 +36,6 @@ from softgap.report.figures import draw_frontier
 from softgap.report.files import save_figure
 
 FITTED = "fitted"
-TOP = 16
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
 LOOKUPS = 192
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
@@ -100,7 +98,7 @@ def scored(model: Any, fit: Sequences, one: Substitute, parts: Path) -> Scores:
     """All scores of one substitute, kept on disk."""
     path = parts / f"scores-{kept_as(fit, one)}.npz"
     if not path.exists():
-        found = with_finite_steps(model, fit, one, head_scores(model, fit, one, progress=say), top=TOP, progress=say)
+        found = head_scores(model, fit, one, progress=say)
         passes = np.array([found.passes[name] for name in found.values])
         np.savez(path, heads=np.array(found.heads), names=np.array(list(found.values)), passes=passes,
                  values=np.stack(list(found.values.values())))  # fmt: skip

@@ -12,15 +12,14 @@ from jaxtyping import Float
 
 from softgap.inputs import checked_count, checked_share
 from softgap.signal.entropy import check_q, log_where_positive, probabilities, reduce_blocks, renyi, shannon
-from softgap.signal.patterns import Options, check_batch, pattern_counts, sorting_patterns
-from softgap.signal.results import ComplexityEntropy, Entropy, FisherShannon, MissingPatterns, RenyiComplexity
+from softgap.signal.patterns import Options, check_batch, pattern_counts
+from softgap.signal.results import ComplexityEntropy, Entropy, MissingPatterns, RenyiComplexity
 from softgap.signal.validation import check_order
 
 __all__ = [
     "ComplexityBounds",
     "complexity_bounds",
     "complexity_entropy",
-    "fisher_shannon",
     "missing_fraction",
     "missing_patterns",
     "plane",
@@ -73,26 +72,6 @@ def renyi_complexity(
 
     values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
     return RenyiComplexity(grid, values[..., 0], values[..., 1], *rest)
-
-
-def fisher_shannon(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> FisherShannon:
-    """Normalised permutation entropy and Fisher information of each series.
-
-    F = F_0 sum_i (sqrt p_{i+1} - sqrt p_i)^2, F_0 = 1 if only the first or only the last pattern occurs, else 1/2
-    (Olivares et al., Physica A 391, 2518 (2012)). F depends on how patterns are listed: here by the permutation that
-    sorts the window, lexicographically.
-    """
-    batch = check_batch(x, order, delay, options)
-    listed = np.argsort(sorting_patterns(batch.order))
-
-    def reduce(counts: np.ndarray) -> np.ndarray:
-        p = probabilities(counts)[:, listed]
-        at_an_end = (p[:, 0] == 1) | (p[:, -1] == 1)
-        information = (np.diff(np.sqrt(p), axis=-1) ** 2).sum(axis=-1) * np.where(at_an_end, 1.0, 0.5)
-        return np.stack([shannon(p) / math.log(batch.patterns), information], axis=-1)
-
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
-    return FisherShannon(values[..., 0], values[..., 1], *rest)
 
 
 def missing_patterns(

@@ -1,8 +1,7 @@
-"""Entropies of ordinal patterns: Shannon, Renyi, Tsallis, weighted, multiscale, and in sliding windows."""
+"""Entropies of ordinal patterns: Shannon, Renyi, weighted, multiscale, and in sliding windows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -27,7 +26,6 @@ __all__ = [
     "renyi",
     "renyi_entropy",
     "shannon",
-    "tsallis_entropy",
     "weighted_permutation_entropy",
     "windowed_entropy",
 ]
@@ -126,26 +124,19 @@ def renyi_entropy(
     """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
-    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`.
+    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`. In nats it gives the Tsallis entropy too:
+    S_q = (exp((1 - q) H_q) - 1) / (1 - q).
     """
-    return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalised else 1.0)
+    grid = check_q(q)
+    batch = check_batch(x, order, delay, options)
+    unit = batch.unit(normalised)
 
+    def reduce(counts: np.ndarray) -> np.ndarray:
+        p = probabilities(counts)
+        return np.stack([renyi(p, value) / unit for value in np.atleast_1d(grid)], axis=-1)
 
-def tsallis_entropy(
-    x: Any,
-    q: float | Sequence[float],
-    order: int = 3,
-    delay: int = 1,
-    *,
-    normalised: bool = True,
-    **options: Unpack[Options],
-) -> Entropy:
-    """Tsallis entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
-
-    S_q = (1 - sum_i p_i^q) / (q - 1), Shannon at q = 1; divided by its value for equal frequencies,
-    (1 - (order!)^(1 - q)) / (q - 1), if ``normalised``. Keywords as in :func:`permutation_entropy`.
-    """
-    return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalised else 1.0)
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
+    return Entropy(values if grid.ndim else values[..., 0], *rest)
 
 
 def multiscale_entropy(
@@ -206,13 +197,6 @@ def renyi(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
     return np.asarray((q * np.log(largest[..., 0]) + np.log(powers.sum(axis=-1))) / (1 - q))
 
 
-def tsallis(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
-    """Tsallis entropy along the last axis."""
-    if q == 1:
-        return shannon(p)
-    return np.asarray(-(p * np.expm1((q - 1) * log_where_positive(p))).sum(axis=-1) / (q - 1))
-
-
 def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     """``q`` as one number or a list of numbers from 0 to 500."""
     grid = np.asarray(q)
@@ -222,31 +206,6 @@ def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     if wrong.any():
         raise ValueInputError(f"q must be between 0 and {_LARGEST_Q:g}, got {grid[wrong].flat[0]}")
     return grid.astype(float)
-
-
-def _over_q(
-    x: Any,
-    q: float | Sequence[float],
-    order: int,
-    delay: int,
-    options: Options,
-    entropy: Callable[[np.ndarray, float], np.ndarray],
-    unit: Callable[[float, int], float],
-) -> Entropy:
-    grid = check_q(q)
-    batch = check_batch(x, order, delay, options)
-
-    def reduce(counts: np.ndarray) -> np.ndarray:
-        p = probabilities(counts)
-        columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
-        return np.stack(columns, axis=-1)
-
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
-    return Entropy(values if grid.ndim else values[..., 0], *rest)
-
-
-def _tsallis_largest(q: float, patterns: int) -> float:
-    return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
 def _in_unit(batch: SeriesBatch, normalised: bool) -> Reducer:

@@ -34,7 +34,6 @@ __all__ = [
     "pattern_counts",
     "pattern_ranks",
     "reversed_patterns",
-    "sorting_patterns",
 ]
 
 
@@ -331,12 +330,6 @@ def pattern_ranks(order: int) -> Int[np.ndarray, "pattern order"]:
 def reversed_patterns(order: int) -> Int[np.ndarray, " pattern"]:
     """The index of each pattern read backwards in time."""
     return _indices(pattern_ranks(order)[:, ::-1])
-
-
-@cache
-def sorting_patterns(order: int) -> Int[np.ndarray, " pattern"]:
-    """For each pattern index, that of the permutation that sorts the window (argsort, the inverse of the ranks)."""
-    return _indices(np.argsort(pattern_ranks(order), axis=1))
 
 
 def _indices(permutations: np.ndarray) -> np.ndarray:
