@@ -302,15 +302,20 @@ class LinearState:
         carry, window = self._carries.get(name), near or self.window
         if carry is None:
             carry = empty_carry(batch * heads, r, value.shape[-1], key, log=features.log, window=window)
-        sums, totals, scale, self._carries[name] = _carried_sums(
-            query.reshape(batch * heads, group, t, r),
-            key,
-            value,
-            carry,
-            rate=None if features.rate is None else features.rate.reshape(-1, r),
-            log=features.log,
-            window=window,
-        )
+        query = query.reshape(batch * heads, group, t, r)
+        rate = None if features.rate is None else features.rate.reshape(-1, r)
+        scale: Tensor | None
+        if r == 1 and not features.log and window is None:
+            sums, totals, scale, carry = prefix_sums(query, key, value, carry)
+        elif t != 1:
+            sums, totals, scale, carry = block_sums(
+                query, key, value, carry, rate=rate, log=features.log, window=window
+            )
+        elif window is None:
+            sums, totals, scale, carry = _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, features.log)
+        else:
+            sums, totals, scale, carry = _one_step_in_window(query, key, value, carry, rate, features.log, window)
+        self._carries[name] = carry
         shape = (batch, heads * group, t)
         scale = None if scale is None else scale.reshape(*shape, 1)
         return Sums(sums.reshape(*shape, value.shape[-1]), totals.reshape(*shape, 1), scale)
@@ -381,26 +386,6 @@ def _split_carry(carry: Carry, i: int, n: int) -> Carry:
     values = {f.name: getattr(carry, f.name) for f in fields(Carry)}
     parts: dict[str, Any] = {name: None if x is None else x.chunk(n)[i] for name, x in values.items()}
     return Carry(**parts)
-
-
-def _carried_sums(
-    query: Float[Tensor, "n g t r"],
-    key: Float[Tensor, "n t r"],
-    value: Float[Tensor, "n t e"],
-    carry: Carry,
-    *,
-    rate: Float[Tensor, "n r"] | None,
-    log: bool,
-    window: int | None,
-) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], Float[Tensor, "n g t 1"] | None, Carry]:
-    """The same as :func:`block_sums`; a block of one position takes a shorter way."""
-    if query.shape[-1] == 1 and not log and window is None:
-        return prefix_sums(query, key, value, carry)
-    if key.shape[1] > 1:
-        return block_sums(query, key, value, carry, rate=rate, log=log, window=window)
-    if window is None:
-        return _one_step(query[:, :, 0], key[:, 0], value[:, 0], carry, rate, log)
-    return _one_step_in_window(query, key, value, carry, rate, log, window)
 
 
 def _one_step(
