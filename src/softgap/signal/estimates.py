@@ -121,10 +121,8 @@ def rarefied_entropy(
     for block in batch.indices():
         counted[block.where], rate[block.where] = block.windows, block.tie_rate
     enough = counted[counted >= batch.least]
-    if windows is None:
-        common = int(enough.min()) if enough.size else batch.least
-    else:
-        common = checked_count("windows", windows)
+    fewest = int(enough.min()) if enough.size else batch.least
+    common = fewest if windows is None else checked_count("windows", windows)
     values, stretches = np.full(series, np.nan), np.zeros(series, np.int64)
     if common >= batch.least:
         for block in batch.indices():
