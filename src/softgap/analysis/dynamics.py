@@ -62,7 +62,7 @@ def analyze(
     transform, segment
         What is done to each trajectory before its patterns are taken; the segment is cut from what the transform left.
     order, delay, ties, eligibility
-        As everywhere in :mod:`softgap.signal`; eligibility is asked of all windows of a head together.
+        As everywhere in ``softgap.signal``; eligibility is asked of all windows of a head together.
     alpha
         False discovery rate of the heads that stand out from noise.
     seed

@@ -77,7 +77,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the numbers of an analysis depend on beside the trajectories; see :func:`softgap.analysis.analyze`."""
+    """All that the numbers of an analysis depend on beside the trajectories; see ``softgap.analysis.analyze``."""
 
     mechanism: str | None
     quantity: str

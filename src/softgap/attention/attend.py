@@ -40,7 +40,7 @@ def attend(
     Parameters
     ----------
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``) or a :class:`Mechanism`.
+        A name (``"elu1"``, ``"top_k:k=8"``) or a ``Mechanism``.
     q, k, v
         Post-rotary tensors; query heads are a multiple of KV heads, which are never repeated.
     visible

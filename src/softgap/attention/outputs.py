@@ -131,7 +131,7 @@ def compare_heads(
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:
-    """1 - cos(o, l); see :class:`Comparison` for zero vectors."""
+    """1 - cos(o, l); see ``Comparison`` for zero vectors."""
     return compare_outputs(softmax_output, linear_output).divergence
 
 

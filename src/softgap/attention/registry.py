@@ -48,7 +48,7 @@ def register_mechanism(
     feature_map
         phi on vectors along the last axis; non-negative unless ``signed``, logarithms of features if ``log``.
     mechanism
-        A whole :class:`Mechanism` instead, for what no single map expresses.
+        A whole ``Mechanism`` instead, for what no single map expresses.
     key_map
         phi for keys, where it differs from the queries'.
     scale

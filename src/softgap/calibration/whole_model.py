@@ -48,7 +48,7 @@ __all__ = ["Calibration", "calibrate"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """What :func:`softgap.calibrate` found for a model.
+    """What ``softgap.calibrate`` found for a model.
 
     Attributes
     ----------

@@ -211,7 +211,7 @@ def impact(
         Some heads; None for all.
     recalls
         Lists to measure associative recall with; 0 for none. Few, because every head is asked all of them:
-        :meth:`Impact.interval` says how far each number may be off.
+        ``Impact.interval`` says how far each number may be off.
     seed
         Random seed of the recall lists and of the bootstrap.
     reuse
@@ -239,7 +239,7 @@ def impact_on(
     reuse: bool = True,
     progress: Progress = silent,
 ) -> Impact:
-    """The same on given sequences and recall lists; see :func:`impact`."""
+    """The same on given sequences and recall lists; see ``impact``."""
     check_measurable(model)
     layers = attention_layers(model)
     everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]

@@ -239,7 +239,7 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute)
 def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     """Run a model under a plan while the block runs.
 
-    Forwards and ``generate`` use the plan's heads as :func:`swap` does. ``model.generate(...,
+    Forwards and ``generate`` use the plan's heads as ``swap`` does. ``model.generate(...,
     past_key_values=applied.cache())`` computes the same with a state of constant size in the place of the keys and
     values of every freed KV group: that saves the memory.
     """
@@ -274,7 +274,7 @@ class _Split:
 
 
 class Applied:
-    """A model under a plan; made by :func:`apply`."""
+    """A model under a plan; made by ``apply``."""
 
     def __init__(self, model: Model, heads: Sequence[Head], used: Substitute) -> None:
         self._model = model

@@ -148,7 +148,7 @@ def head_scores(
         Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
         heads that text hardly misses may carry all of recall.
     names
-        Which scores; see :data:`SCORES`.
+        Which scores; see ``SCORES``.
     heads
         Which heads; None for all that are not swapped.
     swapped

@@ -2,7 +2,7 @@
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
-of its own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
+of its own; those that choose and those that check are as many as ``softgap.linearize.recall`` asks for.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def find_plan(
     texts
         What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
-        What heads become, by name, or as a :class:`Substitute`.
+        What heads become, by name, or as a ``Substitute``.
     budget
         Rise in loss that is allowed, in nats per token.
     recall_budget
@@ -88,16 +88,16 @@ def find_plan(
     by
         ``heads`` or ``groups``.
     score
-        What ranks the heads; see :data:`SCORES`.
+        What ranks the heads; see ``SCORES``.
     repair
         Whether swapped heads get a readout.
     tune
-        Steps by which every set is distilled after its output correction (:func:`distil_substitute`); 0 for none. A
+        Steps by which every set is distilled after its output correction (``distil_substitute``); 0 for none. A
         step takes the
         time of about four forwards over a sequence.
     recalls
         Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
-        as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
+        as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
     folder
         Where finished steps wait, so that the same call goes on after an interruption.
     """

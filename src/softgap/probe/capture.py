@@ -210,7 +210,7 @@ def generate(
         With it the model samples (temperature 1 unless ``settings`` say otherwise); without it greedy search. The
         global random state is left as it was.
     listener
-        Called with each :class:`~softgap.probe.Step` while the model writes.
+        Called with each ``softgap.probe.Step`` while the model writes.
     stop
         Asked after every token; once it says True the generation ends there, as if by itself.
     settings
@@ -359,7 +359,7 @@ def read_ids(
     focus: bool = False,
     drop_sinks: int = 0,
 ) -> list[Trajectories]:
-    """Read token ids: the same as :func:`read`, for who has tokens already."""
+    """Read token ids: the same as ``read``, for who has tokens already."""
     check_measurable(model)
     followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
     # The last token of a completion is predicted, never fed: as in a generation.

@@ -64,7 +64,7 @@ class Step:
 
 
 class Recording:
-    """What was seen of a model's attention; made by :func:`record`."""
+    """What was seen of a model's attention; made by ``record``."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ def record(
     tokenizer
         For the text of the tokens; without it they stay empty.
     listener
-        Called with each :class:`Step` while the model generates; steps are then reduced one by one.
+        Called with each ``Step`` while the model generates; steps are then reduced one by one.
     block
         Steps to reduce together; it changes the speed, not the numbers.
     focus

@@ -65,7 +65,7 @@ def explorer(
     findings: Sequence[Document] = (),
     progress: Progress | None = None,
 ) -> str:
-    """The explorer of a study as HTML; see :func:`softgap.report.payload.payload` for the arguments."""
+    """The explorer of a study as HTML; see ``softgap.report.payload.payload`` for the arguments."""
     return render(payload(study, samples=samples, columns=columns, findings=findings, progress=progress))
 
 
@@ -98,7 +98,7 @@ def write_explorer(
     samples
         Names of the samples to carry token by token; by default as many as the file holds.
     heads
-        CSV files with further quantities of the heads; see :mod:`softgap.report.columns`.
+        CSV files with further quantities of the heads; see ``softgap.report.columns``.
     calibration
         File of the model's calibration, for the share of each head's gap that it closes; by default the one that the
         study was measured with, if it is at hand.

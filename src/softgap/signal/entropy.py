@@ -84,12 +84,12 @@ def permutation_entropy(
     delay
         Steps between neighbouring values of a window.
     **options
-        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see :class:`Options`.
+        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see ``Options``.
 
     Notes
     -----
-    The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
-    compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
+    The plug-in estimate is biased low at short length: ``corrected_entropy`` corrects it, ``z_scores``
+    compares it with noise of the same length, ``rarefied_entropy`` with series of other lengths.
     """
     batch = check_batch(x, order, delay, options)
     return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))
@@ -126,7 +126,7 @@ def renyi_entropy(
     """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
-    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`.
+    log(order!) if ``normalised``. Keywords as in ``permutation_entropy``.
     """
     return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalised else 1.0)
 
@@ -143,7 +143,7 @@ def tsallis_entropy(
     """Tsallis entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     S_q = (1 - sum_i p_i^q) / (q - 1), Shannon at q = 1; divided by its value for equal frequencies,
-    (1 - (order!)^(1 - q)) / (q - 1), if ``normalised``. Keywords as in :func:`permutation_entropy`.
+    (1 - (order!)^(1 - q)) / (q - 1), if ``normalised``. Keywords as in ``permutation_entropy``.
     """
     return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalised else 1.0)
 
@@ -267,7 +267,7 @@ class WindowedEntropy:
     value : float [..., window]
         Normalised permutation entropy; NaN where not ``eligible``.
     tie_rate, eligible, windows
-        As for :func:`permutation_entropy`, per window; ``windows`` counts the ordinal windows inside.
+        As for ``permutation_entropy``, per window; ``windows`` counts the ordinal windows inside.
     starts : int [window]
         First step of each window.
     width : int
@@ -304,7 +304,7 @@ def windowed_entropy(
     """Permutation entropy in windows of ``width`` steps along the last axis.
 
     Windows begin at 0, ``stride``, 2 ``stride``, ...; steps after the last whole window are left out. Feed ``value``
-    to :func:`change_points` only with ``stride >= width`` (the default): windows that overlap share values, and what
+    to ``change_points`` only with ``stride >= width`` (the default): windows that overlap share values, and what
     they share looks like a level that changes.
 
     Parameters
@@ -314,7 +314,7 @@ def windowed_entropy(
     width, stride
         In steps; windows touch unless a stride is given.
     order, delay, ties, eligibility, rng
-        Of :func:`permutation_entropy`.
+        Of ``permutation_entropy``.
     """
     series = check_series(x, use="windowed entropy")
     checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")

@@ -36,7 +36,7 @@ def corrected_entropy(
     """Permutation entropy with its short-length bias taken out; 1 on average for white noise of any length.
 
     H + f (K - 1) / 2N nats for K patterns seen in N windows. f = 1 is the correction of Miller and Madow, which is
-    too large here because neighbouring windows share values; f is measured on white noise, see :func:`bias_factor`.
+    too large here because neighbouring windows share values; f is measured on white noise, see ``bias_factor``.
     A single value may exceed 1, as an estimate that is right on average must.
 
     Notes
@@ -175,13 +175,13 @@ def entropy_interval(
     block
         Windows per block; by default the cube root of their number, and no fewer than share a value with one window.
     **options
-        As everywhere (:class:`Options`), but ``rng`` is required: it draws the blocks.
+        As everywhere (``Options``), but ``rng`` is required: it draws the blocks.
 
     Notes
     -----
     The coverage that was measured is in docs/signal.md; the plain percentile interval never covered white noise. At
     the maximum of entropy the estimate is not normally distributed and the interval is too wide: compare such series
-    by :func:`z_scores`.
+    by ``z_scores``.
     """
     checked_share("level", level, usual=0.95)
     checked_count("replicates", replicates, least=2)

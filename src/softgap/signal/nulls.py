@@ -95,7 +95,7 @@ def noise_null(
     Parameters
     ----------
     transform
-        A name that :func:`apply_transform` knows, or a function of an array along its last axis.
+        A name that ``apply_transform`` knows, or a function of an array along its last axis.
     rng
         A generator, or a seed. With a seed the null is kept and not simulated again in this process.
     """

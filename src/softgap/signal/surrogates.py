@@ -163,7 +163,7 @@ class Convergence:
     converged : bool [..., surrogate]
         Whether the last iteration changed nothing.
     spectrum_error : float64 [..., surrogate]
-        Of the result, see :func:`spectrum_error`.
+        Of the result, see ``spectrum_error``.
     """
 
     iterations: Int64[np.ndarray, "*batch surrogate"]

@@ -20,7 +20,7 @@ __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 
 
 class ComparisonOptions(TypedDict, total=False):
-    """What every comparison takes by name; see :func:`compare_table`."""
+    """What every comparison takes by name; see ``compare_table``."""
 
     clusters: Any
     strata: Any
@@ -86,7 +86,7 @@ class Comparison:
 def compare(a: Any, b: Any, *, rng: np.random.Generator, **options: Unpack[ComparisonOptions]) -> Comparison:
     """Compare two groups of samples, each [sample, *unit]; the effect is mean(a) - mean(b).
 
-    As :func:`compare_table`; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
+    As ``compare_table``; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
     """
     table, labels, shape = check_groups(a, b)
     return _compare_rows(table, labels, ("a", "b"), shape, rng, **options)
@@ -110,7 +110,7 @@ def compare_table(
     labels, first
         Two different values; ``first`` names the group whose effect is positive, by default the larger value.
     clusters, strata, exchange
-        What belongs together, what must not be exchanged across, and how: :func:`softgap.stats.design.design_of`.
+        What belongs together, what must not be exchanged across, and how: ``softgap.stats.design.design_of``.
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed from values and labels first.
     permutations
@@ -124,7 +124,7 @@ def compare_table(
     -----
     Exact where labels are exchangeable in their blocks, whatever the distribution; and since t is studentised, right
     in large samples also where the groups differ in spread and not in mean (Janssen 1997; Chung and Romano 2013). In
-    small samples with clearly unequal spread, p is made larger (:attr:`Contrast.unequal`). With covariates the values
+    small samples with clearly unequal spread, p is made larger (``Contrast.unequal``). With covariates the values
     are residuals, and p is right in large samples (Freedman and Lane 1983).
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
     """

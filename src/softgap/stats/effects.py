@@ -72,7 +72,7 @@ class Contrast:
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
-        How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
+        How labels may be exchanged (``softgap.stats.design.design_of``), in how many blocks, how many samples
         were left out since their block holds one label only, and how many permutations there are.
     """
 
@@ -189,7 +189,7 @@ def contrast_table(
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed.
     exchange
-        What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
+        What clusters mean for the labels: see ``softgap.stats.design.design_of``. Under "whole" the standard
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
     """
     table, shape = check_values(values)

@@ -210,7 +210,7 @@ def joint_control(
     length plus 5 % noise shows the smallest difference in length, and regression alone extrapolates where groups do not
     overlap (Rubin 1973; Ho, Imai, King and Stuart 2007).
 
-    Hand ``values[kept]``, ``labels[kept]``, ``strata=stratum`` and ``covariates`` to :func:`compare_table`.
+    Hand ``values[kept]``, ``labels[kept]``, ``strata=stratum`` and ``covariates`` to ``compare_table``.
 
     Examples
     --------

@@ -79,7 +79,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a call of :func:`run_study` has done.
+    """What a call of ``run_study`` has done.
 
     ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before.
     """
@@ -153,7 +153,7 @@ def measure(
         Whether the folder is there before the first sample is measured, or only once that sample can be written; a
         study is always there before.
     engine, address
-        As :func:`run_study` takes them, for a study.
+        As ``run_study`` takes them, for a study.
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:

@@ -55,7 +55,7 @@ class Scorer:
 def resolve_scorer(name: str) -> Scorer:
     """A scorer by name, or a function by import path ``module:function``.
 
-    The function is called with the answer and the prompt's fields (as :meth:`Prompt.to_json`); it returns True or
+    The function is called with the answer and the prompt's fields (as ``Prompt.to_json``); it returns True or
     False (right or wrong), a label of its own, or None.
     """
     if ":" not in name:

@@ -176,15 +176,15 @@ class Trajectories(Displayed):
         )
 
     def to_xarray(self) -> xr.Dataset:
-        """An xarray Dataset with dimensions mechanism, layer, head, step; see :mod:`softgap.trajectories.run`."""
+        """An xarray Dataset with dimensions mechanism, layer, head, step; see ``softgap.trajectories.run``."""
         return to_xarray(self)
 
     def to_frame(self) -> pd.DataFrame:
-        """A tidy frame, one row per mechanism, layer, head and step; see :mod:`softgap.trajectories.run`."""
+        """A tidy frame, one row per mechanism, layer, head and step; see ``softgap.trajectories.run``."""
         return to_frame(self)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write this run as a study of one sample; see :func:`softgap.trajectories.save`."""
+        """Write this run as a study of one sample; see ``softgap.trajectories.save``."""
         from softgap.trajectories.writer import save
 
         save(self, path, overwrite=overwrite)

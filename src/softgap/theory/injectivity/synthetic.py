@@ -309,7 +309,7 @@ def injectivity_lab(
     draws
         Random keys per prefix length, and random queries for InLine.
     starts, queries
-        Effort of the collision finder, see :func:`find_collision`.
+        Effort of the collision finder, see ``find_collision``.
     mechanisms
         What the finder looks at; every registered mechanism that has weights and needs no parameters by default.
     progress

@@ -192,7 +192,7 @@ class MechanismTrend:
     slopes
         Of every head [layer, head]: means over texts.
     terms
-        Slopes of the terms in :data:`TERMS`, [term, layer, head]; over the terms they sum to ``slopes.value``.
+        Slopes of the terms in ``TERMS``, [term, layer, head]; over the terms they sum to ``slopes.value``.
     random
         Slopes with queries of random direction and the same norms.
     shares

@@ -321,7 +321,7 @@ def separation_lab(
     Parameters
     ----------
     sizes
-        What :func:`softgap.theory.separation.construct` takes: n, d, t, m, a0, a1, b, c, cross.
+        What ``softgap.theory.separation.construct`` takes: n, d, t, m, a0, a1, b, c, cross.
     mechanisms
         Names to put in the network beside softmax and identity; every one that can be computed by default.
     axes
