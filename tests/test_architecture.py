@@ -70,12 +70,12 @@ def layer_violations(root: Path) -> list[str]:
     """Imports that point down the list of layers, layers that are not in it, and ways around it."""
     found = []
     for module in modules(root):
-        if not module.room:  # the package's own __init__ names the surface of all layers
+        if not module.package:  # the package's own __init__ names the surface of all layers
             continue
-        if module.room not in LAYERS:
+        if module.package not in LAYERS:
             found.append(f"{module.name} belongs to no layer")
             continue
-        above = LAYERS[: LAYERS.index(module.room) + 1]
+        above = LAYERS[: LAYERS.index(module.package) + 1]
         for name in filter(is_ours, imported(module)):
             if room_of(name) not in above and name != "softgap.__version__":
                 found.append(f"{module.name} imports {name}")
@@ -88,9 +88,9 @@ def dependency_violations(root: Path) -> list[str]:
     for module in modules(root):
         for name in imported(module):
             top = name.split(".")[0]
-            outside = top == "transformers" and module.room not in WITH_TRANSFORMERS
+            outside = top == "transformers" and module.package not in WITH_TRANSFORMERS
             needs_torch = top == "torch" or (is_ours(name) and room_of(name) not in WITHOUT_TORCH | {"", "__version__"})
-            if outside or (needs_torch and module.room in WITHOUT_TORCH):
+            if outside or (needs_torch and module.package in WITHOUT_TORCH):
                 found.append(f"{module.name} imports {name}")
     return found
 
@@ -274,15 +274,15 @@ def test_surfaces_that_differ_are_found(tmp_path: Path, text: str, violation: st
     assert surface_violations(tree) == [violation]
 
 
-@pytest.mark.parametrize("room", ["signal", "stats", "tasks"])
-def test_rooms_import_with_torch_absent(room: str) -> None:
-    assert import_error(SOURCE, f"import softgap.{room}", absent=("torch", "transformers")) == ""
+@pytest.mark.parametrize("package", ["signal", "stats", "tasks"])
+def test_packages_import_with_torch_absent(package: str) -> None:
+    assert import_error(SOURCE, f"import softgap.{package}", absent=("torch", "transformers")) == ""
 
 
-@pytest.mark.parametrize("room", ["signal", "stats"])
-def test_rooms_that_need_torch_are_found(tmp_path: Path, room: str) -> None:
-    tree = plant(tmp_path, {f"softgap/{room}/__init__.py": "import torch.nn", "torch/__init__.py": ""})
-    assert import_error(tree, f"import softgap.{room}", absent=("torch",)) == "ImportError: torch is absent"
+@pytest.mark.parametrize("package", ["signal", "stats"])
+def test_packages_that_need_torch_are_found(tmp_path: Path, package: str) -> None:
+    tree = plant(tmp_path, {f"softgap/{package}/__init__.py": "import torch.nn", "torch/__init__.py": ""})
+    assert import_error(tree, f"import softgap.{package}", absent=("torch",)) == "ImportError: torch is absent"
 
 
 def test_softgap_alone_imports_nothing_heavy() -> None:

@@ -141,7 +141,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
 
 
-# What transformers calls them, for rooms that do not import it.
+# What transformers calls them, for packages that do not import it.
 Model = PreTrainedModel
 
 

@@ -17,7 +17,10 @@ from softgap.tasks.prompts import Prompt
 
 __all__ = ["RIGHT", "SCORERS", "WRONG", "Scorer", "resolve_scorer"]
 
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+"""The label of a right answer."""
+WRONG = "wrong"
+"""The label of a wrong answer."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _LETTER = re.compile(r"^\W*\(?([A-Za-z])(?:[).:]|\s|$)")
