@@ -334,6 +334,26 @@ def test_the_page_lists_every_module() -> None:
     assert wrong == [], "run: python docs/make/module_list.py"
 
 
+PATHS = ("One token", "One calibration", "One plan")
+
+
+def files_of_path(page: str, title: str) -> list[str]:
+    """The files that the table under a heading names, each once."""
+    section = page.partition(f"### {title}")[2].partition("\n##")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return sorted(set(re.findall(r"`([a-z0-9_/]+\.(?:py|js))`", "\n".join(rows))))
+
+
+@pytest.mark.parametrize("title", PATHS)
+def test_a_path_through_the_code_names_at_most_thirty_files(title: str) -> None:
+    assert 10 <= len(files_of_path(PAGE.read_text(encoding="utf-8"), title)) <= 30
+
+
+def test_the_files_of_a_path_are_counted_once() -> None:
+    page = "### One token\n`no.py`\n| `a/b.py`, `c.js` | `a/b.py` |\n### Two\n| `d.py` |"
+    assert files_of_path(page, "One token") == ["a/b.py", "c.js"]
+
+
 def test_a_page_that_is_out_of_date_is_found(tmp_path: Path) -> None:
     source = tmp_path / "src" / "softgap"
     (source / "stats").mkdir(parents=True)

@@ -328,10 +328,28 @@ def swap(
         A name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism`` with its parameters ``[layer, head, ...]``, or a
         ``Substitute``, which may correct a head's output too.
     window
-        Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
+        Keep softmax on this many most recent keys and use the mechanism for the rest: a hybrid.
     positions
         Swap only queries at these positions, ``range(start, stop)`` or ``(start, stop)``, padding not counted. Step i
         of a generation is the query at position n_prompt - 1 + i.
+
+    Yields
+    ------
+    None
+        The model is as before when the block ends.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
+    >>> before = model(**inputs).logits
+    >>> with softgap.linearize.swap(model, [(0, 1), (1, 2)], "elu1"):
+    ...     swapped = model(**inputs).logits
+    >>> bool((swapped == before).all()), bool((model(**inputs).logits == before).all())
+    (False, True)
     """
     span = _span(positions)
     layers = attention_layers(model)

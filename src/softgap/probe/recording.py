@@ -300,9 +300,26 @@ def record(
     focus
         Measure S(a), attention entropy and the largest weight too.
     drop_sinks
-        Leave out the first keys of every sequence, on both sides.
+        Leave out this many first keys of every sequence, in softmax and in the mechanisms.
     logits
         Score the logits of each forward; replay does that apart.
+
+    Yields
+    ------
+    Recording
+        Its ``trajectories()`` returns one Trajectories per sequence.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt")
+    >>> with softgap.record(model, ["elu1"], tokenizer=tokenizer) as recording:
+    ...     ids = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    >>> [run.divergence.shape for run in recording.trajectories()]  # layer, head, step
+    [(2, 4, 4)]
     """
     recording = Recording(
         model,

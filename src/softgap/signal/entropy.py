@@ -83,13 +83,29 @@ def permutation_entropy(
         Values per window, 2 to 8.
     delay
         Steps between neighbouring values of a window.
+    normalised
+        Divide by log(order!), so that white noise is near 1; False gives nats.
     **options
         ``ties``, ``rng``, ``lengths`` and ``eligibility``; see ``Options``.
+
+    Returns
+    -------
+    Entropy
+        ``value``, the number of ``windows`` and whether they are enough (``eligible``), per series.
 
     Notes
     -----
     The plug-in estimate is biased low at short length: ``corrected_entropy`` corrects it, ``z_scores``
     compares it with noise of the same length, ``rarefied_entropy`` with series of other lengths.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.signal import permutation_entropy
+    >>> rng = np.random.default_rng(0)
+    >>> noise, line = rng.standard_normal(1000), np.arange(1000.0)
+    >>> permutation_entropy(np.stack([noise, line])).value.round(2) + 0.0
+    array([1., 0.])
     """
     batch = check_batch(x, order, delay, options)
     return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))

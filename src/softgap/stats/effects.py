@@ -344,8 +344,30 @@ def hedges_g(
 
     Parameters
     ----------
+    a, b
+        Values of each group ``[sample, *unit]``.
+    level
+        Coverage of the interval.
     clusters
         What belongs together, an entry for each sample of a, then of b. Drawn as a whole; needs ``rng``.
+    replicates
+        Bootstrap replicates, with ``rng``.
+    rng
+        The generator of the bootstrap; None gives the exact interval of normal groups.
+
+    Returns
+    -------
+    EffectSize
+        ``value``, ``low`` and ``high``, per unit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import hedges_g
+    >>> rng = np.random.default_rng(0)
+    >>> effect = hedges_g(rng.standard_normal(60) + 1, rng.standard_normal(60))
+    >>> bool(effect.low < 1 < effect.high)
+    True
     """
     table, labels, shape = check_groups(a, b)
     level = checked_share("level", level, 0.95)
