@@ -282,7 +282,7 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
 
     Raises
     ------
-    ModelError
+    UnsupportedError
         If the plan belongs to another model.
 
     Examples
