@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import numpy as np
 import torch
 
-from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
+from harness import FINDINGS, machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
 from softgap.attention import Mechanism
 from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
@@ -190,6 +190,7 @@ def write_reach(options: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
         "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
+        page=FINDINGS,
     )
 
 
@@ -212,6 +213,7 @@ def write_elsewhere(options: argparse.Namespace) -> None:
         f"passages of 512 tokens.\n\n| condition | gap closed | 95 % over texts |\n|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\nTwo ladders over {LADDER} held-out tokens, in means over heads:\n\n{climbed}",
+        page=FINDINGS,
     )
     print("\n".join(rows), climbed, sep="\n")
 
@@ -235,6 +237,7 @@ def write_cost(options: argparse.Namespace) -> None:
         "calibration-cost",
         "What a calibration takes",
         f"{command(options, 'cost')} on the embedded model, float32; {machine()}.\n\n{line}",
+        page=FINDINGS,
     )
 
 

@@ -416,7 +416,7 @@ def is_sentence(value: str) -> bool:
 
 
 def compare(first: Path, second: Path, *, rtol: float) -> Differences:
-    """Everything that differs between two folders that :func:`record` wrote."""
+    """Everything that differs between two folders that ``record`` wrote."""
     differences = Differences()
     names = [{path.stem for path in folder.glob("*.json")} for folder in (first, second)]
     for name in sorted(names[0] ^ names[1]):

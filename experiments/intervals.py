@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
-from harness import write_section
+from harness import FINDINGS, write_section
 from softgap.signal import corrected_entropy, entropy_interval, permutation_entropy, simulate
 
 SIZES = ((3, 130), (3, 400), (4, 400), (5, 1000))
@@ -59,6 +59,7 @@ def main() -> None:
         f"`python experiments/intervals.py --series {series}`: AR(1) series, their entropy taken from {LONG:,} steps. "
         "Coverage is that of `entropy_interval` at level 0.95, next to the plain percentile interval of the same "
         "resamples; bias is that of `permutation_entropy` and of `corrected_entropy`.\n\n" + "\n".join(lines),
+        page=FINDINGS,
     )
 
 

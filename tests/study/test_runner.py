@@ -69,7 +69,7 @@ def test_one_module_builds_manifests_and_writes_studies() -> None:
     found = {
         module.name
         for module in modules(Path(__file__).parents[2] / "src")
-        if module.room in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
+        if module.package in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
     }
     assert found == {"softgap.study.measurement"}
 

@@ -1,6 +1,6 @@
 """From trajectories to findings: the dynamics of every head against chance, and groups of samples compared.
 
-The comparison of groups needs pandas and :mod:`softgap.stats`: its names are fetched on first use.
+The comparison of groups needs pandas and ``softgap.stats``: its names are fetched on first use.
 """
 
 from __future__ import annotations

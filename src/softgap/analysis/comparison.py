@@ -59,16 +59,42 @@ def compare_study(
     second: Mapping[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> ComparisonFindings:
-    """Compare two groups of the samples of a study under a plan.
+    """Compare two groups of the samples of a study under a preregistration.
 
     Parameters
     ----------
+    path
+        The study, a folder or URI.
+    plan
+        The preregistration: all decisions about the comparison. None takes its defaults.
     planned
-        The file that the plan was read from; its hash goes into the study's log before the labels are read.
+        The file that the preregistration was read from; its hash goes into the study's log before the labels are read.
     open_confirmation
-        Look at the locked samples too: once in the life of a study.
+        Unlock the confirmation set (one time only in the life of a study).
     second
         Labels of some samples by another scorer, or by hand, by sample id.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    ComparisonFindings
+        The verdict, the comparison with its controls, and whether it was planned or exploratory.
+
+    Raises
+    ------
+    ValueInputError
+        If the study does not hold two groups that can be compared.
+
+    Examples
+    --------
+    ``runs/counts`` is a folder that ``softgap study run`` wrote, with samples labelled "even" and "odd":
+
+    >>> import softgap
+    >>> decisions = softgap.analysis.Preregistration(features=("mean",), permutations=99, refits=19)
+    >>> findings = softgap.analysis.compare_study("runs/counts", decisions)
+    >>> findings.status.partition(":")[0]
+    'exploratory'
     """
     plan = plan or Preregistration()
     tell = progress or silent

@@ -59,16 +59,35 @@ def analyze(
         A study, one run, or any iterable of runs that can be read more than once.
     mechanism
         Which of the study's mechanisms; its first by default.
+    quantity
+        ``divergence``, ``relative_l2`` or ``norm_ratio``.
     transform, segment
         What is done to each trajectory before its patterns are taken; the segment is cut from what the transform left.
     order, delay, ties, eligibility
-        As everywhere in :mod:`softgap.signal`; eligibility is asked of all windows of a head together.
+        As everywhere in ``softgap.signal``; eligibility is asked of all windows of a head together.
     alpha
         False discovery rate of the heads that stand out from noise.
     seed
-        Of the noise, the intervals and the known systems.
+        Random seed of the noise, the intervals and the known systems.
     progress
-        Called with what is being done and the share of it that is done.
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Findings
+        One ``HeadFinding`` per head, and the known systems on the same plane.
+
+    Examples
+    --------
+    ``runs/counts`` is a folder that ``softgap study run`` wrote, with a model of two layers with four heads:
+
+    >>> import softgap
+    >>> findings = softgap.analysis.analyze(softgap.open_study("runs/counts"), mechanism="elu1")
+    >>> len(findings.heads)
+    8
+    >>> head = findings.heads[0]
+    >>> bool(head.low <= head.entropy <= head.high)
+    True
     """
     settings = Settings(mechanism, quantity, transform, order, delay, segment, ties, eligibility, alpha, seed)
     tell = progress or silent

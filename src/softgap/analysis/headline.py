@@ -196,7 +196,7 @@ def held_out_sentence(held_out: object) -> str:
     Parameters
     ----------
     held_out
-        As :func:`softgap.models.tensor_files.held_out_summary` returns it and a manifest stores it. Measures that an
+        As ``softgap.models.tensor_files.held_out_summary`` returns it and a manifest stores it. Measures that an
         earlier version did not take are left out; the sentence is empty where there is nothing to quote.
     """
     share, profile, explained, uniform, ranks = (

@@ -156,7 +156,7 @@ class Preregistration:
 
 
 def read_preregistration(path: str) -> Preregistration:
-    """Read a preregistration from a TOML file whose keys are fields of :class:`Preregistration`."""
+    """Read a preregistration from a TOML file whose keys are fields of ``Preregistration``."""
     try:
         document = tomllib.loads(file_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:

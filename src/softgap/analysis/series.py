@@ -77,7 +77,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the numbers of an analysis depend on beside the trajectories; see :func:`softgap.analysis.analyze`."""
+    """All that the numbers of an analysis depend on beside the trajectories; see ``softgap.analysis.analyze``."""
 
     mechanism: str | None
     quantity: str
@@ -95,7 +95,7 @@ class Settings:
         checked_count("seed", self.seed, least=0)
         if self.quantity not in QUANTITIES:
             raise unknown_name("quantity", self.quantity, QUANTITIES)
-        # Order, delay, ties and eligibility by the rules of the signal room.
+        # Order, delay, ties and eligibility by the rules of ``softgap.signal``.
         rng = np.random.default_rng(0)
         options: Any = {"ties": self.ties, "rng": rng, "eligibility": self.eligibility}
         check_batch(np.zeros(1), self.order, self.delay, options, short=True)

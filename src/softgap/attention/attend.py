@@ -40,7 +40,7 @@ def attend(
     Parameters
     ----------
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``) or a :class:`Mechanism`.
+        A name (``"elu1"``, ``"top_k:k=8"``) or a ``Mechanism``.
     q, k, v
         Post-rotary tensors; query heads are a multiple of KV heads, which are never repeated.
     visible
@@ -54,6 +54,27 @@ def attend(
         Arithmetic is float32 whatever the input, or float64.
     check
         Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
+
+    Returns
+    -------
+    Attention
+        ``output`` ``[batch, head, query, value_dim]``, and which rows were flagged.
+
+    Raises
+    ------
+    ShapeError
+        If q, k and v do not fit together.
+
+    Examples
+    --------
+    Two query heads share one KV head:
+
+    >>> import softgap, torch
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> q = torch.randn(1, 2, 16, 8, generator=generator)
+    >>> k, v = (torch.randn(1, 1, 16, 8, generator=generator) for _ in range(2))
+    >>> softgap.attend("elu1", q, k, v).output.shape
+    torch.Size([1, 2, 16, 8])
     """
     resolved = resolve(mechanism)
     q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)

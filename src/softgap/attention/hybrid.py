@@ -45,7 +45,7 @@ def attend_hybrid(
 ) -> Attention:
     """Softmax on the last ``window`` visible positions, the query's own included, and the mechanism before them.
 
-    The other arguments are those of :func:`attend`.
+    The other arguments are those of ``attend``.
     """
     resolved = _check_hybrid(resolve(mechanism), window)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -68,7 +68,7 @@ class HybridState:
     near
         How many of the newest keys softmax sees.
     mechanism, scale, dtype, origin
-        As for :class:`LinearState`.
+        As for ``LinearState``.
     """
 
     def __init__(

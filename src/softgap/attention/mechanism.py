@@ -83,7 +83,7 @@ class Mechanism:
     options
         Its numbers, with their defaults.
     parameters
-        Its tensors, ``[layer, head, ...]``; :meth:`for_layers` picks what a call needs.
+        Its tensors, ``[layer, head, ...]``; ``for_layers`` picks what a call needs.
     origin
         Where its tensors come from: the hash of a calibration.
     held_out

@@ -50,17 +50,17 @@ class LinearState:
     Parameters
     ----------
     mechanism
-        Any mechanism whose weights factor, by name or as a :class:`Mechanism`.
+        Any mechanism whose weights factor, by name or as a ``Mechanism``.
     window
         Number of positions a query sees, itself included; None for all.
     near
-        Also take the sums over so many of the newest keys apart, for :meth:`sums`.
+        Also take the sums over so many of the newest keys apart, for ``sums``.
     scale
         The model's scaling; None is 1 / sqrt(d).
     dtype
         float32, or float64.
     origin
-        As in :class:`Visible`: the position of the first key, where it is not 0.
+        As in ``Visible``: the position of the first key, where it is not 0.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LinearState:
         v: Float[Tensor, "batch kv_head key value_dim"],
         key_valid: Bool[Tensor, "batch key"] | None = None,
     ) -> tuple[Sums, Sums, Bool[Tensor, "batch query"]]:
-        """Append keys; the weighted sums of the queries, which :meth:`attend` divides, and which see any key.
+        """Append keys; the weighted sums of the queries, which ``attend`` divides, and which see any key.
 
         Over all keys, and over the nearest ones alone.
         """
@@ -195,7 +195,7 @@ class LinearState:
     ) -> Float[Tensor, "quantity batch head time"]:
         """Append keys and compare the answers to their queries with ``output``: divergence, relative L2, norm ratio.
 
-        The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
+        The same as ``attend`` and then ``compare_outputs``, in one pass over memory where that is possible.
         """
         # Here, since it loads numba.
         from softgap.attention.fused import supports

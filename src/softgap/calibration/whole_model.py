@@ -48,7 +48,7 @@ __all__ = ["Calibration", "calibrate"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """What :func:`softgap.calibrate` found for a model.
+    """What ``softgap.calibrate`` found for a model.
 
     Attributes
     ----------
@@ -88,7 +88,27 @@ class Calibration:
         return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
 
     def mechanism(self, name: str = "fitted") -> Mechanism:
-        """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
+        """The mechanism of this name with its parameters, to be given wherever a mechanism is.
+
+        Parameters
+        ----------
+        name
+            ``"fitted"``, or a baseline that was measured on the same text: ``"mean_ablation"`` or ``"profile"``.
+
+        Returns
+        -------
+        Mechanism
+            With parameters for every layer and head of the model.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> calibration = softgap.Calibration.load("fitted.safetensors")
+        >>> calibration.mechanism(), calibration.mechanism("profile")
+        (Mechanism(fitted), Mechanism(profile))
+        """
         return StoredCalibration(self.tensors, self.metadata, self.digest).equip(name)
 
     @property
@@ -102,13 +122,50 @@ class Calibration:
         return str(self.metadata["fingerprint"])
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model."""
+        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model.
+
+        Parameters
+        ----------
+        path
+            The file; None for the cache.
+
+        Returns
+        -------
+        Path
+            Where it was written.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> softgap.Calibration.load("fitted.safetensors").save("copy.safetensors").name
+        'copy.safetensors'
+        """
         target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
         save_calibration(target, self.tensors, {**self.metadata, **self.report()})
         return target
 
     def report(self) -> dict[str, Any]:
-        """How good it is, as plain data; ``summary`` holds the few numbers that belong together."""
+        """How good it is, as plain data; ``summary`` holds the few numbers that belong together.
+
+        Returns
+        -------
+        dict
+            ``summary``, ``held_out``, ``elsewhere`` (other conditions), ``ladders`` (the rank floor) and ``curve`` (by
+            number of features).
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> report = softgap.Calibration.load("fitted.safetensors").report()
+        >>> list(report)
+        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve']
+        >>> report["summary"]["gap_closed"] <= 1
+        True
+        """
         return {
             "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
@@ -119,7 +176,32 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read one from a file."""
+        """Read one from a file.
+
+        Parameters
+        ----------
+        path
+            A file that ``save`` or ``softgap calibrate`` wrote.
+
+        Returns
+        -------
+        Calibration
+            The same as was saved.
+
+        Raises
+        ------
+        StoreError
+            If there is no such file, or it is damaged.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> calibration = softgap.Calibration.load("fitted.safetensors")
+        >>> sorted(calibration.report()["summary"])[:2]
+        ['against_profile', 'explained']
+        """
         stored = load_calibration(Path(path).expanduser())
         metadata = dict(stored.metadata)
         try:
@@ -181,6 +263,10 @@ def calibrate(
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
+    tokenizer
+        Its tokenizer.
     texts
         What to fit on; the last quarter of it is held out. None lets the model write its own.
     recipe
@@ -190,10 +276,34 @@ def calibrate(
     positions
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
     out
-        Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
-        same call goes on after an interruption.
+        Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
+        same call resumes after an interruption.
     progress
         Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Calibration
+        The fitted parameters, and how well they do on held-out text.
+
+    Raises
+    ------
+    ValueInputError
+        If the text is too short.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model. Two steps are too few for a real calibration:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> recipe = softgap.calibration.Recipe(features=8, steps=2)
+    >>> calibration = softgap.calibrate(model, tokenizer, [book], recipe=recipe, positions=128, out="new.safetensors")
+    >>> run = softgap.read(model, tokenizer, "A fox went out.", mechanisms=[calibration.mechanism()])
+    >>> run.mechanisms
+    ('fitted',)
     """
     check_measurable(model)
     recipe = recipe or Recipe()

@@ -65,10 +65,12 @@ def doctor(
     repeats: int = 50,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Run the gates on a model.
+    """Run the gates on a model: properties that must hold before you trust its numbers.
 
     Parameters
     ----------
+    model
+        Any causal model of transformers.
     tokenizer
         With it the gates use a sentence of ours, without it seeded tokens.
     gates
@@ -77,6 +79,28 @@ def doctor(
         Generations of the stability gate.
     progress
         Called with the name of each gate before it runs, and the share of gates that are done.
+
+    Returns
+    -------
+    Diagnosis
+        The outcome of each gate, and ``passed``.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no gate of that name.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> diagnosis = softgap.doctor(model, tokenizer, gates=["non-interference", "oracle"])
+    >>> [(gate.name, gate.verdict) for gate in diagnosis.gates]
+    [('non-interference', 'pass'), ('oracle', 'pass')]
+    >>> diagnosis.passed
+    True
     """
     check_measurable(model)
     names = list(GATES) if gates is None else list(as_items(gates))

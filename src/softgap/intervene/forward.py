@@ -22,7 +22,7 @@ __all__ = ["Forward", "follow_forwards"]
 
 
 class Forward:
-    """Where the queries of the present forward stand, and what they see; made by :func:`follow_forwards`."""
+    """Where the queries of the present forward stand, and what they see; made by ``follow_forwards``."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, Any] | None = None

@@ -145,7 +145,7 @@ class Substitute:
         With its parameters ``[layer, head, ...]``.
     window
         Keep softmax on so many of the nearest keys, the query's own included, and use the mechanism for the rest
-        (:func:`softgap.attention.attend_hybrid`); None uses the mechanism for all.
+        (``softgap.attention.attend_hybrid``); None uses the mechanism for all.
     readout
         A map of each head's output; None leaves it.
     """
@@ -311,7 +311,7 @@ def swap(
 ) -> Iterator[None]:
     """Let some heads of a model attend by another mechanism while the block runs, in forwards and in ``generate``.
 
-    A swapped head's output is what :func:`softgap.attend` gives on the queries, keys, values and visible keys of the
+    A swapped head's output is what ``softgap.attend`` gives on the queries, keys, values and visible keys of the
     call, in float32 (float64 for a float64 model), cast back to the model's dtype. Its softcap, learned sinks, biases
     and dropout belong to the model's own attention and go with it. All other heads keep their very bits.
 
@@ -323,15 +323,33 @@ def swap(
     model
         Any causal model of transformers whose attention goes through the registry.
     heads
-        (layer, head) pairs; :func:`heads_of_layer` and :func:`heads_of_group` list those of a layer or a KV group.
+        (layer, head) pairs; ``heads_of_layer`` and ``heads_of_group`` list those of a layer or a KV group.
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``), a :class:`Mechanism` with its parameters ``[layer, head, ...]``, or a
-        :class:`Substitute`, which may correct a head's output too.
+        A name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism`` with its parameters ``[layer, head, ...]``, or a
+        ``Substitute``, which may correct a head's output too.
     window
-        Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
+        Keep softmax on this many most recent keys and use the mechanism for the rest: a hybrid.
     positions
         Swap only queries at these positions, ``range(start, stop)`` or ``(start, stop)``, padding not counted. Step i
         of a generation is the query at position n_prompt - 1 + i.
+
+    Yields
+    ------
+    None
+        The model is as before when the block ends.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
+    >>> before = model(**inputs).logits
+    >>> with softgap.linearize.swap(model, [(0, 1), (1, 2)], "elu1"):
+    ...     swapped = model(**inputs).logits
+    >>> bool((swapped == before).all()), bool((model(**inputs).logits == before).all())
+    (False, True)
     """
     span = _span(positions)
     layers = attention_layers(model)

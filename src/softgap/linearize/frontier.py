@@ -261,7 +261,7 @@ def frontier(
     by
         ``heads``, or ``groups``: whole KV groups, which is what saves memory.
     orders
-        Names of scores (:data:`SCORES`) and ``random``.
+        Names of scores (``SCORES``) and ``random``.
     shares
         Of all units, between 0 and 1.
     greedy
@@ -270,7 +270,7 @@ def frontier(
         Also correct the outputs of every set of the first order and of the greedy one.
     tune
         Also distil every set of the first order after the output correction, by so many steps
-        (:func:`distil_substitute`); 0 for none.
+        (``distil_substitute``); 0 for none.
     ablation
         Also swap the sets of the first order by mean ablation.
     fit_asked

@@ -134,7 +134,32 @@ class Plan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and its parameters."""
+    """Read a plan and its parameters.
+
+    Parameters
+    ----------
+    path
+        The JSON file; parameters are in the safetensors file beside it.
+
+    Returns
+    -------
+    Plan
+        The same as was saved.
+
+    Raises
+    ------
+    StoreError
+        If there is no such file, or it is damaged.
+
+    Examples
+    --------
+    ``plan.json`` is a plan that ``softgap linearize`` wrote:
+
+    >>> import softgap
+    >>> plan = softgap.linearize.load_plan("plan.json")
+    >>> plan.heads, plan.groups
+    (((0, 0), (0, 1)), ((0, 0),))
+    """
     source = Path(path)
     try:
         document = json.loads(source.read_text(encoding="utf-8"))
@@ -239,9 +264,39 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute)
 def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     """Run a model under a plan while the block runs.
 
-    Forwards and ``generate`` use the plan's heads as :func:`swap` does. ``model.generate(...,
+    Forwards and ``generate`` use the plan's heads as ``swap`` does. ``model.generate(...,
     past_key_values=applied.cache())`` computes the same with a state of constant size in the place of the keys and
     values of every freed KV group: that saves the memory.
+
+    Parameters
+    ----------
+    model
+        The model that the plan was found for.
+    plan
+        A plan from ``find_plan`` or ``load_plan``.
+
+    Yields
+    ------
+    Applied
+        Its ``cache()`` is a new KV cache with recurrent states.
+
+    Raises
+    ------
+    UnsupportedError
+        If the plan belongs to another model.
+
+    Examples
+    --------
+    ``plan.json`` is a plan that ``softgap linearize`` wrote for the small random model in ``tiny-llama``:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> plan = softgap.linearize.load_plan("plan.json")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
+    >>> with softgap.linearize.apply(model, plan) as applied:
+    ...     ids = model.generate(**inputs, max_new_tokens=4, do_sample=False, past_key_values=applied.cache())
+    >>> ids.shape[1] - inputs["input_ids"].shape[1]
+    4
     """
     plan.check(model)
     applied = Applied(model, plan.heads, plan.substitute)
@@ -274,7 +329,7 @@ class _Split:
 
 
 class Applied:
-    """A model under a plan; made by :func:`apply`."""
+    """A model under a plan; made by ``apply``."""
 
     def __init__(self, model: Model, heads: Sequence[Head], used: Substitute) -> None:
         self._model = model

@@ -1,8 +1,8 @@
 """Measure associative recall on as many lists as a half-width of two hundredths takes.
 
 A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
-of the original model's recall and of its change under the swap both have a half-width of at most :data:`HALF_WIDTH`, or
-until :data:`MOST_LISTS` are asked. What a search decides by and what a plan reports follow this one rule.
+of the original model's recall and of its change under the swap both have a half-width of at most ``HALF_WIDTH``, or
+until ``MOST_LISTS`` are asked. What a search decides by and what a plan reports follow this one rule.
 """
 
 from __future__ import annotations

@@ -138,17 +138,21 @@ def head_scores(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Scores:
-    """Score every head for a swap by a mechanism.
+    """Score every head for a swap by a mechanism; larger means costlier.
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
     read
         Sequences; slopes and curvatures are those of the loss of the next tokens that count.
+    mechanism
+        What heads would become, by name, or as a ``Mechanism`` or ``Substitute``.
     asked
         Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
         heads that text hardly misses may carry all of recall.
     names
-        Which scores; see :data:`SCORES`.
+        Which scores; see ``SCORES``.
     heads
         Which heads; None for all that are not swapped.
     swapped
@@ -159,7 +163,29 @@ def head_scores(
     steps
         Points on the way for integrated gradients.
     seed
-        Of the drawn labels.
+        Random seed of the drawn labels.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Scores
+        A value for each score, sequence and head; ``mean`` is over sequences.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> sequences = softgap.linearize.split_sequences(model, tokenizer, [book], length=64, tokens=512)
+    >>> scores = softgap.linearize.head_scores(model, sequences, "elu1", names=["gradient+fisher"])
+    >>> scores.heads[:3]
+    ((0, 0), (0, 1), (0, 2))
+    >>> scores.mean("gradient+fisher").shape
+    (8,)
     """
     check_measurable(model)
     names = as_items(names)

@@ -2,7 +2,7 @@
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
-of its own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
+of its own; those that choose and those that check are as many as ``softgap.linearize.recall`` asks for.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ def find_plan(
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
+    tokenizer
+        Its tokenizer.
     texts
         What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
-        What heads become, by name, or as a :class:`Substitute`.
+        What heads become, by name, or as a ``Substitute``.
     budget
         Rise in loss that is allowed, in nats per token.
     recall_budget
@@ -88,18 +92,51 @@ def find_plan(
     by
         ``heads`` or ``groups``.
     score
-        What ranks the heads; see :data:`SCORES`.
+        What ranks the heads; see ``SCORES``.
     repair
-        Whether swapped heads get a readout.
+        Whether swapped heads get an output correction.
     tune
-        Steps by which every set is distilled after its output correction (:func:`distil_substitute`); 0 for none. A
-        step takes the
-        time of about four forwards over a sequence.
+        Steps by which every set is distilled after its output correction (``distil_substitute``); 0 for none. A step
+        takes the time of about four forwards over a sequence.
+    length
+        Tokens per sequence.
+    tokens
+        About how many tokens of the texts to use; None for all.
     recalls
         Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
-        as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
+        as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
+    seed
+        Random seed of the recall lists, the scores and the bootstrap.
     folder
-        Where finished steps wait, so that the same call goes on after an interruption.
+        Where finished steps are saved, so that the same call resumes after an interruption.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Plan
+        Heads, KV groups and layers to swap, the expected cost with intervals, and the memory saved.
+
+    Raises
+    ------
+    ValueInputError
+        If the text is too short for the search.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> plan = softgap.linearize.find_plan(
+    ...     model, tokenizer, [book], "elu1", budget=0.5, length=64, tokens=1024, recalls=0
+    ... )
+    >>> 0 < len(plan.heads) <= 8
+    True
+    >>> sorted(plan.expected)
+    ['accuracy', 'loss']
     """
     check_measurable(model)
     limits = check_search(

@@ -141,7 +141,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
 
 
-# What transformers calls them, for rooms that do not import it.
+# What transformers calls them, for packages that do not import it.
 Model = PreTrainedModel
 
 
@@ -168,7 +168,7 @@ def load_model(
         embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
         over a hub id.
     dtype
-        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as `torch.dtype`, or ``"auto"``: what the weights are
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as ``torch.dtype``, or ``"auto"``: what the weights are
         stored in, which is float32 for the embedded model and GGUF files.
     device
         ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
@@ -182,6 +182,18 @@ def load_model(
     -------
     tuple
         The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be found or loaded.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("smollm2-135m")
+    >>> model.config.num_hidden_layers, model.config.num_attention_heads
+    (30, 9)
     """
     downloads = bool(progress) and sys.stderr.isatty()
     options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)

@@ -5,7 +5,7 @@ the name it uses is replaced by a dispatcher that computes the model's own atten
 values and output to whoever listens to that very module. The name stays, so masks and every branch on the name stay as
 they were; other models pass through untouched; the entry is put back when the last tap goes.
 
-A tap observes (:func:`observe_attention`) or returns another output (:func:`replace_attention`). All replacements come
+A tap observes (``observe_attention``) or returns another output (``replace_attention``). All replacements come
 first, in the order in which they were entered, and then all listeners: a listener sees what the model really passes
 on, whichever of the two blocks is inside the other.
 """

@@ -65,7 +65,35 @@ def explorer(
     findings: Sequence[Document] = (),
     progress: Progress | None = None,
 ) -> str:
-    """The explorer of a study as HTML; see :func:`softgap.report.payload.payload` for the arguments."""
+    """The explorer of a study as HTML.
+
+    Parameters
+    ----------
+    study
+        A study from ``softgap.open_study``.
+    samples
+        Names of the samples to carry token by token; by default as many as the file holds.
+    columns
+        Further quantities of the heads; ``read_columns`` reads them from CSV files.
+    findings
+        Documents to show beside the study: comparisons, plans and labs.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    str
+        One self-contained page.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+    >>> import softgap
+    >>> page = softgap.report.explorer(softgap.open_study("runs/fox"))
+    >>> page[:15]
+    '<!doctype html>'
+    """
     return render(payload(study, samples=samples, columns=columns, findings=findings, progress=progress))
 
 
@@ -92,23 +120,41 @@ def write_explorer(
 
     Parameters
     ----------
+    study
+        A folder or URI.
     out
         The file; by default ``report.html`` in the study's folder, or here for a study behind a URI. A report that is
         there is replaced.
     samples
         Names of the samples to carry token by token; by default as many as the file holds.
     heads
-        CSV files with further quantities of the heads; see :mod:`softgap.report.columns`.
+        CSV files with further quantities of the heads; see ``softgap.report.columns``.
     calibration
         File of the model's calibration, for the share of each head's gap that it closes; by default the one that the
         study was measured with, if it is at hand.
     overwrite
         Replace a file that is not a report, too.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Report
+        The path and size of the file, and how many samples it carries.
 
     Raises
     ------
     StoreError
         If the study cannot be read, or the file not written. What was there stays then.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+    >>> import softgap
+    >>> report = softgap.report.write_explorer("runs/fox", "fox.html")
+    >>> report.path.name, report.samples
+    ('fox.html', 1)
     """
     target = Path(out) if out is not None else _default_path(os.fspath(study))
     documents = _documents(study)

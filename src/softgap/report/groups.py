@@ -124,7 +124,7 @@ class Groups:
         self._by_label: dict[str, Group] = {}
 
     def add(self, run: Trajectories, means: Mapping[str, Float[np.ndarray, " head"]]) -> None:
-        """Count one sample, with the means of its arrays; see :class:`Group`."""
+        """Count one sample, with the means of its arrays; see ``Group``."""
         self._everyone.add(run, means)
         label = run.label
         if label is not None and (label in self._by_label or len(self._by_label) <= _MOST):

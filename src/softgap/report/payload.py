@@ -183,7 +183,7 @@ class Payload:
     document
         Plain values only. Wherever it says an index of an array, that of ``arrays`` is meant.
     arrays
-        See :mod:`softgap.report.samples`.
+        See ``softgap.report.samples``.
     findings
         Sections of their own.
     """

@@ -215,7 +215,7 @@ def round_values(values: Float[np.ndarray, " value"]) -> list[float | None]:
 
 
 def array_of(run: Trajectories, key: str) -> Float32[np.ndarray, "layer head step"]:
-    """The array of a run that a key of :func:`softgap.report.samples.array_keys` names."""
+    """The array of a run that a key of ``softgap.report.samples.array_keys`` names."""
     quantity, _, mechanism = key.partition("/")
     values: np.ndarray = run.quantities[quantity][run.mechanisms.index(mechanism)] if mechanism else run.focus[quantity]
     return values
@@ -242,7 +242,7 @@ def pieces_of(run: Trajectories) -> dict[str, list[list[Any]]]:
 
 
 def part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]]:
-    """The pieces of one part, whose first step is ``offset``; see :func:`pieces_of`."""
+    """The pieces of one part, whose first step is ``offset``; see ``pieces_of``."""
     found = []
     following = 0
     for piece, indices in pieces(text, tokens):

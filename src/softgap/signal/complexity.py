@@ -44,7 +44,7 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
 
 
 def statistical_complexity(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
-    """The complexity of :func:`complexity_entropy` alone."""
+    """The complexity of ``complexity_entropy`` alone."""
     result = complexity_entropy(x, order, delay, **options)
     return Entropy(result.complexity, result.windows, result.tie_rate, result.eligible)
 
@@ -56,7 +56,7 @@ def renyi_complexity(
 
     H_q is the normalised Renyi entropy, C_q = H_q D_q / D_q,max with the Jensen-Renyi divergence
     D_q = [log sum p^q m^(1-q) + log sum u^q m^(1-q)] / (2 (q - 1)), m = (p + u) / 2 (Jauregui et al., Physica A 498,
-    74 (2018), Eqs. 4 and 5). At q = 1 it is the point of :func:`complexity_entropy`.
+    74 (2018), Eqs. 4 and 5). At q = 1 it is the point of ``complexity_entropy``.
     """
     grid = np.atleast_1d(check_q(q))
     batch = check_batch(x, order, delay, options)

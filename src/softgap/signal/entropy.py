@@ -81,13 +81,29 @@ def permutation_entropy(
         Values per window, 2 to 8.
     delay
         Steps between neighbouring values of a window.
+    normalised
+        Divide by log(order!), so that white noise is near 1; False gives nats.
     **options
-        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see :class:`Options`.
+        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see ``Options``.
+
+    Returns
+    -------
+    Entropy
+        ``value``, the number of ``windows`` and whether they are enough (``eligible``), per series.
 
     Notes
     -----
-    The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
-    compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
+    The plug-in estimate is biased low at short length: ``corrected_entropy`` corrects it, ``z_scores``
+    compares it with noise of the same length, ``rarefied_entropy`` with series of other lengths.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.signal import permutation_entropy
+    >>> rng = np.random.default_rng(0)
+    >>> noise, line = rng.standard_normal(1000), np.arange(1000.0)
+    >>> permutation_entropy(np.stack([noise, line])).value.round(2) + 0.0
+    array([1., 0.])
     """
     batch = check_batch(x, order, delay, options)
     return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))
@@ -124,7 +140,7 @@ def renyi_entropy(
     """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
-    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`. In nats it gives the Tsallis entropy too:
+    log(order!) if ``normalised``. Keywords as in ``permutation_entropy``. In nats it gives the Tsallis entropy too:
     S_q = (exp((1 - q) H_q) - 1) / (1 - q).
     """
     grid = check_q(q)
@@ -226,7 +242,7 @@ class WindowedEntropy:
     value : float [..., window]
         Normalised permutation entropy; NaN where not ``eligible``.
     tie_rate, eligible, windows
-        As for :func:`permutation_entropy`, per window; ``windows`` counts the ordinal windows inside.
+        As for ``permutation_entropy``, per window; ``windows`` counts the ordinal windows inside.
     starts : int [window]
         First step of each window.
     width : int
@@ -263,7 +279,7 @@ def windowed_entropy(
     """Permutation entropy in windows of ``width`` steps along the last axis.
 
     Windows begin at 0, ``stride``, 2 ``stride``, ...; steps after the last whole window are left out. Feed ``value``
-    to :func:`change_points` only with ``stride >= width`` (the default): windows that overlap share values, and what
+    to ``change_points`` only with ``stride >= width`` (the default): windows that overlap share values, and what
     they share looks like a level that changes.
 
     Parameters
@@ -273,7 +289,7 @@ def windowed_entropy(
     width, stride
         In steps; windows touch unless a stride is given.
     order, delay, ties, eligibility, rng
-        Of :func:`permutation_entropy`.
+        Of ``permutation_entropy``.
     """
     series = check_series(x, use="windowed entropy")
     checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")

@@ -295,7 +295,7 @@ def _lengths(value: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
 def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Patterns:
     """The pattern index of every window, time last; -1 where the window is excluded or past the end of its series.
 
-    ``pattern_ranks(order)[index]`` gives the rank permutation. See :class:`Options` for the keywords.
+    ``pattern_ranks(order)[index]`` gives the rank permutation. See ``Options`` for the keywords.
     """
     batch = check_batch(x, order, delay, options)
     series, windows = len(batch.rows), batch.rows.shape[1] - batch.span
@@ -307,7 +307,7 @@ def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[O
 
 
 def pattern_counts(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> PatternCounts:
-    """How often each of the order! patterns occurs, as a last axis. See :class:`Options` for the keywords."""
+    """How often each of the order! patterns occurs, as a last axis. See ``Options`` for the keywords."""
     batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     counts = np.empty((series, batch.patterns), np.int64)

@@ -163,7 +163,7 @@ class Convergence:
     converged : bool [..., surrogate]
         Whether the last iteration changed nothing.
     spectrum_error : float64 [..., surrogate]
-        Of the result, see :func:`spectrum_error`.
+        Of the result, see ``spectrum_error``.
     """
 
     iterations: Int64[np.ndarray, "*batch surrogate"]
@@ -219,6 +219,8 @@ def surrogates(
         ranks given to the values of x (ibid., section 2.4.2). Its spectrum is flatter than the data's.
         "iaaft": iterated until values and spectrum agree (Schreiber and Schmitz 1996, PRL 77, 635). Ends on the step
         that restores the values, so values are exact and the spectrum is close; how close is reported.
+    count
+        Surrogates per series.
     rng
         The only source of randomness.
     block
@@ -228,13 +230,19 @@ def surrogates(
     workers
         Threads over blocks of surrogates ("iaaft") or over the transforms ("phase", "aaft").
 
+    Returns
+    -------
+    Surrogates
+        ``series`` ``[..., count, step]``, and for "iaaft" how each one converged.
+
     Examples
     --------
     >>> import numpy as np
+    >>> from softgap.signal import surrogates
     >>> rng = np.random.default_rng(0)
-    >>> x = rng.standard_normal((30, 9, 400)).cumsum(-1)
+    >>> x = rng.standard_normal((2, 9, 100)).cumsum(-1)
     >>> surrogates(x, "iaaft", 19, rng=rng).series.shape
-    (30, 9, 19, 400)
+    (2, 9, 19, 100)
     """
     if method not in SURROGATES:
         raise unknown_name("surrogate", method, SURROGATES)

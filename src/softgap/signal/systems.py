@@ -192,7 +192,7 @@ def simulate(
     Parameters
     ----------
     name
-        One of :func:`systems`.
+        One of ``systems``.
     n
         Steps; take those of the data, since entropies depend on length.
     rng

@@ -59,7 +59,7 @@ def apply_transform(x: Any, name: str) -> Float64[np.ndarray, "*batch shorter"]:
     x
         Real numbers, time last, any leading axes. Never modified; ``raw`` returns a copy too.
     name
-        "raw", "diff", "diff2" or "diff3"; see :func:`steps_lost` for the lengths.
+        "raw", "diff", "diff2" or "diff3"; see ``steps_lost`` for the lengths.
     """
     lost = steps_lost(name)
     if name == "residual":

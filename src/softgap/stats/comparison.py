@@ -20,7 +20,7 @@ __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 
 
 class ComparisonOptions(TypedDict, total=False):
-    """What every comparison takes by name; see :func:`compare_table`."""
+    """What every comparison takes by name; see ``compare_table``."""
 
     clusters: Any
     strata: Any
@@ -86,7 +86,30 @@ class Comparison:
 def compare(a: Any, b: Any, *, rng: np.random.Generator, **options: Unpack[ComparisonOptions]) -> Comparison:
     """Compare two groups of samples, each [sample, *unit]; the effect is mean(a) - mean(b).
 
-    As :func:`compare_table`; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
+    Parameters
+    ----------
+    a, b
+        Values of each group ``[sample, *unit]``; the units must be the same.
+    rng
+        The generator that draws the permutations.
+    **options
+        ``clusters``, ``strata``, ``covariates``, ``exchange``, ``permutations``, ``alpha`` and ``power``, as in
+        ``compare_table``; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
+
+    Returns
+    -------
+    Comparison
+        Effects with intervals, p-values per unit and over all units (max-T), and the power of the test.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import compare
+    >>> rng = np.random.default_rng(0)
+    >>> a, b = rng.standard_normal((40, 3)), rng.standard_normal((50, 3))
+    >>> a[:, 1] += 2  # the groups differ in the second unit
+    >>> (compare(a, b, rng=rng, permutations=999).p_max <= 0.01).tolist()
+    [False, True, False]
     """
     table, labels, shape = check_groups(a, b)
     return _compare_rows(table, labels, ("a", "b"), shape, rng, **options)
@@ -107,10 +130,14 @@ def compare_table(
 
     Parameters
     ----------
+    values
+        Numbers ``[sample, *unit]``.
     labels, first
         Two different values; ``first`` names the group whose effect is positive, by default the larger value.
+    rng
+        The generator that draws the permutations.
     clusters, strata, exchange
-        What belongs together, what must not be exchanged across, and how: :func:`softgap.stats.design.design_of`.
+        What belongs together, what must not be exchanged across, and how: ``softgap.stats.design.design_of``.
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed from values and labels first.
     permutations
@@ -120,13 +147,30 @@ def compare_table(
     power
         Chance with which the smallest detectable effect would have been found.
 
+    Returns
+    -------
+    Comparison
+        Effects with intervals, p-values per unit and over all units (max-T), and the power of the test.
+
     Notes
     -----
     Exact where labels are exchangeable in their blocks, whatever the distribution; and since t is studentised, right
     in large samples also where the groups differ in spread and not in mean (Janssen 1997; Chung and Romano 2013). In
-    small samples with clearly unequal spread, p is made larger (:attr:`Contrast.unequal`). With covariates the values
+    small samples with clearly unequal spread, p is made larger (``Contrast.unequal``). With covariates the values
     are residuals, and p is right in large samples (Freedman and Lane 1983).
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import compare_table
+    >>> rng = np.random.default_rng(0)
+    >>> labels = np.repeat(["right", "wrong"], 40)
+    >>> values = rng.standard_normal((80, 2, 3))  # sample, layer, head
+    >>> values[labels == "wrong", 1, 2] += 2
+    >>> comparison = compare_table(values, labels, first="wrong", rng=rng, permutations=999)
+    >>> np.argwhere(comparison.p_max <= 0.05).tolist()
+    [[1, 2]]
     """
     table, shape = check_values(values)
     in_first, groups = check_labels(labels, len(table), first)

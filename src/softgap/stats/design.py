@@ -25,7 +25,7 @@ __all__ = [
 EXCHANGES = ("auto", "between", "within", "whole")
 
 
-"""How labels are exchanged where samples come in clusters, by name; see :func:`design_of`."""
+"""How labels are exchanged where samples come in clusters, by name; see ``design_of``."""
 
 
 @dataclass(frozen=True, eq=False)

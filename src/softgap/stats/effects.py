@@ -72,7 +72,7 @@ class Contrast:
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
-        How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
+        How labels may be exchanged (``softgap.stats.design.design_of``), in how many blocks, how many samples
         were left out since their block holds one label only, and how many permutations there are.
     """
 
@@ -189,7 +189,7 @@ def contrast_table(
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed.
     exchange
-        What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
+        What clusters mean for the labels: see ``softgap.stats.design.design_of``. Under "whole" the standard
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
     """
     table, shape = check_values(values)
@@ -344,8 +344,30 @@ def hedges_g(
 
     Parameters
     ----------
+    a, b
+        Values of each group ``[sample, *unit]``.
+    level
+        Coverage of the interval.
     clusters
         What belongs together, an entry for each sample of a, then of b. Drawn as a whole; needs ``rng``.
+    replicates
+        Bootstrap replicates, with ``rng``.
+    rng
+        The generator of the bootstrap; None gives the exact interval of normal groups.
+
+    Returns
+    -------
+    EffectSize
+        ``value``, ``low`` and ``high``, per unit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import hedges_g
+    >>> rng = np.random.default_rng(0)
+    >>> effect = hedges_g(rng.standard_normal(60) + 1, rng.standard_normal(60))
+    >>> bool(effect.low < 1 < effect.high)
+    True
     """
     table, labels, shape = check_groups(a, b)
     level = checked_share("level", level, 0.95)

@@ -210,11 +210,30 @@ def joint_control(
     length plus 5 % noise shows the smallest difference in length, and regression alone extrapolates where groups do not
     overlap (Rubin 1973; Ho, Imai, King and Stuart 2007).
 
-    Hand ``values[kept]``, ``labels[kept]``, ``strata=stratum`` and ``covariates`` to :func:`compare_table`.
+    Hand ``values[kept]``, ``labels[kept]``, ``strata=stratum`` and ``covariates`` to ``compare_table``.
+
+    Parameters
+    ----------
+    labels
+        Two different values, one for each sample.
+    confounders
+        Numbers by name, one for each sample.
+    strata
+        Samples are paired within a stratum only.
+    clusters
+        What belongs together, one entry for each sample.
+    first
+        The group whose effect is positive; by default the larger value.
+
+    Returns
+    -------
+    JointControl
+        Which samples are kept, their pairs, the covariates, and the imbalance that is left.
 
     Examples
     --------
     >>> import numpy as np
+    >>> from softgap.stats import joint_control
     >>> rng = np.random.default_rng(0)
     >>> length = rng.integers(10, 60, 200)
     >>> labels = rng.random(200) < length / 60

@@ -84,7 +84,7 @@ class StudySettings:
     Attributes
     ----------
     model, dtype, device, attn
-        As :func:`softgap.load_model` takes them.
+        As ``softgap.load_model`` takes them.
     mechanisms
         None for the defaults of the model.
     max_new_tokens, chat, seed, temperature

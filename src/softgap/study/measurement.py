@@ -79,7 +79,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a call of :func:`run_study` has done.
+    """What a call of ``run_study`` has done.
 
     ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before.
     """
@@ -110,12 +110,36 @@ def run_study(
     ----------
     prompts
         Each is answered by the model, or read where it has a completion.
+    out
+        A folder or URI.
+    settings
+        The model, the mechanisms, and all else that the numbers depend on; None takes the defaults.
     engine
         "local", or "ray": the same batches as tasks of a Ray cluster.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage and the share of samples that are done.
+
+    Returns
+    -------
+    StudyResult
+        How many samples were measured, resumed and failed.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> from softgap.study import StudySettings, run_study
+    >>> from softgap.tasks import Prompt
+    >>> prompts = [Prompt(f"count-{n}", f"Count to {n}.") for n in (3, 5)]
+    >>> settings = StudySettings(model="./tiny-llama", mechanisms=("elu1",), max_new_tokens=4)
+    >>> result = run_study(prompts, "runs/two", settings)
+    >>> result.measured, result.failures
+    (2, ())
+    >>> run_study(prompts, "runs/two", settings).resumed
+    2
     """
     observer = Observer(on_progress=progress or silent)
     return measure(prompts, out, settings or StudySettings(), engine=engine, address=address, observer=observer)
@@ -139,6 +163,12 @@ def measure(
 
     Parameters
     ----------
+    prompts
+        Each is answered by the model, or read where it has a completion.
+    out
+        A folder or URI.
+    settings
+        The model, the mechanisms, and all else that the numbers depend on.
     mode
         "study" measures in batches, records what fails, and resumes the study that is there. "live" lets the model
         answer every prompt, "replay" reads every prompt with its completion, or as it stands without one; both measure
@@ -153,7 +183,27 @@ def measure(
         Whether the folder is there before the first sample is measured, or only once that sample can be written; a
         study is always there before.
     engine, address
-        As :func:`run_study` takes them, for a study.
+        As ``run_study`` takes them, for a study.
+    observer
+        Follows the measurement: steps, finished runs and progress.
+
+    Returns
+    -------
+    StudyResult
+        How many samples were measured, resumed and failed.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> from softgap.study import StudySettings, measure
+    >>> from softgap.tasks import Prompt
+    >>> settings = StudySettings(model="./tiny-llama", mechanisms=("elu1",), max_new_tokens=4)
+    >>> measure([Prompt("fox", "A fox went out.")], "runs/one", settings, mode="live").measured
+    1
+    >>> softgap.load("runs/one").n_steps
+    4
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:

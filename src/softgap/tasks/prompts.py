@@ -50,7 +50,7 @@ class Prompt:
         object.__setattr__(self, "reference", as_items(self.reference))
 
     def to_json(self) -> dict[str, Any]:
-        """As one object, which :func:`prompt_from` reads back."""
+        """As one object, which ``prompt_from`` reads back."""
         fields = {
             "id": self.sample_id,
             "prompt": self.prompt,

@@ -17,7 +17,10 @@ from softgap.tasks.prompts import Prompt
 
 __all__ = ["RIGHT", "SCORERS", "WRONG", "Scorer", "resolve_scorer"]
 
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+"""The label of a right answer."""
+WRONG = "wrong"
+"""The label of a wrong answer."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _LETTER = re.compile(r"^\W*\(?([A-Za-z])(?:[).:]|\s|$)")
@@ -55,7 +58,7 @@ class Scorer:
 def resolve_scorer(name: str) -> Scorer:
     """A scorer by name, or a function by import path ``module:function``.
 
-    The function is called with the answer and the prompt's fields (as :meth:`Prompt.to_json`); it returns True or
+    The function is called with the answer and the prompt's fields (as ``Prompt.to_json``); it returns True or
     False (right or wrong), a label of its own, or None.
     """
     if ":" not in name:

@@ -95,12 +95,31 @@ class _Batch:
 
 
 def load(path: str | os.PathLike[str]) -> Trajectories:
-    """The run saved at ``path``, a folder or URI.
+    """Load the run saved at ``path``.
+
+    Parameters
+    ----------
+    path
+        A folder, or a URI that pyarrow's filesystems open.
+
+    Returns
+    -------
+    Trajectories
+        The only run of that study.
 
     Raises
     ------
     StoreError
         If there is no readable study, or one that does not hold exactly one sample.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run "A fox went out." --out runs/fox`` wrote:
+
+    >>> import softgap
+    >>> run = softgap.load("runs/fox")
+    >>> run.n_steps == len(run.tokens)
+    True
     """
     study = open_study(path)
     if len(study) != 1:
@@ -111,7 +130,34 @@ def load(path: str | os.PathLike[str]) -> Trajectories:
 
 
 def open_study(path: str | os.PathLike[str]) -> Study:
-    """Open the study at ``path``, a folder or URI. Only its manifest and the names of its samples are read."""
+    """Open the study at ``path``. Only its manifest and the names of its samples are read.
+
+    Parameters
+    ----------
+    path
+        A folder, or a URI that pyarrow's filesystems open.
+
+    Returns
+    -------
+    Study
+        A lazy collection: iterate over it, or take a sample by its id.
+
+    Raises
+    ------
+    StoreError
+        If there is no readable study.
+
+    Examples
+    --------
+    ``runs/counts`` is a folder that ``softgap study run`` wrote:
+
+    >>> import softgap
+    >>> study = softgap.open_study("runs/counts")
+    >>> len(study), "count-3" in study.ids
+    (16, True)
+    >>> [run.n_steps for run in study][:3]
+    [8, 8, 8]
+    """
     folder = Folder.at(path)
     manifest, state = read_manifest(folder)
     batches = read_ids(folder)

@@ -254,7 +254,7 @@ def save(run: Trajectories, path: str | os.PathLike[str], *, overwrite: bool = F
     path : str or path
         A new or empty folder, or a URI.
     overwrite : bool
-        Replace the study that is there, if it asks the same question; see :class:`StudyWriter`.
+        Replace the study that is there, if it asks the same question; see ``StudyWriter``.
     """
     _check_whole(run)
     with StudyWriter(path, run.manifest, overwrite=overwrite) as writer:

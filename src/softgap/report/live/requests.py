@@ -209,7 +209,7 @@ class Guard:
     Attributes
     ----------
     names
-        See :func:`allowed_names`.
+        See ``allowed_names``.
     token
         That every request which changes something must carry.
     """

@@ -213,7 +213,7 @@ def create_app(
     Parameters
     ----------
     names
-        What a Host header may say; see :func:`softgap.report.live.requests.allowed_names`.
+        What a Host header may say; see ``softgap.report.live.requests.allowed_names``.
     started
         Called when the application is ready.
     closing

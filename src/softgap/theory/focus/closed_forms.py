@@ -62,7 +62,7 @@ def sparsity(function: str, *, beta: ArrayLike = 0.0, gamma: ArrayLike) -> Reals
 
 
 def log_sparsity(function: str, *, beta: ArrayLike = 0.0, gamma: ArrayLike) -> Reals:
-    """log S of :func:`sparsity`, finite where S itself would underflow."""
+    """log S of ``sparsity``, finite where S itself would underflow."""
     if function not in FUNCTIONS:
         raise unknown_name("function", function, FUNCTIONS)
     mean, deviation = np.broadcast_arrays(np.asarray(beta, np.float64), np.asarray(gamma, np.float64))

@@ -73,7 +73,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class MechanismFocus:
-    """One mechanism over all heads; arrays are ``[layer, head]``, as in :class:`MechanismLayer`.
+    """One mechanism over all heads; arrays are ``[layer, head]``, as in ``MechanismLayer``.
 
     Attributes
     ----------

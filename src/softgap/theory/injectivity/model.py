@@ -233,7 +233,7 @@ class ModelInjectivity(Displayed):
     lengths
         Prefix lengths (numbers of keys) of ``margin`` and ``confusion``.
     margin, first, weight_margin, focus, confusion, divergence
-        As in :class:`LayerMeasures`; ``confusion`` and ``divergence`` by mechanism.
+        As in ``LayerMeasures``; ``confusion`` and ``divergence`` by mechanism.
     linear
         Which of the mechanisms are linear maps, phi(q).phi(k).
     confused
@@ -337,11 +337,11 @@ def injectivity_in_model(
     mechanisms
         Compared beside softmax, elu1, relu2_scores, taylor2 and uniform, which always are; every mechanism that looks
         at the query by default, ``fitted`` among them where the model has a calibration: its divergence is the
-        calibrated one. A :class:`Mechanism` may carry parameters for every layer and head.
+        calibrated one. A ``Mechanism`` may carry parameters for every layer and head.
     queries
         Queries of the second half of the text whose distributions are compared pairwise.
     near
-        See :func:`confusion_rate`.
+        See ``confusion_rate``.
     """
     check_measurable(model)
     if queries < 8:

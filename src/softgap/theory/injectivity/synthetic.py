@@ -304,16 +304,33 @@ def injectivity_lab(
 
     Parameters
     ----------
+    rng
+        The generator of keys and queries.
     dim, keys
         Size of a query, and number of keys where the rank condition should hold; more keys than ``dim``.
     draws
         Random keys per prefix length, and random queries for InLine.
     starts, queries
-        Effort of the collision finder, see :func:`find_collision`.
+        Effort of the collision finder, see ``find_collision``.
     mechanisms
         What the finder looks at; every registered mechanism that has weights and needs no parameters by default.
     progress
-        Called with what is being done and the share of it that is done.
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Injectivity
+        A verdict for each claim, and the measurements behind it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import injectivity_lab
+    >>> lab = injectivity_lab(
+    ...     rng=np.random.default_rng(0), dim=4, keys=12, draws=4, starts=2, queries=1, mechanisms=["elu1"]
+    ... )
+    >>> {claim.name: claim.verdict for claim in lab.claims}["collision of elu1"]
+    'holds'
     """
     chosen = _checked(dim, keys, draws, mechanisms)
     tell = progress or silent

@@ -192,7 +192,7 @@ class MechanismTrend:
     slopes
         Of every head [layer, head]: means over texts.
     terms
-        Slopes of the terms in :data:`TERMS`, [term, layer, head]; over the terms they sum to ``slopes.value``.
+        Slopes of the terms in ``TERMS``, [term, layer, head]; over the terms they sum to ``slopes.value``.
     random
         Slopes with queries of random direction and the same norms.
     shares
@@ -289,12 +289,33 @@ def position_lab(
 
     Parameters
     ----------
+    rng
+        The generator of queries, keys and values.
+    heads, length, dim
+        Number of heads, positions, and dimension of a head.
     value_mean
         Size of each coordinate's common mean of the values against their deviation of 1.
     texts
         Independent draws of every head, the sample that intervals and p-values are over.
     start
         First position that counts.
+    mechanisms
+        Which mechanisms; every registered feature map that needs no parameters by default.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Position
+        The slope of every head with its terms, and a verdict for each claim.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import position_lab
+    >>> lab = position_lab(rng=np.random.default_rng(0), heads=8, length=64, dim=8, texts=4, mechanisms=["elu1"])
+    >>> len(lab.trends)
+    1
     """
     if heads < 8 or dim < 2:
         raise ValueInputError(f"heads must be at least 8 and dim at least 2, got {heads} and {dim}; use more")

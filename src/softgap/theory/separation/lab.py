@@ -316,12 +316,12 @@ def separation_lab(
     rng: np.random.Generator,
     progress: Progress | None = None,
 ) -> Separation:
-    """Run the lab.
+    """Test whether the network of Deng, Song and Zhou separates two classes of sequences, and where.
 
     Parameters
     ----------
     sizes
-        What :func:`softgap.theory.separation.construct` takes: n, d, t, m, a0, a1, b, c, cross.
+        What ``softgap.theory.separation.construct`` takes: n, d, t, m, a0, a1, b, c, cross.
     mechanisms
         Names to put in the network beside softmax and identity; every one that can be computed by default.
     axes
@@ -330,6 +330,27 @@ def separation_lab(
         Mechanisms to map; softmax and identity by default.
     draws, map_draws
         Draws of rows and signs, at the construction and in each cell of the map.
+    allow_breaks
+        Whether sizes may break the conditions of the construction.
+    rng
+        The generator of rows and signs.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Separation
+        A verdict for each claim, and the phase maps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import separation_lab
+    >>> lab = separation_lab(
+    ...     mechanisms=["elu1"], draws=4, map_draws=2, mapped=["softmax"], rng=np.random.default_rng(0)
+    ... )
+    >>> lab.claims[0].name, lab.claims[0].verdict
+    ('softmax separates', 'holds')
     """
     show = progress or silent
     given = {name: value for name, value in (sizes or {}).items() if value is not None}

@@ -58,7 +58,7 @@ class PhaseMap:
         1 where b (w + sqrt(2 log m / (d - 2))) < 0.1 and the marked row of D1 has a positive margin, else 0: what
         the b / sqrt(d - 2) argument expects. For softmax only, else NaN.
     median
-        The same with the median of the largest sum instead of its usual bound, see :func:`argument`.
+        The same with the median of the largest sum instead of its usual bound, see ``argument``.
     """
 
     mechanism: str
@@ -164,7 +164,7 @@ def phase_maps(
     Parameters
     ----------
     fixed
-        Sizes that stay as they are, as for :func:`construct`; an axis takes the place of its own. n, d and t follow
+        Sizes that stay as they are, as for ``construct``; an axis takes the place of its own. n, d and t follow
         each other as there, and so do b and c.
     """
     cells: dict[tuple[int, int], tuple[Construction, tuple[Trial, ...]]] = {}
