@@ -87,7 +87,7 @@ def measured(
     for number in range(len(held)):
         path = options.parts / f"impact-{kept_as(held, one)}-{len(heads)}-{number}.npz"
         if not path.exists():
-            impact_on(model, held.part(slice(number, number + 1)), None, one, controls=[], heads=heads).save(path)
+            impact_on(model, held.part(slice(number, number + 1)), None, one, baselines=[], heads=heads).save(path)
             print(f"{time.strftime('%H:%M:%S')} {one.mechanism.name}: passage {number + 1} of {len(held)}", flush=True)
         found.append(Impact.load(path))
     first = found[0]

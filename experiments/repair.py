@@ -128,7 +128,7 @@ class Bench:
             def tune(what: str = what, length: int = length, steps: int = steps, rate: float = rate) -> Substitute:
                 maps = what == "maps"
                 return distil_substitute(
-                    self.model, self.long[length], heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
+                    self.model, self.long[length], heads, ridge(), recall_lists=self.trained, steps=steps, learning_rate=rate,
                     maps=maps, progress=say,
                 )  # fmt: skip
 

@@ -232,8 +232,8 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: runs(UNTYPED.generate(model, byte_tokenizer(), given, 2)), "Boat"
     ),
     ("head_scores", "names"): wrong(lambda model: lambda given: head_scores(model, passages(), "elu1", names=given)),
-    ("impact", "controls"): wrong(
-        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, controls=given)
+    ("impact", "baselines"): wrong(
+        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, baselines=given)
     ),
     ("impact", "texts"): arrived(
         "linearize.impact", "impact_on", lambda model: lambda given: impact(model, byte_tokenizer(), _as(given, TEXT))

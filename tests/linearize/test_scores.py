@@ -81,10 +81,10 @@ def test_only_the_tokens_that_count_are_scored(small: Any, read: Sequences) -> N
 
 
 def test_lookups_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
-    asked = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
+    recall_lists = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
     names = ["gradient+fisher", "divergence"]
-    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
-    both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
+    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, recall_lists)]
+    both = head_scores(small, read, "elu1", recall_lists=recall_lists, names=names, seed=3)
     for name in names:
         text, lookup = (found.mean(name) for found in apart)
         weight = np.abs(text).sum() / np.abs(lookup).sum()
@@ -167,7 +167,7 @@ def test_what_is_looked_at_is_what_the_definitions_say(small: Any, read: Sequenc
 def test_the_costliest_heads_are_measured(small: Any, read: Sequences) -> None:
     scores = head_scores(small, read, "elu1", names=["gradient+fisher"])
     found = with_finite_steps(small, read, "elu1", scores, top=3)
-    truth = impact_on(small, read, None, "elu1", controls=[]).mean()
+    truth = impact_on(small, read, None, "elu1", baselines=[]).mean()
     top = np.argsort(scores.mean("gradient+fisher"))[::-1][:3]
     corrected = found.mean("gradient+fisher corrected")
     np.testing.assert_allclose(corrected[top], truth[top], atol=1e-9)

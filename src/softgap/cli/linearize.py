@@ -104,10 +104,10 @@ def linearize_command(
         Literal["heads", "groups"], typer.Option(help="Unit of the search. Only whole KV groups save memory.")
     ] = "groups",
     score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher",
-    repair: Annotated[
+    correct: Annotated[
         bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
     ] = True,
-    tune: Annotated[
+    distil: Annotated[
         int,
         typer.Option("--distil", min=0, help="Training steps that distil the original model into the swapped heads."),
     ] = 0,
@@ -134,8 +134,8 @@ def linearize_command(
     _check_files(out, picture, overwrite=overwrite)
     texts = [plain_text(*given_text(name)) for name in text]
     settings: dict[str, Any] = {
-        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "repair": repair, "tune": tune,
-        "length": length, "tokens": tokens, "seed": seed,
+        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "correct": correct,
+        "distil": distil, "length": length, "tokens": tokens, "seed": seed,
     }  # fmt: skip
     options = {"dtype": dtype, "device": device, "attn": attn}
     plan, layers = _search(model, texts, mechanism, window, settings, out, options)
@@ -189,9 +189,9 @@ def _search(
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated_mechanisms(loaded), "elu1")[0]
-        chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
+        head_substitute = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
-            plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
+            plan = find_plan(loaded, tokenizer, texts, head_substitute, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)
@@ -207,9 +207,9 @@ def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None
 
     from softgap.report.documents import plan_document, save_document
 
-    found = plan_document(plan, *_shape(layers))
-    pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in found.pictures)
-    save_document(replace(found, pictures=pictures), out.parent, out.stem)
+    document = plan_document(plan, *_shape(layers))
+    pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in document.pictures)
+    save_document(replace(document, pictures=pictures), out.parent, out.stem)
 
 
 def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:

@@ -20,7 +20,7 @@ __all__ = ["with_finite_steps"]
 
 def with_finite_steps(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     mechanism: str | Mechanism | Substitute,
     scores: Scores,
     name: str = "gradient+fisher",
@@ -32,14 +32,14 @@ def with_finite_steps(
 
     Parameters
     ----------
-    read
+    sequences
         The sequences that the scores come from; the corrected heads are swapped on them, one at a time.
     """
     if not 1 <= top <= len(scores.heads):
         raise ValueInputError(f"top must be between 1 and the {len(scores.heads)} heads, got {top}")
     order = np.argsort(scores.mean(name), kind="stable")[::-1][:top]
     selected = [scores.heads[place] for place in order]
-    measured_impact = impact_on(model, read, None, mechanism, controls=[], heads=selected, progress=progress)
+    measured_impact = impact_on(model, sequences, None, mechanism, baselines=[], heads=selected, progress=progress)
     values = scores.values[name].copy()
     rises = dict(zip(measured_impact.heads, measured_impact.change["loss"][0], strict=True))
     for place in order:

@@ -413,18 +413,20 @@ def _split(
     layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], used: Substitute, n_layers: int
 ) -> _Split:
     size = layer.heads // layer.kv_heads
-    kept_groups = [g for g in range(layer.kv_heads) if g not in groups]
-    remaining = [head for g in kept_groups for head in range(g * size, (g + 1) * size)]
+    remaining_groups = [g for g in range(layer.kv_heads) if g not in groups]
+    remaining = [head for g in remaining_groups for head in range(g * size, (g + 1) * size)]
     freed = swapped_layer(layer, [head for head in heads if head // size in groups], used, n_layers)
-    some = [head for head in heads if head in remaining]
-    among = None
-    if some:
-        part = swapped_layer(layer, some, used, n_layers)
-        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(kept_groups))
-        among = dataclasses.replace(
+    swapped_heads = [head for head in heads if head in remaining]
+    swapped_remaining = None
+    if swapped_heads:
+        part = swapped_layer(layer, swapped_heads, used, n_layers)
+        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(remaining_groups))
+        swapped_remaining = dataclasses.replace(
             part,
             layer=smaller,
-            heads=torch.tensor([remaining.index(head) for head in some]),
-            kv_heads=torch.tensor([kept_groups.index(int(g)) for g in part.kv_heads]),
+            heads=torch.tensor([remaining.index(head) for head in swapped_heads]),
+            kv_heads=torch.tensor([remaining_groups.index(int(g)) for g in part.kv_heads]),
         )
-    return _Split(torch.tensor(remaining, dtype=torch.long), among, freed, (tuple(kept_groups), tuple(groups)))
+    return _Split(
+        torch.tensor(remaining, dtype=torch.long), swapped_remaining, freed, (tuple(remaining_groups), tuple(groups))
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism, compare_outputs
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
@@ -124,12 +125,13 @@ class Scores:
         return means
 
 
+@deprecated_keywords(asked="recall_lists", read="sequences")
 def head_scores(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Sequences | None = None,
+    recall_lists: Sequences | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -142,9 +144,9 @@ def head_scores(
 
     Parameters
     ----------
-    read
+    sequences
         Sequences; slopes and curvatures are those of the loss of the next tokens that count.
-    asked
+    recall_lists
         Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
         heads that text hardly misses may carry all of recall.
     names
@@ -169,28 +171,38 @@ def head_scores(
     if samples < 1 or steps < 1:
         raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
     layers = attention_layers(model)
-    gone = {tuple(head) for head in swapped}
-    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    by_layer = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
+    swapped_heads = {tuple(head) for head in swapped}
+    all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    by_layer = heads_by_layer(
+        layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
+    )
     used = substitute(mechanism, model)
     parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
     under = (
         [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
-        if gone
+        if swapped_heads
         else []
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for number in range(len(read)):
-        one_text = read.part(slice(number, number + 1))
-        columns.append(_score_sequence(model, one_text, parts, under, set(names), samples, steps, generator))
-        progress("scoring heads", (number + 1) / len(read))
+    for number in range(len(sequences)):
+        sequence = sequences.part(slice(number, number + 1))
+        columns.append(_score_sequence(model, sequence, parts, under, set(names), samples, steps, generator))
+        progress("scoring heads", (number + 1) / len(sequences))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
-    if asked is not None:
-        more = head_scores(
-            model, asked, used, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+    if recall_lists is not None:
+        recall_scores = head_scores(
+            model,
+            recall_lists,
+            used,
+            names=names,
+            heads=heads,
+            swapped=swapped,
+            samples=samples,
+            steps=steps,
+            seed=seed,
         )
-        values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
+        values = {name: add_recall_scores(values[name], recall_scores.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         values,
@@ -227,11 +239,11 @@ def _score_sequence(
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
     scores: dict[str, Tensor] = {}
-    ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
+    ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
         with _Gates(model, parts, under) as gates:
             logits = gates.logits(text)
-            slopes = gates.slopes(_loss(logits, wanted))
+            slopes = gates.slopes(_loss(logits, next_ids))
             curvature = torch.zeros_like(slopes)
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
@@ -245,7 +257,7 @@ def _score_sequence(
         way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
             with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
-                way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
+                way = way + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
         scores["integrated"] = way
         if "fisher" in scores:
             scores["integrated+fisher"] = way + scores["fisher"]
@@ -254,9 +266,9 @@ def _score_sequence(
     return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
-def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
+def _loss(logits: Float[Tensor, "next vocabulary"], next_ids: Int[Tensor, " next"]) -> Float[Tensor, ""]:
     return functional.cross_entropy(
-        logits if logits.dtype == torch.float64 else logits.float(), wanted, reduction="sum"
+        logits if logits.dtype == torch.float64 else logits.float(), next_ids, reduction="sum"
     )
 
 

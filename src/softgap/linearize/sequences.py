@@ -119,8 +119,8 @@ def split_sequences(
             f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
             f" got {len(ids)}; give more text or choose shorter sequences"
         )
-    wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
-    places = np.linspace(0, whole - 1, wanted).round().astype(int)
+    n_sequences = whole if tokens is None else min(whole, max(fewest, tokens // length))
+    places = np.linspace(0, whole - 1, n_sequences).round().astype(int)
     rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(places)].to(model.device)
     return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
 
@@ -239,9 +239,9 @@ def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
     n = ids.shape[1] - 1
     blocks = forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)))
     logs = torch.cat([_numbers(logits) for _, logits in blocks()], dim=1).log_softmax(dim=-1)
-    wanted = ids[:, 1:, None]
-    loss = -logs.gather(-1, wanted)[..., 0]
-    right = (logs.argmax(dim=-1) == wanted[..., 0]).to(loss.dtype)
+    next_ids = ids[:, 1:, None]
+    loss = -logs.gather(-1, next_ids)[..., 0]
+    right = (logs.argmax(dim=-1) == next_ids[..., 0]).to(loss.dtype)
     probability = logs.exp()
     # A token that a model rules out has probability 0 and log-probability -inf, and counts as 0.
     entropy = (probability * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
@@ -285,14 +285,14 @@ def correct_tokens(model: Model, sequences: Sequences) -> Float[Tensor, "text ne
 
 def _score_rows(
     logits: Float[Tensor, "next vocabulary"],
-    wanted: Int[Tensor, " next"],
+    next_ids: Int[Tensor, " next"],
     base: Float[Tensor, "next vocabulary"] | None,
 ) -> Float[Tensor, "quantity next"]:
     """Loss, cross term log Z sum p - sum p z, and whether the top token is right."""
     blocks = []
     step = max(1, CACHED // logits.shape[-1])
     for start in range(0, len(logits), step):
-        z, y = _numbers(logits[start : start + step]), wanted[start : start + step]
+        z, y = _numbers(logits[start : start + step]), next_ids[start : start + step]
         total = z.logsumexp(dim=-1)
         cross = torch.full_like(total, torch.nan)
         if base is not None:
@@ -364,13 +364,17 @@ class Reading:
 
 
 def read_swapped(
-    model: Model, read: Sequences | None, recall_lists: Sequences | None, heads: Sequence[Head], used: Substitute | None
+    model: Model,
+    sequences: Sequences | None,
+    recall_lists: Sequences | None,
+    heads: Sequence[Head],
+    used: Substitute | None,
 ) -> Reading:
     """Evaluate text and recall lists with these heads swapped, whichever is given; no heads is the original model."""
     check_measurable(model)
     swapped = swap(model, heads, used) if heads and used is not None else nullcontext()
     with torch.inference_mode(), swapped:
-        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
+        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(sequences)]
         lists = (
             []
             if recall_lists is None
