@@ -67,7 +67,7 @@ def _compared(out: str, *, opened: bool) -> dict[str, Any]:
         ):
             return document
     plan = read_preregistration(str(PLAN))
-    findings = compare_study(out, plan, planned=PLAN.name, open_confirmation=opened, progress=_step)
+    findings = compare_study(out, plan, preregistration_file=PLAN.name, open_confirmation=opened, progress=_step)
     save_comparison(findings, out, None)
     print("\n".join([findings.verdict.sentence, findings.status]))
     return _compared(out, opened=opened)

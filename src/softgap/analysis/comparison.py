@@ -19,6 +19,7 @@ from softgap.analysis.comparison_data import (
 )
 from softgap.analysis.comparison_findings import ComparisonFindings, Reliability, top_units
 from softgap.analysis.preregistration import ComparisonLog, Preregistration
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.progress import Progress, silent
 from softgap.stats import (
@@ -50,11 +51,12 @@ _TOP = 5
 _FLIPPED = 499
 
 
+@deprecated_keywords(planned="preregistration_file")
 def compare_study(
     path: str,
     plan: Preregistration | None = None,
     *,
-    planned: str | None = None,
+    preregistration_file: str | None = None,
     open_confirmation: bool = False,
     second: Mapping[str, str | None] | None = None,
     progress: Progress | None = None,
@@ -63,7 +65,7 @@ def compare_study(
 
     Parameters
     ----------
-    planned
+    preregistration_file
         The file that the plan was read from; its hash goes into the study's log before the labels are read.
     open_confirmation
         Look at the locked samples too: once in the life of a study.
@@ -74,8 +76,8 @@ def compare_study(
     tell = progress or silent
     study = open_study(path)
     log = ComparisonLog(Folder.at(path))
-    if planned is not None:
-        log.record_plan(plan, planned)
+    if preregistration_file is not None:
+        log.record_plan(plan, preregistration_file)
     share = plan.confirm if plan.confirm is not None else log.locked_share
     if open_confirmation and share is None:
         raise ValueInputError(
@@ -90,12 +92,12 @@ def compare_study(
     data, left_out = comparison_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
     confirmation = None
     if split is not None:
-        held = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
-        confirmation, data = data.rows(held) if open_confirmation else None, data.rows(~held)
+        locked_rows = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
+        confirmation, data = data.rows(locked_rows) if open_confirmation else None, data.rows(~locked_rows)
     data, repeats = drop_repeats(data)
     if confirmation is not None:
-        confirmation, more = drop_repeats(confirmation)
-        repeats += more
+        confirmation, confirmation_repeats = drop_repeats(confirmation)
+        repeats += confirmation_repeats
     left_out["repeats of another sample"] = repeats
     kappa = None if second is None else _agreement(data, second)
     if split is not None and open_confirmation:  # everything that can be refused has been: this cannot be taken back
@@ -103,23 +105,23 @@ def compare_study(
     results = _run_tests(data, confirmation, plan, tell)
     tell("flipping labels", 0.0)
     reliability = _reliability(data, confirmation, results.comparison.contrast.groups, plan, kappa)
-    seen = data.fingerprint
-    status = log.status(plan, seen, from_file=planned is not None)
+    labels_hash = data.fingerprint
+    status = log.status(plan, labels_hash, from_file=preregistration_file is not None)
     log.add(
         "looked",
         hash=plan.hash,
         status=status,
         outcome=results.verdict.outcome,
         samples=len(data.labels),
-        labels=seen,
+        labels=labels_hash,
         plan=plan.to_json(),
     )
     return ComparisonFindings(
         plan=plan,
         status=status,
-        tried=log.entries,
+        log_entries=log.entries,
         table=data.table,
-        kept=data.kept,
+        varying=data.varying,
         left_out=left_out,
         source=_source(study),
         split=split,
@@ -178,22 +180,22 @@ def _decide(
     tell("comparing", 0.0)
     first = _compare_samples(data, plan)
     control = plan.control_name
-    wanted: dict[str, Callable[[], Comparison]] = {}
+    attempts: dict[str, Callable[[], Comparison]] = {}
     if control:
-        wanted[control] = lambda: _compare_controlled(data, plan)
+        attempts[control] = lambda: _compare_controlled(data, plan)
     if confirmation is not None:
-        wanted[f"confirmation, {control}" if control else "confirmation"] = lambda: _compare_controlled(
+        attempts[f"confirmation, {control}" if control else "confirmation"] = lambda: _compare_controlled(
             confirmation, plan
         )
     controls: dict[str, Comparison] = {}
     impossible: dict[str, str] = {}
-    for name, work in wanted.items():
+    for name, work in attempts.items():
         tell(name, 0.0)
         try:
             controls[name] = work()
         except SoftgapError as error:
             impossible[name] = str(error)
-    joint = tuple(wanted) if control else ()
+    joint = tuple(attempts) if control else ()
     outcome = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
     return _Decision(first, controls, impossible, outcome)
 
@@ -210,7 +212,7 @@ def _lock_split(log: ComparisonLog, frame: pd.DataFrame, share: float) -> Split:
 
 
 def _compare_samples(data: ComparisonSamples, plan: Preregistration, control: JointControl | None = None) -> Comparison:
-    rows = np.arange(len(data.labels)) if control is None else control.kept
+    rows = np.arange(len(data.labels)) if control is None else control.indices
     return compare_table(
         data.values[rows],
         data.labels[rows],
@@ -252,9 +254,9 @@ def _incremental_auroc(data: ComparisonSamples, plan: Preregistration) -> Increm
 
 def _head_recurrence(data: ComparisonSamples, plan: Preregistration) -> Recurrence:
     """Over the heads that vary in every mode."""
-    full = np.full((len(data.values), *data.kept.shape), np.nan)
-    full[:, data.kept] = data.values
-    heads = data.kept.all(axis=0)
+    full = np.full((len(data.values), *data.varying.shape), np.nan)
+    full[:, data.varying] = data.values
+    heads = data.varying.all(axis=0)
     if heads.sum() <= _TOP:
         raise ValueInputError(f"recurrence needs more than {_TOP} heads that vary in every mode, got {heads.sum()}")
     return recurrence(
@@ -280,14 +282,16 @@ def _reliability(
     quick = replace(plan, permutations=min(plan.permutations, _FLIPPED))
     parts = [data] if confirmation is None else [data, confirmation]
 
-    def judge(flipped: np.ndarray) -> Verdict:
+    def decide(flipped: np.ndarray) -> Verdict:
         labels = np.where(flipped, *groups)
-        main, rest = data.with_labels(labels[: len(data.labels)]), labels[len(data.labels) :]
-        return _decide(main, None if confirmation is None else confirmation.with_labels(rest), quick).verdict
+        main, confirmation_labels = data.with_labels(labels[: len(data.labels)]), labels[len(data.labels) :]
+        return _decide(
+            main, None if confirmation is None else confirmation.with_labels(confirmation_labels), quick
+        ).verdict
 
     try:
         noise = label_noise(
-            judge,
+            decide,
             np.concatenate([part.labels for part in parts]),
             rng=np.random.default_rng([plan.seed, 4]),
             rates=_RATES,
@@ -301,16 +305,16 @@ def _reliability(
 
 
 def _agreement(data: ComparisonSamples, second: Mapping[str, str | None]) -> Kappa:
-    both = [
+    label_pairs = [
         (label, other)
         for sample_id, label in zip(data.frame["sample_id"], data.labels, strict=True)
         if (other := second.get(sample_id)) is not None
     ]
-    if len(both) < 2:
+    if len(label_pairs) < 2:
         raise ValueInputError(
-            f"a second scorer must label at least 2 of the samples compared, got {len(both)}; add labels"
+            f"a second scorer must label at least 2 of the samples compared, got {len(label_pairs)}; add labels"
         )
-    return cohens_kappa([a for a, _ in both], [b for _, b in both])
+    return cohens_kappa([a for a, _ in label_pairs], [b for _, b in label_pairs])
 
 
 def _source(study: Study) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class ComparisonSamples:
 
     Attributes
     ----------
-    table, kept
+    table, varying
         All features, and which of them vary: the units.
     values
         Of the units.
@@ -62,7 +62,7 @@ class ComparisonSamples:
 
     table: FeatureTable
     values: Float64[np.ndarray, "sample unit"]
-    kept: Bool[np.ndarray, "mode head"]
+    varying: Bool[np.ndarray, "mode head"]
     frame: pd.DataFrame
     labels: np.ndarray
     clusters: np.ndarray | None
@@ -142,26 +142,26 @@ def comparison_samples(
     group_names = _field(frame, plan.by)
     labels = np.array([None if value is None or value != value else str(value) for value in group_names], dtype=object)
     known = np.array([label is not None for label in labels])
-    wanted = known & np.isin(labels, plan.between) if plan.between else known
+    in_groups = known & np.isin(labels, plan.between) if plan.between else known
     long_enough = (frame["steps"] >= plan.min_steps).to_numpy()
-    used = np.asarray(wanted & long_enough & (frame["steps"] > 0).to_numpy())
+    eligible = np.asarray(in_groups & long_enough & (frame["steps"] > 0).to_numpy())
     left_out = {
         "without a label": int((~known).sum()),
-        "of other groups": int((known & ~wanted).sum()),
-        "too short": int((wanted & ~used).sum()),
+        "of other groups": int((known & ~in_groups).sum()),
+        "too short": int((in_groups & ~eligible).sum()),
     }
-    _check_groups(labels[used], plan, left_out)
+    _check_groups(labels[eligible], plan, left_out)
     for name in (*plan.match, *plan.strata):
         _field(frame, name)
-    table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
-    varying = _varying_units(table.values[locked[used]]) & _varying_units(table.values[~locked[used]])
+    table = feature_table(study, frame["steps"].tolist(), eligible, plan, tell)
+    varying = _varying_units(table.values[locked[eligible]]) & _varying_units(table.values[~locked[eligible]])
     if not varying.any():
         raise ValueInputError(
             "every feature is the same in all samples, so that there is nothing to compare; choose another part, "
             "quantity or feature"
         )
-    samples = frame[used].reset_index(drop=True)
-    names = labels[used].astype(str)
+    samples = frame[eligible].reset_index(drop=True)
+    names = labels[eligible].astype(str)
     clusters = _clusters(samples, names, plan)
     return ComparisonSamples(table, table.values[:, varying], varying, samples, names, clusters), left_out
 
@@ -216,7 +216,7 @@ def drop_repeats(data: ComparisonSamples) -> tuple[ComparisonSamples, int]:
 def _check_groups(labels: np.ndarray, plan: Preregistration, left_out: Mapping[str, int]) -> None:
     names = sorted(set(labels))
     without = "; ".join(f"{count} samples {why}" for why, count in left_out.items() if count)
-    rest = f" ({without})" if without else ""
+    exclusions = f" ({without})" if without else ""
     if len(names) > 2:
         shown = ", ".join(names[:6])
         raise ValueInputError(
@@ -225,7 +225,7 @@ def _check_groups(labels: np.ndarray, plan: Preregistration, left_out: Mapping[s
     if len(names) < 2:
         got = f"only '{names[0]}'" if names else "none"
         raise ValueInputError(
-            f"two groups are compared, got {got} in '{plan.by}'{rest}; add samples of another group or label them"
+            f"two groups are compared, got {got} in '{plan.by}'{exclusions}; add samples of another group or label them"
         )
     if plan.first is not None and plan.first not in names:
         raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'; choose one")

@@ -61,28 +61,28 @@ class FeatureTable:
     layer: Int64[np.ndarray, " head"]
     head: Int64[np.ndarray, " head"]
     collapsed: bool
-    used: Bool[np.ndarray, " sample"]
+    eligible: Bool[np.ndarray, " sample"]
     tie_rate: float
 
 
 def feature_table(
     study: Study,
     steps: Sequence[int],
-    used: Bool[np.ndarray, " sample"],
+    eligible: Bool[np.ndarray, " sample"],
     plan: Preregistration,
     tell: Callable[[float], None],
 ) -> FeatureTable:
     """The features of the used samples of a study, whose parts have so many steps."""
     first = _part(next(iter(study)), plan.part)
-    modes, skipped = _modes(first, [n for n, use in zip(steps, used, strict=True) if use], plan)
+    modes, skipped = _modes(first, [n for n, use in zip(steps, eligible, strict=True) if use], plan)
     real = first.kv_group >= 0
     layer, head = (index.astype(np.int64) for index in np.nonzero(real))
-    values = np.full((int(used.sum()), len(modes), len(layer)), np.nan)
+    values = np.full((int(eligible.sum()), len(modes), len(layer)), np.nan)
     ties = 0.0
     row = 0
     for i, run in enumerate(study):
         tell(i / len(study))
-        if not used[i]:
+        if not eligible[i]:
             continue
         part = _part(run, plan.part)
         if part.layers != first.layers or part.heads_per_layer != first.heads_per_layer:
@@ -92,13 +92,13 @@ def feature_table(
             )
         ties = max(ties, _fill(values[row], part, real, modes, plan))
         row += 1
-    held = sum(n for n, use in zip(steps, used, strict=True) if use)
-    again = partial(_eligible_parts, study, used, plan.part)
-    ties = max(ties, _fill_residuals(values, again, held, real, modes, plan))
+    total_steps = sum(n for n, use in zip(steps, eligible, strict=True) if use)
+    eligible_parts = partial(_eligible_parts, study, eligible, plan.part)
+    ties = max(ties, _fill_residuals(values, eligible_parts, total_steps, real, modes, plan))
     layers = np.array(first.layers)[layer]
     if plan.collapse:
         values, layers, head = _collapse_groups(values, layers, first.kv_group[real])
-    return FeatureTable(values, modes, skipped, layers, head, plan.collapse, used, ties)
+    return FeatureTable(values, modes, skipped, layers, head, plan.collapse, eligible, ties)
 
 
 def _part(run: Trajectories, part: str) -> Trajectories:
@@ -111,8 +111,8 @@ def _part(run: Trajectories, part: str) -> Trajectories:
     return run.prompt
 
 
-def _eligible_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
-    return (_part(run, part) for run, use in zip(study, used, strict=True) if use)
+def _eligible_parts(study: Study, eligible: np.ndarray, part: str) -> Iterator[Trajectories]:
+    return (_part(run, part) for run, use in zip(study, eligible, strict=True) if use)
 
 
 def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tuple[tuple[Mode, ...], dict[str, str]]:
@@ -128,8 +128,10 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tu
             skipped[str(Mode(name, feature))] = f"a slope needs 2 steps, the shortest sample has {shortest}"
         else:
             modes.append(Mode(name, feature))
-    wanted = [feature for feature in plan.features if feature in ("entropy", "complexity")]
-    for name, feature, transform, order, segment in product(names, wanted, plan.transforms, plan.orders, plan.segments):
+    pattern_features = [feature for feature in plan.features if feature in ("entropy", "complexity")]
+    for name, feature, transform, order, segment in product(
+        names, pattern_features, plan.transforms, plan.orders, plan.segments
+    ):
         windows = max(0, Cut(transform, segment).length(shortest) - (order - 1))
         least = least_windows(plan.eligibility, order)
         mode = Mode(name, feature, transform, order, segment, windows)
@@ -152,10 +154,10 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tu
 
 
 def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: Preregistration, control: bool) -> np.ndarray:
-    def taken(name: str) -> np.ndarray:
+    def values_of(name: str) -> np.ndarray:
         return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
 
-    series = taken(mechanism) - taken(BASELINE) if control else taken(mechanism)
+    series = values_of(mechanism) - values_of(BASELINE) if control else values_of(mechanism)
     bad = ~np.isfinite(series)
     if bad.any():
         head, step = (int(i) for i in np.argwhere(bad)[0])
@@ -176,19 +178,19 @@ def _fill(
     """Fill in one sample, residuals aside; return the largest share of windows with equal values."""
     ties = 0.0
     for mechanism in dict.fromkeys(mode.mechanism for mode in modes):
-        own_modes = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
+        mechanism_modes = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
         if not mechanism:
-            for k, _ in own_modes:
+            for k, _ in mechanism_modes:
                 row[k] = run.focus["sparsity"][real].astype(np.float64).mean(axis=-1)
             continue
         series = _series(run, mechanism, real, plan, control=False)
-        for k, mode in own_modes:
+        for k, mode in mechanism_modes:
             if mode.feature == "mean":
                 row[k] = series.mean(axis=-1)
             elif mode.feature == "slope":
                 time = np.arange(series.shape[-1]) - (series.shape[-1] - 1) / 2
                 row[k] = 100 * series @ time / (time @ time)
-        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in own_modes if m.order):
+        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in mechanism_modes if m.order):
             if transform == "residual":
                 continue
             source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL_TRANSFORM else series
@@ -196,7 +198,7 @@ def _fill(
             ties = max(
                 ties,
                 _fill_patterns(
-                    row, left, [p for p in own_modes if (p[1].transform, p[1].segment) == (transform, segment)]
+                    row, left, [p for p in mechanism_modes if (p[1].transform, p[1].segment) == (transform, segment)]
                 ),
             )
     return ties
@@ -209,11 +211,11 @@ def _fill_patterns(
     ties = 0.0
     for order, windows in dict.fromkeys((mode.order, mode.windows) for _, mode in numbered_modes if mode.order):
         counted = pattern_counts(left[:, : windows + order - 1], order, 1, ties="stable")
-        both = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
+        pattern_values = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
         ties = max(ties, float(counted.tie_rate.max()))
         for k, mode in numbered_modes:
             if mode.order == order:
-                row[k] = both[mode.feature]
+                row[k] = pattern_values[mode.feature]
     return ties
 
 
@@ -227,9 +229,11 @@ def _fill_residuals(
 ) -> float:
     """Fill in residuals, whose trend is fitted over all samples: some heads at a time where all would not fit."""
     ties, at_once = 0.0, max(1, HELD_VALUES // steps)
-    wanted = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
-    for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in wanted):
-        own_modes = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
+    residual_modes = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
+    for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in residual_modes):
+        segment_modes = [
+            (k, mode) for k, mode in residual_modes if (mode.mechanism, mode.segment) == (mechanism, segment)
+        ]
         for start in range(0, values.shape[-1], at_once):
             heads = slice(start, start + at_once)
             # A copy, or the other heads of every sample would stay in memory behind these.
@@ -237,7 +241,7 @@ def _fill_residuals(
                 (_series(run, mechanism, real, plan, control=False)[heads].copy(), run.positions) for run in runs()
             ]
             for row, left in zip(values, Cut("residual", segment)(*zip(*pairs, strict=True)), strict=True):
-                ties = max(ties, _fill_patterns(row[:, heads], left, own_modes))
+                ties = max(ties, _fill_patterns(row[:, heads], left, segment_modes))
     return ties
 
 

@@ -179,9 +179,9 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
         kind = int if name == "orders" else str
         if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
             return entries
-        wanted = "whole numbers" if kind is int else "names"
+        expected = "whole numbers" if kind is int else "names"
         raise ValueInputError(
-            f"{name} in the preregistration '{path}' must be a list of {wanted}, got {value!r}; correct it"
+            f"{name} in the preregistration '{path}' must be a list of {expected}, got {value!r}; correct it"
         )
     if isinstance(default, float) or name == "confirm":
         fits = isinstance(value, int | float) and not isinstance(value, bool)

@@ -97,8 +97,8 @@ app.add_typer(study, rich_help_panel="Measure")
 app.add_typer(lab, rich_help_panel="Understand")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from softgap import __version__
 
         output.console().print(f"softgap {__version__}")

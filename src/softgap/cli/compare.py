@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, grouped
+from softgap.cli.options import Json, expand_option_groups
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
@@ -102,19 +102,19 @@ class PlanOptions:
         """The preregistration in a file, or the default plan with the options given here."""
         from softgap.analysis import Preregistration, read_preregistration
 
-        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
+        options: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
         if path is None:
-            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
             return Preregistration(**values)
-        if given:
+        if options:
             raise ValueInputError(
-                f"a preregistration sets every option, but the command line also gives {', '.join(given)}; write "
+                f"a preregistration sets every option, but the command line also gives {', '.join(options)}; write "
                 f"it into '{path}'"
             )
         return read_preregistration(path)
 
 
-@grouped
+@expand_option_groups
 def compare_command(
     study: Annotated[str, typer.Argument(help="Folder (or URI) of a study.")],
     *,
@@ -167,13 +167,13 @@ def _compare(
     from softgap.progress import show_progress
     from softgap.tasks import read_labels
 
-    others = None if second is None else read_labels(second)
+    second_labels = None if second is None else read_labels(second)
     with show_progress("comparing") as report:
         return compare_study(
             study,
             plan,
-            planned=source,
+            preregistration_file=source,
             open_confirmation=open_confirmation,
-            second=others,
+            second=second_labels,
             progress=report,
         )

@@ -93,11 +93,11 @@ def separation_command(
     check_out(out)
     sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
     # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
-    chosen = None if axes == "d,b" else parse_axes(axes)
+    map_axes = None if axes == "d,b" else parse_axes(axes)
     settings: dict[str, Any] = {
         "mechanisms": mechanism,
         "mapped": ("softmax", "identity", *mechanism) if mechanism else None,
-        "axes": chosen,
+        "axes": map_axes,
         "draws": draws,
         "map_draws": map_draws,
         "allow_breaks": allow_breaks,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text, plain_text
+from softgap.cli.options import Attn, Device, Dtype, Json, check_new, plain_text, read_text_argument
 from softgap.cli.render import output
 from softgap.errors import StoreError, ValueInputError
 
@@ -132,7 +132,7 @@ def linearize_command(
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
     _check_files(out, picture, overwrite=overwrite)
-    texts = [plain_text(*given_text(name)) for name in text]
+    texts = [plain_text(*read_text_argument(name)) for name in text]
     settings: dict[str, Any] = {
         "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "correct": correct,
         "distil": distil, "length": length, "tokens": tokens, "seed": seed,

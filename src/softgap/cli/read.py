@@ -20,9 +20,9 @@ from softgap.cli.options import (
     Out,
     Overwrite,
     default_out,
-    given_text,
     plain_text,
-    with_control,
+    read_text_argument,
+    with_baseline,
 )
 from softgap.errors import ValueInputError
 from softgap.tasks.sources import json_prompts
@@ -58,9 +58,9 @@ def read_command(
     as_json: Json = False,
 ) -> None:
     """Measure every head at every token of a text, or of many prompts with completions; save and summarise it."""
-    name, text = given_text(file)
-    wanted = ("prompt", "completion")
-    samples = json_prompts(name, text, needs=wanted) if jsonl or file.endswith(".jsonl") else None
+    name, text = read_text_argument(file)
+    fields = ("prompt", "completion")
+    samples = json_prompts(name, text, needs=fields) if jsonl or file.endswith(".jsonl") else None
     if samples is None and chat:
         raise ValueInputError("--chat needs prompts and completions, got a plain text; give a .jsonl file")
     from softgap.study import StudySettings
@@ -68,7 +68,7 @@ def read_command(
 
     settings = StudySettings(
         model=model,
-        mechanisms=with_control(mechanism),
+        mechanisms=with_baseline(mechanism),
         chat=chat,
         focus=focus,
         drop_sinks=drop_sinks,

@@ -141,11 +141,11 @@ def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[in
         yield order.pop()
 
 
-def _divergence(model: Model, text: Sequences, heads: Sequence[Head], used: Substitute) -> float:
+def _divergence(model: Model, text: Sequences, heads: Sequence[Head], head_substitute: Substitute) -> float:
     """KL from the original model on one sequence, its gradient added to the free numbers."""
     with torch.no_grad():
         original_logs = _log_probabilities(model, text)
-    with torch.enable_grad(), swap(model, heads, used):
+    with torch.enable_grad(), swap(model, heads, head_substitute):
         logs = _log_probabilities(model, text)
         # A token that the model rules out counts as 0.
         divergence = (

@@ -287,15 +287,15 @@ def frontier(
         raise ValueInputError("orders must name at least one score or 'random', got none")
     units = units_of(model, by)
     counts = _counts(len(units), shares)
-    used = substitute(mechanism, model)
-    settings = _settings(model, fit, held_out, recall_lists, used, by, seed)
+    head_substitute = substitute(mechanism, model)
+    settings = _settings(model, fit, held_out, recall_lists, head_substitute, by, seed)
     if fit_recall_lists is not None:
         settings["fit_asked"] = digest_of_sequences(fit_recall_lists)
     expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
     score_settings = {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS}
     run = _FrontierRun(
-        model, fit, fit_recall_lists, held_out, recall_lists, used, units, Checkpoints(folder, settings),
+        model, fit, fit_recall_lists, held_out, recall_lists, head_substitute, units, Checkpoints(folder, settings),
         Checkpoints(folder, score_settings), seed, distil, progress, expected,
     )  # fmt: skip
     corrected_kinds = (PLAIN, *(CORRECTED,) * correct)
@@ -335,8 +335,8 @@ class _FrontierRun:
     def __post_init__(self) -> None:
         self.original = Reading.from_json(self.checkpoints.find_or_make("original", lambda: self._read([], None)))
 
-    def _read(self, heads: list[Head], used: Substitute | None) -> dict[str, Any]:
-        return read_swapped(self.model, self.held_out, self.recall_lists, heads, used).to_json()
+    def _read(self, heads: list[Head], head_substitute: Substitute | None) -> dict[str, Any]:
+        return read_swapped(self.model, self.held_out, self.recall_lists, heads, head_substitute).to_json()
 
     def _tell(self, stage: str) -> None:
         self.progress(stage, min(1.0, len(self.points) / self.expected))
@@ -414,15 +414,15 @@ def _settings(
     fit: Sequences,
     held_out: Sequences,
     recall_lists: Sequences | None,
-    used: Substitute,
+    head_substitute: Substitute,
     by: str,
     seed: int,
 ) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
-        "mechanism": used.name,
-        "parameters": used.digest,
+        "mechanism": head_substitute.name,
+        "parameters": head_substitute.digest,
         "fit": digest_of_sequences(fit),
         "held_out": digest_of_sequences(*([held_out] if recall_lists is None else [held_out, recall_lists])),
         "length": int(held_out.ids.shape[1]),

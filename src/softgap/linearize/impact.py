@@ -94,8 +94,8 @@ class Impact:
         """Heads where the mechanism costs less than the baseline (the last one), in 97.5 % of resampled texts."""
         if len(self.mechanisms) == 1:
             raise ValueInputError("this impact has no baseline to compare with; measure it with baselines")
-        other = self.mechanisms[-1] if baseline is None else baseline
-        gains = self._of("loss", other) - self._of("loss", None)
+        baseline_name = self.mechanisms[-1] if baseline is None else baseline
+        gains = self._of("loss", baseline_name) - self._of("loss", None)
         resampled_gains = resampled(gains, rng=np.random.default_rng(self.settings.get("seed", 0)))
         linearizable: np.ndarray = np.quantile(resampled_gains, 0.025, axis=-1) > 0
         return linearizable
@@ -249,8 +249,8 @@ def impact_on(
     all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     by_layer = heads_by_layer(layers, all_heads if heads is None else heads)
     swapped = [substitute(mechanism, model)]
-    others = [mean_outputs(model, sequences)] if baselines is None else as_items(baselines)
-    swapped += [substitute(other, model) for other in others]
+    baseline_mechanisms = [mean_outputs(model, sequences)] if baselines is None else as_items(baselines)
+    swapped += [substitute(other, model) for other in baseline_mechanisms]
     names = [other.name for other in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
@@ -298,7 +298,8 @@ class _Sweep:
     ) -> None:
         self._model, self._heads_by_layer, self._swapped = model, by_layer, swapped
         self._parts = [
-            [swapped_layer(layer, heads, used, len(layers)) for used in swapped] for layer, heads in by_layer
+            [swapped_layer(layer, heads, head_substitute, len(layers)) for head_substitute in swapped]
+            for layer, heads in by_layer
         ]
         self._blocks = Blocks(model)
         self._last = layers[-1]
@@ -357,8 +358,10 @@ class _Sweep:
         """A model that keeps more than hidden states between its blocks is read by whole forwards."""
         self._reuse_checked = True
         with self._blocks.start_at(self._last):
-            again = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
-        if float((again - original.scores.loss).abs().max()) > TOLERANCE * max(1.0, float(original.scores.loss.max())):
+            restarted_loss = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
+        if float((restarted_loss - original.scores.loss).abs().max()) > TOLERANCE * max(
+            1.0, float(original.scores.loss.max())
+        ):
             self._reuse = False
 
 

@@ -61,8 +61,8 @@ def fit_output_correction(
         raise ValueInputError(f"ridge must be above 0, got {ridge:g}; 0.1 is usual")
     layers = attention_layers(model)
     by_layer = heads_by_layer(layers, heads)
-    used = substitute(mechanism, model)
-    bare = Substitute(used.mechanism, used.window)
+    head_substitute = substitute(mechanism, model)
+    bare = Substitute(head_substitute.mechanism, head_substitute.window)
     original, swapped = LayerwiseRun(model, sequences.ids), LayerwiseRun(model, sequences.ids)
     readout: Readout | None = None
     corrected_layers: dict[int, SwappedLayer] = {}
@@ -79,7 +79,9 @@ def fit_output_correction(
         part = swapped_layer(layer, layer_heads, bare, len(layers))
         weight, bias = _fit_layer(original, swapped, part, len(sequences), ridge)
         if readout is None:
-            readout = used.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
+            readout = head_substitute.readout or Readout.identity(
+                len(layers), max(x.heads for x in layers), bias.shape[-1]
+            )
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
         corrected_layers[id(layer.module)] = swapped_layer(

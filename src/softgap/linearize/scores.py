@@ -176,10 +176,13 @@ def head_scores(
     by_layer = heads_by_layer(
         layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
     )
-    used = substitute(mechanism, model)
-    parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
-    under = (
-        [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
+    head_substitute = substitute(mechanism, model)
+    parts = [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in by_layer]
+    swapped_parts = (
+        [
+            swapped_layer(layer, layer_heads, head_substitute, len(layers))
+            for layer, layer_heads in heads_by_layer(layers, swapped)
+        ]
         if swapped_heads
         else []
     )
@@ -187,14 +190,14 @@ def head_scores(
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for number in range(len(sequences)):
         sequence = sequences.part(slice(number, number + 1))
-        columns.append(_score_sequence(model, sequence, parts, under, set(names), samples, steps, generator))
+        columns.append(_score_sequence(model, sequence, parts, swapped_parts, set(names), samples, steps, generator))
         progress("scoring heads", (number + 1) / len(sequences))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
     if recall_lists is not None:
         recall_scores = head_scores(
             model,
             recall_lists,
-            used,
+            head_substitute,
             names=names,
             heads=heads,
             swapped=swapped,
@@ -232,7 +235,7 @@ def _score_sequence(
     model: Model,
     text: Sequences,
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     names: set[str],
     samples: int,
     steps: int,
@@ -241,7 +244,7 @@ def _score_sequence(
     scores: dict[str, Tensor] = {}
     ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
-        with _Gates(model, parts, under) as gates:
+        with _Gates(model, parts, swapped_parts) as gates:
             logits = gates.logits(text)
             slopes = gates.slopes(_loss(logits, next_ids))
             curvature = torch.zeros_like(slopes)
@@ -254,15 +257,15 @@ def _score_sequence(
         scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
-        way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
+        integrated = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
-            with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
-                way = way + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
-        scores["integrated"] = way
+            with _Gates(model, parts, swapped_parts, (step + 0.5) / steps) as gates:
+                integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
+        scores["integrated"] = integrated
         if "fisher" in scores:
-            scores["integrated+fisher"] = way + scores["fisher"]
+            scores["integrated+fisher"] = integrated + scores["fisher"]
     if names - set(scores):
-        scores |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+        scores |= _forward_scores(model, ids, parts, swapped_parts, shapes=bool(names & set(SHAPES)))
     return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
@@ -276,11 +279,11 @@ class _Gates:
     """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
 
     def __init__(
-        self, model: Model, parts: Sequence[SwappedLayer], under: Sequence[SwappedLayer], place: float = 0.0
+        self, model: Model, parts: Sequence[SwappedLayer], swapped_parts: Sequence[SwappedLayer], place: float = 0.0
     ) -> None:
         self._model, self._place = model, place
         self._parts = {id(part.layer.module): part for part in parts}
-        self._under = {id(part.layer.module): part for part in under}
+        self._swapped_parts = {id(part.layer.module): part for part in swapped_parts}
         self._order = [id(part.layer.module) for part in parts]
         self._outputs: dict[int, Tensor] = {}
         self._steps: dict[int, Tensor] = {}
@@ -320,12 +323,12 @@ class _Gates:
         return torch.cat(slopes)
 
     def _gated(self, call: AttentionCall) -> Tensor:
-        output = _step_towards(call, self._under.get(id(call.module)))[0]
+        output = _step_towards(call, self._swapped_parts.get(id(call.module)))[0]
         part = self._parts.get(id(call.module))
         if part is None:
             return output
-        whole, step = _step_towards(call._replace(output=output), part, self._place)
-        output = whole if self._place else output
+        moved_output, step = _step_towards(call._replace(output=output), part, self._place)
+        output = moved_output if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
         self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
@@ -350,7 +353,7 @@ def _forward_scores(
     model: Model,
     ids: Int[Tensor, "1 time"],
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     *,
     shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
@@ -376,7 +379,7 @@ def _forward_scores(
             **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }
 
-    below = {id(part.layer.module): part for part in under}
+    below = {id(part.layer.module): part for part in swapped_parts}
 
     def swapped(call: AttentionCall) -> Tensor:
         return _step_towards(call, below.get(id(call.module)))[0]

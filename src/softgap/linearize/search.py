@@ -112,7 +112,7 @@ def find_plan(
         length=length,
         tokens=tokens,
     )
-    used = substitute(mechanism, model)
+    head_substitute = substitute(mechanism, model)
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
         raise ValueInputError(
@@ -125,12 +125,12 @@ def find_plan(
     limited = limits.recall is not None
     text = _split_text(sequences, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
     settings = _settings(
-        model, sequences, used, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
+        model, sequences, head_substitute, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
     )
     checkpoints = Checkpoints(folder, settings)
     choose = RecallTest(model, partial(lists, CHOOSE), recalls, checkpoints, seed) if limited else None
-    search = _Search(model, text, used, settings, checkpoints, progress, choose)
-    order = _order_by_score(model, text, used, settings, checkpoints, progress)
+    search = _Search(model, text, head_substitute, settings, checkpoints, progress, choose)
+    order = _order_by_score(model, text, head_substitute, settings, checkpoints, progress)
     heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
@@ -142,13 +142,13 @@ def find_plan(
     return _evaluate_plan(model, text, heads, search.substitute(heads), provenance, check, search.lists(heads))
 
 
-def _settings(model: Model, sequences: Sequences, used: Substitute, **options: Any) -> dict[str, Any]:
+def _settings(model: Model, sequences: Sequences, head_substitute: Substitute, **options: Any) -> dict[str, Any]:
     """Everything that scores and costs of sets depend on; a budget does not change them."""
     return {
         "fingerprint": model_fingerprint(model),
-        "mechanism": used.name,
-        "calibration": used.mechanism.origin,
-        "parameters": used.digest,
+        "mechanism": head_substitute.name,
+        "calibration": head_substitute.mechanism.origin,
+        "parameters": head_substitute.digest,
         "text": digest_of_sequences(sequences),
         "tokens": sequences.tokens,
         **options,
@@ -201,7 +201,7 @@ def _split_text(sequences: Sequences, recall: Sequences | None) -> _SearchText:
 def _order_by_score(
     model: Model,
     text: _SearchText,
-    used: Substitute,
+    head_substitute: Substitute,
     settings: dict[str, Any],
     checkpoints: Checkpoints,
     progress: Progress,
@@ -216,7 +216,7 @@ def _order_by_score(
         scores_of_heads = head_scores(
             model,
             text.fit,
-            used,
+            head_substitute,
             recall_lists=text.fit_recall_lists,
             names=[name],
             seed=settings["seed"],
@@ -238,13 +238,13 @@ class _Search:
         self,
         model: Model,
         text: _SearchText,
-        used: Substitute,
+        head_substitute: Substitute,
         settings: dict[str, Any],
         checkpoints: Checkpoints,
         progress: Progress,
         recall: RecallTest | None,
     ) -> None:
-        self._model, self._text, self._plain, self._recall = model, text, used, recall
+        self._model, self._text, self._plain, self._recall = model, text, head_substitute, recall
         self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
         self._substitutes: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
@@ -285,8 +285,8 @@ class _Search:
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
-            used = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, None, heads, used).to_json()
+            head_substitute = self.substitute(heads) if heads else None
+            return read_swapped(self._model, self._text.choose, None, heads, head_substitute).to_json()
 
         return Reading.from_json(self._checkpoints.find_or_make(["set", heads], make))
 
@@ -316,7 +316,7 @@ def _evaluate_plan(
     model: Model,
     text: _SearchText,
     heads: Sequence[Head],
-    used: Substitute,
+    head_substitute: Substitute,
     provenance: dict[str, Any],
     recall: RecallTest | None,
     decided_on: int,
@@ -325,10 +325,12 @@ def _evaluate_plan(
 
     Recall is checked on at least as many lists as it was decided on.
     """
-    original, swapped = (read_swapped(model, text.check, None, some, used) for some in ([], heads))
+    original, swapped = (
+        read_swapped(model, text.check, None, swapped_heads, head_substitute) for swapped_heads in ([], heads)
+    )
     recall_record: dict[str, float] = {}
     if recall is not None:
-        before, after = recall.compare(heads, lambda: used, fewest=max(FEWEST_LISTS, decided_on))
+        before, after = recall.compare(heads, lambda: head_substitute, fewest=max(FEWEST_LISTS, decided_on))
         original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
         recall_record = {
@@ -340,7 +342,11 @@ def _evaluate_plan(
         }
     bounded = bounded_layers(model)
     by_layer = heads_by_layer(attention_layers(model), heads)
-    freed = [(layer, layer_heads) for layer, layer_heads in by_layer if streams(used) and layer.number not in bounded]
+    freed = [
+        (layer, layer_heads)
+        for layer, layer_heads in by_layer
+        if streams(head_substitute) and layer.number not in bounded
+    ]
     groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
     return Plan(
         model=model.name_or_path or model.config.model_type,
@@ -348,10 +354,10 @@ def _evaluate_plan(
         heads=tuple(heads),
         groups=groups,
         layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
-        substitute=used,
+        substitute=head_substitute,
         original=original.means(),
         expected=swapped.change_from(original),
         recall=recall_record,
-        memory=memory_of(model, groups, used),
+        memory=memory_of(model, groups, head_substitute),
         provenance=provenance,
     )
