@@ -86,25 +86,14 @@ def compare_study(
         )
     if open_confirmation:
         log.refuse_second_opening()
-    frame = samples_frame(study, plan)
-    split = None if share is None else _lock_split(log, frame, share)
-    locked = np.zeros(len(frame), bool) if split is None else split.confirmation
-    data, left_out = comparison_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
-    confirmation = None
-    if split is not None:
-        locked_rows = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
-        confirmation, data = data.rows(locked_rows) if open_confirmation else None, data.rows(~locked_rows)
-    data, repeats = drop_repeats(data)
-    if confirmation is not None:
-        confirmation, confirmation_repeats = drop_repeats(confirmation)
-        repeats += confirmation_repeats
-    left_out["repeats of another sample"] = repeats
+    samples = _read_samples(study, log, plan, share, open_confirmation, tell)
+    data = samples.data
     kappa = None if second is None else _agreement(data, second)
-    if split is not None and open_confirmation:  # everything that can be refused has been: this cannot be taken back
-        log.open(split)
-    results = _run_tests(data, confirmation, plan, tell)
+    if samples.split is not None and open_confirmation:
+        log.open(samples.split)  # everything that can be refused has been: this cannot be taken back
+    results = _run_tests(data, samples.confirmation, plan, tell)
     tell("flipping labels", 0.0)
-    reliability = _reliability(data, confirmation, results.comparison.contrast.groups, plan, kappa)
+    reliability = _reliability(data, samples.confirmation, results.comparison.contrast.groups, plan, kappa)
     labels_hash = data.fingerprint
     status = log.status(plan, labels_hash, from_file=preregistration_file is not None)
     log.add(
@@ -122,13 +111,48 @@ def compare_study(
         log_entries=log.entries,
         table=data.table,
         varying=data.varying,
-        left_out=left_out,
+        left_out=samples.left_out,
         source=_source(study),
-        split=split,
+        split=samples.split,
         opened=open_confirmation,
         reliability=reliability,
         **vars(results),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _SplitSamples:
+    """The samples to explore, those of the confirmation set if it is open, and how many were left out and why."""
+
+    data: ComparisonSamples
+    confirmation: ComparisonSamples | None
+    split: Split | None
+    left_out: dict[str, int]
+
+
+def _read_samples(
+    study: Study,
+    log: ComparisonLog,
+    plan: Preregistration,
+    share: float | None,
+    open_confirmation: bool,
+    tell: Progress,
+) -> _SplitSamples:
+    """Measure the features of all samples, lock a share of them for confirmation, and drop repeats."""
+    frame = samples_frame(study, plan)
+    split = None if share is None else _lock_split(log, frame, share)
+    locked = np.zeros(len(frame), bool) if split is None else split.confirmation
+    data, left_out = comparison_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
+    confirmation = None
+    if split is not None:
+        locked_rows = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
+        confirmation, data = data.rows(locked_rows) if open_confirmation else None, data.rows(~locked_rows)
+    data, repeats = drop_repeats(data)
+    if confirmation is not None:
+        confirmation, confirmation_repeats = drop_repeats(confirmation)
+        repeats += confirmation_repeats
+    left_out["repeats of another sample"] = repeats
+    return _SplitSamples(data, confirmation, split, left_out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,11 +165,7 @@ def head_scores(
     """
     check_measurable(model)
     names = as_items(names)
-    for name in names:
-        if name not in SCORES:
-            raise unknown_name("score", name, tuple(SCORES))
-    if samples < 1 or steps < 1:
-        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
+    _check_score_options(names, samples, steps)
     layers = attention_layers(model)
     swapped_heads = {tuple(head) for head in swapped}
     all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
@@ -177,14 +173,9 @@ def head_scores(
         layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
     )
     head_substitute = substitute(mechanism, model)
-    parts = [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in by_layer]
-    swapped_parts = (
-        [
-            swapped_layer(layer, layer_heads, head_substitute, len(layers))
-            for layer, layer_heads in heads_by_layer(layers, swapped)
-        ]
-        if swapped_heads
-        else []
+    parts, swapped_parts = (
+        [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in selection]
+        for selection in (by_layer, heads_by_layer(layers, swapped) if swapped_heads else [])
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
@@ -211,6 +202,14 @@ def head_scores(
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+def _check_score_options(names: Sequence[str], samples: int, steps: int) -> None:
+    for name in names:
+        if name not in SCORES:
+            raise unknown_name("score", name, tuple(SCORES))
+    if samples < 1 or steps < 1:
+        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
 
 
 def add_recall_scores(
