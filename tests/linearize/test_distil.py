@@ -103,7 +103,7 @@ def test_only_the_numbers_of_swapped_heads_move(small: Any) -> None:
         assert parameter.grad is None
 
 
-def test_lookups_are_learnt_beside_the_text(small: Any) -> None:
+def test_recall_lists_are_learnt_beside_the_text(small: Any) -> None:
     """Trained on tokens of its own kind only, a substitute gets better where only the last ones count."""
     recall_lists = Sequences(UNSEEN.ids.flip(1), (torch.arange(39) > 29).expand(4, 39))
     begin = fit_output_correction(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))

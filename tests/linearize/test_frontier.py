@@ -227,7 +227,7 @@ def test_the_budget_that_nothing_meets_is_named(monkeypatch: pytest.MonkeyPatch)
         largest(0.005, 0.1)
 
 
-def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookups(
+def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lists(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, Any]] = []

@@ -136,7 +136,7 @@ def test_the_map_of_the_report_takes_an_impact(tmp_path: Path) -> None:
         found.write_heads(tmp_path / "nowhere" / "impact.csv")
 
 
-def test_lookups_ask_for_what_stands_in_their_context(small: Any) -> None:
+def test_recall_lists_ask_for_what_stands_in_their_context(small: Any) -> None:
     tokenizer = byte_tokenizer()
     recall_lists = recall_sequences(small, tokenizer, 4, pairs=5, seed=3)
     for row, scored in zip(recall_lists.ids, recall_lists.scored, strict=True):

@@ -201,7 +201,7 @@ def _without_completions(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 @expand_option_groups
 def task_command(
-    task: Annotated[str, typer.Argument(help="Task: lookup (associative recall), arithmetic, copying or statements.")],
+    task: Annotated[str, typer.Argument(help="Task: recall (associative recall), arithmetic, copying or statements.")],
     *,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of prompts.")] = 400,
     out: StudyOut = None,
@@ -235,14 +235,14 @@ def task_command(
 study = typer.Typer(
     name="study",
     help="Measure many prompts, score and label the answers, resume where a study stopped.",
-    epilog="Example: softgap study task lookup --n 400 --out runs/lookup",
+    epilog="Example: softgap study task recall --n 400 --out runs/recall",
 )
 
 
 study.command("run", epilog="Example: softgap study run prompts.jsonl --out runs/mine --score contains")(run_command)
 
 
-study.command("task", epilog="Example: softgap study task lookup --n 400 --out runs/lookup")(task_command)
+study.command("task", epilog="Example: softgap study task recall --n 400 --out runs/recall")(task_command)
 
 
 study.command("label", epilog="Example: softgap study label runs/mine labels.csv")(label_command)
