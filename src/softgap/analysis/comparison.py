@@ -51,34 +51,34 @@ _TOP = 5
 _FLIPPED = 499
 
 
-@deprecated_keywords(planned="preregistration_file")
+@deprecated_keywords(plan="preregistration", planned="preregistration_file")
 def compare_study(
     path: str,
-    plan: Preregistration | None = None,
+    preregistration: Preregistration | None = None,
     *,
     preregistration_file: str | None = None,
     open_confirmation: bool = False,
     second: Mapping[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> ComparisonFindings:
-    """Compare two groups of the samples of a study under a plan.
+    """Compare two groups of the samples of a study under a preregistration.
 
     Parameters
     ----------
     preregistration_file
-        The file that the plan was read from; its hash goes into the study's log before the labels are read.
+        The file that the preregistration was read from; its hash goes into the study's log before the labels are read.
     open_confirmation
         Look at the locked samples too: once in the life of a study.
     second
         Labels of some samples by another scorer, or by hand, by sample id.
     """
-    plan = plan or Preregistration()
+    preregistration = preregistration or Preregistration()
     tell = progress or silent
     study = open_study(path)
     log = ComparisonLog(Folder.at(path))
     if preregistration_file is not None:
-        log.record_plan(plan, preregistration_file)
-    share = plan.confirm if plan.confirm is not None else log.locked_share
+        log.record_preregistration(preregistration, preregistration_file)
+    share = preregistration.confirm if preregistration.confirm is not None else log.locked_share
     if open_confirmation and share is None:
         raise ValueInputError(
             "no samples of this study are locked for confirmation, so that none can be opened; lock some with confirm "
@@ -86,27 +86,27 @@ def compare_study(
         )
     if open_confirmation:
         log.refuse_second_opening()
-    samples = _read_samples(study, log, plan, share, open_confirmation, tell)
+    samples = _read_samples(study, log, preregistration, share, open_confirmation, tell)
     data = samples.data
     kappa = None if second is None else _agreement(data, second)
     if samples.split is not None and open_confirmation:
         log.open(samples.split)  # everything that can be refused has been: this cannot be taken back
-    results = _run_tests(data, samples.confirmation, plan, tell)
+    results = _run_tests(data, samples.confirmation, preregistration, tell)
     tell("flipping labels", 0.0)
-    reliability = _reliability(data, samples.confirmation, results.comparison.contrast.groups, plan, kappa)
+    reliability = _reliability(data, samples.confirmation, results.comparison.contrast.groups, preregistration, kappa)
     labels_hash = data.fingerprint
-    status = log.status(plan, labels_hash, from_file=preregistration_file is not None)
+    status = log.status(preregistration, labels_hash, from_file=preregistration_file is not None)
     log.add(
         "looked",
-        hash=plan.hash,
+        hash=preregistration.hash,
         status=status,
         outcome=results.verdict.outcome,
         samples=len(data.labels),
         labels=labels_hash,
-        plan=plan.to_json(),
+        plan=preregistration.to_json(),
     )
     return ComparisonFindings(
-        plan=plan,
+        preregistration=preregistration,
         status=status,
         log_entries=log.entries,
         table=data.table,
@@ -133,16 +133,18 @@ class _SplitSamples:
 def _read_samples(
     study: Study,
     log: ComparisonLog,
-    plan: Preregistration,
+    preregistration: Preregistration,
     share: float | None,
     open_confirmation: bool,
     tell: Progress,
 ) -> _SplitSamples:
     """Measure the features of all samples, lock a share of them for confirmation, and drop repeats."""
-    frame = samples_frame(study, plan)
+    frame = samples_frame(study, preregistration)
     split = None if share is None else _lock_split(log, frame, share)
     locked = np.zeros(len(frame), bool) if split is None else split.confirmation
-    data, left_out = comparison_samples(study, frame, locked, plan, lambda part: tell("measuring features", part))
+    data, left_out = comparison_samples(
+        study, frame, locked, preregistration, lambda part: tell("measuring features", part)
+    )
     confirmation = None
     if split is not None:
         locked_rows = np.isin(data.frame["sample_id"], frame["sample_id"][locked])
@@ -168,9 +170,9 @@ class _Results:
 
 
 def _run_tests(
-    data: ComparisonSamples, confirmation: ComparisonSamples | None, plan: Preregistration, tell: Progress
+    data: ComparisonSamples, confirmation: ComparisonSamples | None, preregistration: Preregistration, tell: Progress
 ) -> _Results:
-    decision = _decide(data, confirmation, plan, tell)
+    decision = _decide(data, confirmation, preregistration, tell)
     first, impossible = decision.comparison, dict(decision.impossible)
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
@@ -181,10 +183,12 @@ def _run_tests(
             impossible[name] = str(error)
             return None
 
-    beyond = attempt("beyond baselines", lambda: _incremental_auroc(data, plan))
-    recurring = attempt("recurrence", lambda: _head_recurrence(data, plan)) if len(data.table.modes) > 1 else None
-    equivalence_test = equivalence(first.contrast, plan.margin, alpha=plan.alpha_per_look)
-    rng = np.random.default_rng([plan.seed, 5])
+    beyond = attempt("beyond baselines", lambda: _incremental_auroc(data, preregistration))
+    recurring = (
+        attempt("recurrence", lambda: _head_recurrence(data, preregistration)) if len(data.table.modes) > 1 else None
+    )
+    equivalence_test = equivalence(first.contrast, preregistration.margin, alpha=preregistration.alpha_per_look)
+    rng = np.random.default_rng([preregistration.seed, 5])
     top = top_units(first, data.values, data.labels == first.contrast.groups[0], data.clusters, rng)
     return _Results(first, decision.controls, impossible, decision.verdict, equivalence_test, beyond, recurring, top)
 
@@ -198,18 +202,21 @@ class _Decision:
 
 
 def _decide(
-    data: ComparisonSamples, confirmation: ComparisonSamples | None, plan: Preregistration, tell: Progress = silent
+    data: ComparisonSamples,
+    confirmation: ComparisonSamples | None,
+    preregistration: Preregistration,
+    tell: Progress = silent,
 ) -> _Decision:
     """All samples compared, then every control of the plan, then the verdict: the same for any labels."""
     tell("comparing", 0.0)
-    first = _compare_samples(data, plan)
-    control = plan.control_name
+    first = _compare_samples(data, preregistration)
+    control = preregistration.control_name
     attempts: dict[str, Callable[[], Comparison]] = {}
     if control:
-        attempts[control] = lambda: _compare_controlled(data, plan)
+        attempts[control] = lambda: _compare_controlled(data, preregistration)
     if confirmation is not None:
         attempts[f"confirmation, {control}" if control else "confirmation"] = lambda: _compare_controlled(
-            confirmation, plan
+            confirmation, preregistration
         )
     controls: dict[str, Comparison] = {}
     impossible: dict[str, str] = {}
@@ -220,7 +227,7 @@ def _decide(
         except SoftgapError as error:
             impossible[name] = str(error)
     joint = tuple(attempts) if control else ()
-    outcome = verdict(first, margin=plan.margin, controls=controls, impossible=impossible, joint=joint)
+    outcome = verdict(first, margin=preregistration.margin, controls=controls, impossible=impossible, joint=joint)
     return _Decision(first, controls, impossible, outcome)
 
 
@@ -235,48 +242,50 @@ def _lock_split(log: ComparisonLog, frame: pd.DataFrame, share: float) -> Split:
     return split
 
 
-def _compare_samples(data: ComparisonSamples, plan: Preregistration, control: JointControl | None = None) -> Comparison:
+def _compare_samples(
+    data: ComparisonSamples, preregistration: Preregistration, control: JointControl | None = None
+) -> Comparison:
     rows = np.arange(len(data.labels)) if control is None else control.indices
     return compare_table(
         data.values[rows],
         data.labels[rows],
-        rng=np.random.default_rng([plan.seed, 1]),
-        first=plan.first,
+        rng=np.random.default_rng([preregistration.seed, 1]),
+        first=preregistration.first,
         clusters=None if data.clusters is None else data.clusters[rows],
         strata=None if control is None else control.stratum,
         covariates=None if control is None else control.covariates,
-        exchange=plan.exchange if data.clusters is not None else "auto",
-        permutations=plan.permutations,
-        alpha=plan.alpha_per_look,
-        power=plan.power,
+        exchange=preregistration.exchange if data.clusters is not None else "auto",
+        permutations=preregistration.permutations,
+        alpha=preregistration.alpha_per_look,
+        power=preregistration.power,
     )
 
 
-def _compare_controlled(data: ComparisonSamples, plan: Preregistration) -> Comparison:
+def _compare_controlled(data: ComparisonSamples, preregistration: Preregistration) -> Comparison:
     """The comparison with every named confounder held fixed at once."""
     control = joint_control(
         data.labels,
-        {name: data.numbers(name) for name in plan.match},
-        strata={name: data.words(name) for name in plan.strata} or None,
+        {name: data.numbers(name) for name in preregistration.match},
+        strata={name: data.words(name) for name in preregistration.strata} or None,
         clusters=data.clusters,
-        first=plan.first,
+        first=preregistration.first,
     )
-    return _compare_samples(data, plan, control)
+    return _compare_samples(data, preregistration, control)
 
 
-def _incremental_auroc(data: ComparisonSamples, plan: Preregistration) -> Incremental:
+def _incremental_auroc(data: ComparisonSamples, preregistration: Preregistration) -> Incremental:
     return incremental_auroc(
         data.values,
         data.labels,
-        rng=np.random.default_rng([plan.seed, 2]),
+        rng=np.random.default_rng([preregistration.seed, 2]),
         baselines=baseline_table(data.frame),
         clusters=data.clusters,
-        first=plan.first,
-        permutations=plan.refits,
+        first=preregistration.first,
+        permutations=preregistration.refits,
     )
 
 
-def _head_recurrence(data: ComparisonSamples, plan: Preregistration) -> Recurrence:
+def _head_recurrence(data: ComparisonSamples, preregistration: Preregistration) -> Recurrence:
     """Over the heads that vary in every mode."""
     full = np.full((len(data.values), *data.varying.shape), np.nan)
     full[:, data.varying] = data.values
@@ -286,12 +295,12 @@ def _head_recurrence(data: ComparisonSamples, plan: Preregistration) -> Recurren
     return recurrence(
         full[:, :, heads],
         data.labels,
-        rng=np.random.default_rng([plan.seed, 3]),
+        rng=np.random.default_rng([preregistration.seed, 3]),
         top=_TOP,
         clusters=data.clusters,
-        exchange=plan.exchange if data.clusters is not None else "auto",
-        first=plan.first,
-        permutations=min(plan.permutations, 1999),
+        exchange=preregistration.exchange if data.clusters is not None else "auto",
+        first=preregistration.first,
+        permutations=min(preregistration.permutations, 1999),
     )
 
 
@@ -299,11 +308,11 @@ def _reliability(
     data: ComparisonSamples,
     confirmation: ComparisonSamples | None,
     groups: tuple[str, str],
-    plan: Preregistration,
+    preregistration: Preregistration,
     kappa: Kappa | None,
 ) -> Reliability:
     """The verdict under flipped labels, of locked samples too where they were opened, with every control made anew."""
-    quick = replace(plan, permutations=min(plan.permutations, _FLIPPED))
+    quick = replace(preregistration, permutations=min(preregistration.permutations, _FLIPPED))
     parts = [data] if confirmation is None else [data, confirmation]
 
     def decide(flipped: np.ndarray) -> Verdict:
@@ -317,9 +326,9 @@ def _reliability(
         noise = label_noise(
             decide,
             np.concatenate([part.labels for part in parts]),
-            rng=np.random.default_rng([plan.seed, 4]),
+            rng=np.random.default_rng([preregistration.seed, 4]),
             rates=_RATES,
-            draws=plan.draws,
+            draws=preregistration.draws,
             first=groups[0],
             clusters=None if data.clusters is None else np.concatenate([part.clusters for part in parts]),
         )

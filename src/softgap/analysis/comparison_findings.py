@@ -78,7 +78,7 @@ class ComparisonFindings(Displayed):
         The largest units with Hedges' g and AUROC, both with intervals.
     """
 
-    plan: Preregistration
+    preregistration: Preregistration
     status: str
     log_entries: tuple[dict[str, Any], ...]
     table: FeatureTable
@@ -97,6 +97,7 @@ class ComparisonFindings(Displayed):
     recurring: Recurrence | None
     top: tuple[dict[str, Any], ...]
 
+    plan = deprecated_attribute("plan", "preregistration")
     kept = deprecated_attribute("kept", "varying")
     tried = deprecated_attribute("tried", "log_entries")
     found = deprecated_attribute("found", "surviving_units")
@@ -138,8 +139,8 @@ class ComparisonFindings(Displayed):
                 "units": self.surviving_units(),
             },
             "status": self.status,
-            "plan": self.plan.to_json(),
-            "plan_hash": self.plan.hash,
+            "plan": self.preregistration.to_json(),
+            "plan_hash": self.preregistration.hash,
             "source": dict(self.source),
             "groups": list(first.contrast.groups),
             "sizes": list(first.contrast.sizes),
