@@ -13,11 +13,14 @@ from softgap.deprecation import deprecated_keywords
 RENAMED = [
     ("analysis", "ComparisonPlan", "Preregistration"),
     ("analysis", "read_plan", "read_preregistration"),
+    ("calibration", "judge", "evaluate_held_out"),
     ("linearize", "Passages", "Sequences"),
     ("linearize", "lookups", "recall_sequences"),
     ("linearize", "passages_of", "split_sequences"),
     ("linearize", "repaired", "fit_output_correction"),
     ("linearize", "tuned", "distil_substitute"),
+    ("stats", "Matched", "MatchedSamples"),
+    ("stats", "Step", "VerdictStep"),
 ]
 
 
@@ -51,6 +54,10 @@ def test_an_old_keyword_beside_the_new_one_is_refused() -> None:
 
 
 OLD_KEYWORDS = [
+    (softgap.analysis.compare_study, {"plan": "preregistration", "planned": "preregistration_file"}),
+    (softgap.calibration.fit_maps, {"wanted": "target_scores"}),
+    (softgap.stats.cohens_kappa, {"one": "first_labels", "other": "second_labels"}),
+    (softgap.stats.label_noise, {"judge": "decide"}),
     (softgap.linearize.distil_substitute, {"asked": "recall_lists", "read": "sequences"}),
     (softgap.linearize.find_plan, {"repair": "correct", "tune": "distil"}),
     (softgap.linearize.fit_output_correction, {"read": "sequences"}),
@@ -72,3 +79,28 @@ def test_public_functions_accept_their_old_keywords(function: Callable[..., obje
             pytest.raises(TypeError, match="missing"),
         ):
             function(**{old: None})
+
+
+OLD_ATTRIBUTES = [
+    (softgap.analysis.ComparisonFindings, "found", "surviving_units"),
+    (softgap.analysis.ComparisonFindings, "kept", "varying"),
+    (softgap.analysis.ComparisonFindings, "plan", "preregistration"),
+    (softgap.analysis.ComparisonFindings, "tried", "log_entries"),
+    (softgap.analysis.Headline, "kept", "gap_left"),
+    (softgap.calibration.Calibration, "elsewhere", "conditions"),
+    (softgap.stats.Comparison, "found", "significant_units"),
+    (softgap.stats.Incremental, "chosen", "fold_counts"),
+    (softgap.stats.JointControl, "kept", "indices"),
+    (softgap.stats.LabelNoise, "kept", "replication_rate"),
+    (softgap.stats.MatchedSamples, "kept", "indices"),
+    (softgap.tasks.Prompt, "asked", "without_completion"),
+]
+
+
+@pytest.mark.parametrize(("kind", "old", "new"), OLD_ATTRIBUTES)
+def test_an_old_attribute_warns_and_is_the_new_one(kind: type, old: str, new: str) -> None:
+    result = object.__new__(kind)
+    if not hasattr(kind, new):
+        result.__dict__[new] = object()
+    with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\.{old} is now \.{new}"):
+        assert getattr(result, old) == getattr(result, new)

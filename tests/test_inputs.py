@@ -241,7 +241,7 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("injectivity_in_model", "mechanisms"): in_model("injectivity_in_model"),
     ("injectivity_lab", "mechanisms"): theory("injectivity_lab", rng=RNG),
     ("inputs_digest", "texts"): same(lambda model: inputs_digest, "a text"),
-    ("judge", "mechanisms"): same(
+    ("evaluate_held_out", "mechanisms"): same(
         lambda model: lambda given: words(lambda: softgap.calibration.evaluate_held_out(model, [IDS], given)), "fitted"
     ),
     ("split_sequences", "texts"): same(ids_of, TEXT),
