@@ -99,7 +99,7 @@ OLD_ATTRIBUTES = [
 
 @pytest.mark.parametrize(("kind", "old", "new"), OLD_ATTRIBUTES)
 def test_an_old_attribute_warns_and_is_the_new_one(kind: type, old: str, new: str) -> None:
-    result = object.__new__(kind)
+    result: object = object.__new__(kind)
     if not hasattr(kind, new):
         result.__dict__[new] = object()
     with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\.{old} is now \.{new}"):
