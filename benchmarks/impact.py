@@ -62,13 +62,13 @@ def main() -> None:
     ids = torch.randint(10, 40000, (1, options.length), generator=generator)
     read = Sequences(ids, torch.ones(1, options.length - 1, dtype=torch.bool))
     heads = [head for layer in options.layers for head in heads_of_layer(model, layer)]
-    found = impact_on(model, read, None, "elu1", controls=[], heads=heads)
+    found = impact_on(model, read, None, "elu1", baselines=[], heads=heads)
     truth = plain_loop(model, read, heads)
     apart = max(float(np.abs(found.change[name][0, :, 0] - values).max()) for name, values in truth.items())
     if apart > SAME:
         raise SystemExit(f"the two sides must agree to {SAME:g}, got a difference of {apart:g}")
     sides = (
-        lambda: impact_on(model, read, None, "elu1", controls=[], heads=heads),
+        lambda: impact_on(model, read, None, "elu1", baselines=[], heads=heads),
         lambda: plain_loop(model, read, heads),
     )
     reused, plain = interleaved(sides, options.pairs, warm_up=0)

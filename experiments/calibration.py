@@ -27,7 +27,7 @@ import torch
 from harness import FINDINGS, machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
 from softgap.attention import Mechanism
-from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
+from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, evaluate_held_out, ladders
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
@@ -66,7 +66,7 @@ def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
     texts = sequences(ids, JUDGED)
     controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
     first = calibration.tensors["profile.first"].numpy()
-    return judge(
+    return evaluate_held_out(
         model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], far=texts[8192], first=first
     )
 

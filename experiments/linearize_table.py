@@ -37,7 +37,7 @@ from softgap.report.files import save_figure
 
 FITTED = "fitted"
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
-LOOKUPS = 192
+RECALL_LISTS = 192
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -85,7 +85,7 @@ def measured(
     for number in range(len(held)):
         path = options.parts / f"impact-{kept_as(held, one)}-{len(heads)}-{number}.npz"
         if not path.exists():
-            impact_on(model, held.part(slice(number, number + 1)), None, one, controls=[], heads=heads).save(path)
+            impact_on(model, held.part(slice(number, number + 1)), None, one, baselines=[], heads=heads).save(path)
             print(f"{time.strftime('%H:%M:%S')} {one.mechanism.name}: passage {number + 1} of {len(held)}", flush=True)
         found.append(Impact.load(path))
     first = found[0]
@@ -198,7 +198,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
             for window in options.windows:
                 used = substitute(one, model, window=window or None)
                 found = frontier(
-                    model, fit, held, recall_sequences(model, options.tokenizer, LOOKUPS), used, by=by,
+                    model, fit, held, recall_sequences(model, options.tokenizer, RECALL_LISTS), used, by=by,
                     shares=options.shares, orders=options.orders, folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
@@ -209,8 +209,8 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
                     f"The frontier by {by}, {length:,} tokens{extra}",
                     f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window}`, "
                     f"{machine()}. The embedded model with its calibration ({one.mechanism.name}); scores and repairs "
-                    f"from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {LOOKUPS} "
-                    f"lookups: rise in loss (nats per token) and change in recall, 95 % over texts.\n\n"
+                    f"from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {RECALL_LISTS} "
+                    f"recall lists: rise in loss (nats per token) and change in recall, 95 % over texts.\n\n"
                     f"![The frontier](images/{name}.svg)\n\n" + frontier_table(found),
                     page=FINDINGS,
                 )

@@ -128,8 +128,8 @@ class Bench:
             def tune(what: str = what, length: int = length, steps: int = steps, rate: float = rate) -> Substitute:
                 maps = what == "maps"
                 return distil_substitute(
-                    self.model, self.long[length], heads, ridge(), asked=self.trained, steps=steps, learning_rate=rate,
-                    maps=maps, progress=say,
+                    self.model, self.long[length], heads, ridge(), recall_lists=self.trained, steps=steps,
+                    learning_rate=rate, maps=maps, progress=say,
                 )  # fmt: skip
 
             name = f"ridge, then {what} tuned by {steps} steps of {rate:g} on {length:,} tokens each"

@@ -232,8 +232,8 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: runs(UNTYPED.generate(model, byte_tokenizer(), given, 2)), "Boat"
     ),
     ("head_scores", "names"): wrong(lambda model: lambda given: head_scores(model, passages(), "elu1", names=given)),
-    ("impact", "controls"): wrong(
-        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, controls=given)
+    ("impact", "baselines"): wrong(
+        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, baselines=given)
     ),
     ("impact", "texts"): arrived(
         "linearize.impact", "impact_on", lambda model: lambda given: impact(model, byte_tokenizer(), _as(given, TEXT))
@@ -241,8 +241,8 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("injectivity_in_model", "mechanisms"): in_model("injectivity_in_model"),
     ("injectivity_lab", "mechanisms"): theory("injectivity_lab", rng=RNG),
     ("inputs_digest", "texts"): same(lambda model: inputs_digest, "a text"),
-    ("judge", "mechanisms"): same(
-        lambda model: lambda given: words(lambda: softgap.calibration.judge(model, [IDS], given)), "fitted"
+    ("evaluate_held_out", "mechanisms"): same(
+        lambda model: lambda given: words(lambda: softgap.calibration.evaluate_held_out(model, [IDS], given)), "fitted"
     ),
     ("split_sequences", "texts"): same(ids_of, TEXT),
     ("phase_maps", "names"): wrong(

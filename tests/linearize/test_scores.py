@@ -78,15 +78,15 @@ def test_only_the_tokens_that_count_are_scored(small: Any, read: Sequences) -> N
         assert np.abs(first[name] - second[name]).max() > 1e-3
 
 
-def test_lookups_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
-    asked = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
+def test_recall_lists_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
+    recall_lists = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
     names = ["gradient+fisher", "divergence"]
-    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
-    both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
+    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, recall_lists)]
+    both = head_scores(small, read, "elu1", recall_lists=recall_lists, names=names, seed=3)
     for name in names:
-        text, lookup = (found.mean(name) for found in apart)
-        weight = np.abs(text).sum() / np.abs(lookup).sum()
-        np.testing.assert_allclose(both.mean(name), text + weight * lookup, atol=1e-12)
+        text, recall = (found.mean(name) for found in apart)
+        weight = np.abs(text).sum() / np.abs(recall).sum()
+        np.testing.assert_allclose(both.mean(name), text + weight * recall, atol=1e-12)
         assert not np.array_equal(np.argsort(both.mean(name)), np.argsort(text))
     nothing = add_recall_scores(np.ones((3, 2)), np.zeros(3))
     assert np.array_equal(nothing, np.ones((3, 2)))

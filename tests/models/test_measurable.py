@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import softgap
-from softgap.calibration import judge
+from softgap.calibration import evaluate_held_out
 from softgap.errors import ModelError
 from softgap.linearize import (
     Sequences,
@@ -67,7 +67,7 @@ ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "read_ids": lambda model: read_ids(model, [IDS]),
     "doctor": softgap.doctor,
     "calibrate": lambda model: softgap.calibrate(model, byte_tokenizer(), ["Boat 3 left"]),
-    "judge": lambda model: judge(model, [IDS], ["fitted", "uniform"]),
+    "judge": lambda model: evaluate_held_out(model, [IDS], ["fitted", "uniform"]),
     "visit_layers": lambda model: visit_layers(model, IDS, lambda layer: layer.layer),
     "impact": lambda model: impact(model, byte_tokenizer(), ["Boat 3 left"]),
     "head_scores": lambda model: head_scores(model, PASSAGES, "elu1"),

@@ -111,8 +111,8 @@ def _compute_findings(samples: Samples, settings: Settings, source: dict[str, An
         noise_entropy=float(tested.null.mean()),
         noise_deviation=float(tested.null.std(ddof=1)),
         null_samples=len(tested.null),
-        samples=sum(samples.used),
-        skipped=len(samples.used) - sum(samples.used),
+        samples=sum(samples.eligible),
+        skipped=len(samples.eligible) - sum(samples.eligible),
         steps=sum(geometry.lengths),
         alpha=settings.alpha,
         settings=settings.to_json(samples.mechanism),
@@ -142,14 +142,14 @@ def _test_against_noise(counted: HeadPatternCounts, geometry: Geometry, rng: np.
     share_counted = np.round(counted.windows / counted.possible, 2)
     shares = np.unique(share_counted[eligible])
     # So many that one head alone, among all, can stand out: its p, 2 / (studies + 1), is multiplied by their number.
-    wanted = math.ceil(2 * len(entropy) / settings.alpha)
+    n_studies = math.ceil(2 * len(entropy) / settings.alpha)
     nulls = len({1.0, *shares})
-    null = noise_entropies(geometry, 1.0, rng, wanted=wanted, nulls=nulls)
+    null = noise_entropies(geometry, 1.0, rng, n_studies=n_studies, nulls=nulls)
     z, p, q = (np.full(len(entropy), np.nan) for _ in range(3))
     for share in shares:
-        values = null if share == 1 else noise_entropies(geometry, float(share), rng, wanted=wanted, nulls=nulls)
-        some = (share_counted == share) & eligible
-        z[some], p[some] = score_against_null(entropy[some], values)
+        values = null if share == 1 else noise_entropies(geometry, float(share), rng, n_studies=n_studies, nulls=nulls)
+        heads = (share_counted == share) & eligible
+        z[heads], p[heads] = score_against_null(entropy[heads], values)
     if eligible.any():
         q[eligible] = false_discovery_control(p[eligible], method="bh")
     return _NoiseTest(null, z, p, q, settings.least)

@@ -179,9 +179,9 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
         kind = int if name == "orders" else str
         if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
             return entries
-        wanted = "whole numbers" if kind is int else "names"
+        expected = "whole numbers" if kind is int else "names"
         raise ValueInputError(
-            f"{name} in the preregistration '{path}' must be a list of {wanted}, got {value!r}; correct it"
+            f"{name} in the preregistration '{path}' must be a list of {expected}, got {value!r}; correct it"
         )
     if isinstance(default, float) or name == "confirm":
         fits = isinstance(value, int | float) and not isinstance(value, bool)
@@ -218,35 +218,39 @@ class ComparisonLog:
         add_line(self._folder, _LOG, entry)
         self.entries = (*self.entries, entry)
 
-    def record_plan(self, plan: Preregistration, source: str) -> None:
+    def record_preregistration(self, preregistration: Preregistration, source: str) -> None:
         """Write down a plan, unless it is there already."""
-        if not any(entry["hash"] == plan.hash for entry in self._of("plan")):
-            self.add("plan", hash=plan.hash, source=source, plan=plan.to_json())
+        if not any(entry["hash"] == preregistration.hash for entry in self._of("plan")):
+            self.add("plan", hash=preregistration.hash, source=source, plan=preregistration.to_json())
 
-    def status(self, plan: Preregistration, labels: str, *, from_file: bool) -> str:
+    def status(self, preregistration: Preregistration, labels: str, *, from_file: bool) -> str:
         """Whether this look at the labels with that hash is "planned", or "exploratory" with the reason."""
         if not from_file:
             return "exploratory: no plan was written down before the labels were read"
         for entry in self.entries:
-            if entry["event"] == "plan" and entry["hash"] == plan.hash:
-                return self._planned(plan, labels)
+            if entry["event"] == "plan" and entry["hash"] == preregistration.hash:
+                return self._look_status(preregistration, labels)
             if entry["event"] == "looked":
                 return f"exploratory: the labels were looked at on {entry['time']}, before this plan was written down"
         return "exploratory: the plan was not written down"
 
-    def _planned(self, plan: Preregistration, labels: str) -> str:
+    def _look_status(self, preregistration: Preregistration, labels: str) -> str:
         """Which look of a plan that was written down in time this is; the same samples again are the same look."""
         # A line of 0.1 holds no hash of labels: it may have seen anything, so it counts as a look of its own.
-        earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == plan.hash]
+        earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == preregistration.hash]
         seen = list(dict.fromkeys([*earlier, labels]))
         look, plans = seen.index(labels) + 1, len({entry["hash"] for entry in self._of("plan")})
-        if look > plan.looks:
+        if look > preregistration.looks:
             return (
-                f"exploratory: look {look} with other samples or labels, and the plan allows {plan.looks}; allow more "
-                "with looks before the first"
+                f"exploratory: look {look} with other samples or labels, and the plan allows {preregistration.looks}; "
+                "allow more with looks before the first"
             )
         among = f", one of {plans} plans" if plans > 1 else ""
-        return f"planned{among}" if plan.looks == 1 else f"planned, look {look} of {plan.looks}{among}"
+        return (
+            f"planned{among}"
+            if preregistration.looks == 1
+            else f"planned, look {look} of {preregistration.looks}{among}"
+        )
 
     @property
     def looks(self) -> list[dict[str, Any]]:

@@ -22,10 +22,11 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, LayerSample, LayerSite, gather
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import Maps, Recipe, fit_maps
-from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
+from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.deprecation import deprecated_attribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path
@@ -59,7 +60,7 @@ class Calibration:
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
     held_out
         How far the gap is closed on text that the fit never saw.
-    elsewhere
+    conditions
         The same by condition: the text of the fit, other kinds of text, with a BOS token, as a chat message, at random
         offsets.
     ladders
@@ -71,9 +72,11 @@ class Calibration:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     held_out: HeldOut
-    elsewhere: Mapping[str, Interval]
+    conditions: Mapping[str, Interval]
     ladders: Ladders
     curve: Mapping[str, Interval]
+
+    elsewhere = deprecated_attribute("elsewhere", "conditions")
 
     def __repr__(self) -> str:
         summary = held_out_summary(self.held_out.to_json())
@@ -169,7 +172,7 @@ class Calibration:
         return {
             "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
-            "elsewhere": {name: share.to_json() for name, share in self.elsewhere.items()},
+            "elsewhere": {name: share.to_json() for name, share in self.conditions.items()},
             "ladders": self.ladders.to_json(),
             "curve": {name: share.to_json() for name, share in self.curve.items()},
         }
@@ -209,7 +212,7 @@ class Calibration:
             held_out = HeldOut.from_json(metadata.pop("held_out"))
             ladders = Ladders.from_json(metadata.pop("ladders"))
             metadata.pop("summary", None)
-            elsewhere, curve = (
+            conditions, curve = (
                 {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -217,7 +220,7 @@ class Calibration:
                 f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
                 "again"
             ) from None
-        return cls(stored.tensors, metadata, held_out, elsewhere, ladders, curve)
+        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve)
 
 
 DISTANCES = 2048
@@ -229,7 +232,7 @@ PROBE_STEPS = 12
 FEWEST_STEPS, MOST_STEPS = 50, 5000
 
 
-OWN_POSITIONS = 2048
+GENERATED_POSITIONS = 2048
 
 
 LADDER_TOKENS = 512
@@ -311,7 +314,7 @@ def calibrate(
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
     source = "given"
     if texts is None:
-        source, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
+        source, positions = "written by the model", positions or min(GENERATED_POSITIONS, context_of(model))
         check_positions(model, positions)
         texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
@@ -373,9 +376,9 @@ class _FittedLayers:
         try:
             return int(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # not there, or cut off by a crash: chosen again
-            chosen = choose()
-        write_whole(path, str(chosen))
-        return chosen
+            n_steps = choose()
+        write_whole(path, str(n_steps))
+        return n_steps
 
     def remove(self) -> None:
         """Delete the layers: the calibration is whole."""
@@ -387,16 +390,16 @@ class _FittedLayers:
 
 def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
-    wanted = int(2.2 * tokens_needed(positions))
+    n_tokens = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
-    return generate_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
+    return generate_texts(model, tokenizer, n_tokens, seed=seed, report=lambda share: progress(stage, share))
 
 
 def _steps_for(minutes: float, gathered: Activations, recipe: Recipe) -> int:
     """How many steps fit into the time, by the speed of a few in the first layer."""
     site, texts = gathered.sites[0], gathered.layer(0)
     times: list[float] = []
-    with _one_thread_each() as workers:
+    with _single_threaded_torch() as workers:
         fit_maps(
             texts,
             replace(recipe, steps=PROBE_STEPS),
@@ -440,7 +443,7 @@ def _fit_layers(gathered: Activations, recipe: Recipe, stored: _FittedLayers, pr
         state.layer_done(*_gap(gathered.sample(layer), site, maps))
         return maps
 
-    with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
+    with _single_threaded_torch() as workers, ThreadPoolExecutor(workers) as pool:
         waiting = [pool.submit(fitted, layer) for layer in range(layers)]
         try:
             return [future.result() for future in waiting]
@@ -456,7 +459,7 @@ def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]
     q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
     fitted, uniform = (
         divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
-        for mechanism in (maps.mechanism(site.rotation), resolve("uniform"))
+        for mechanism in (maps.mechanism(site.rotation), resolve(BASELINE))
     )
     return fitted.sum().item(), uniform.sum().item()
 
@@ -499,7 +502,7 @@ class _FitProgress:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[int]:
+def _single_threaded_torch() -> Iterator[int]:
     """Torch on one thread per caller; yields how many callers the machine was set up for."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -553,7 +556,7 @@ def _evaluate(
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
     fitted, *baselines = (stored.equip(name) for name in ("fitted", *BASELINES))
-    held_out = judge(
+    held_out = evaluate_held_out(
         model,
         corpus.held_out,
         [fitted, *REFERENCE_MECHANISMS, *baselines],
@@ -585,7 +588,7 @@ def _curve(
 ) -> Mapping[str, Interval]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
-    with _one_thread_each() as workers:
+    with _single_threaded_torch() as workers:
         return feature_curve(
             layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.16 * share)
         )

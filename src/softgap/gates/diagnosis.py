@@ -158,7 +158,7 @@ class InstallationCheck:
     ----------
     verdict
         ``fine``; ``absent`` for something optional that is not there; ``wrong`` where softgap will not work.
-    found
+    detail
         What there is.
     remedy
         What to do about it; empty where all is well.
@@ -166,8 +166,12 @@ class InstallationCheck:
 
     name: str
     verdict: Literal["fine", "absent", "wrong"]
-    found: str
+    detail: str
     remedy: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """As plain data."""
+        return {"name": self.name, "verdict": self.verdict, "found": self.detail, "remedy": self.remedy}
 
 
 def installation() -> tuple[InstallationCheck, ...]:
@@ -177,11 +181,11 @@ def installation() -> tuple[InstallationCheck, ...]:
 
 def _packages() -> Iterator[InstallationCheck]:
     """The required packages as one part, and every extra as one."""
-    wanted: dict[str, list[Requirement]] = defaultdict(list)
+    by_extra: dict[str, list[Requirement]] = defaultdict(list)
     for line in requires("softgap") or ():
         requirement = Requirement(line)
-        wanted[_extra(requirement)].append(requirement)
-    for extra, requirements in wanted.items():
+        by_extra[_extra(requirement)].append(requirement)
+    for extra, requirements in by_extra.items():
         if extra in _NOT_FOR_USERS:
             continue
         unmet = [problem for problem in map(_problem, requirements) if problem]
@@ -238,8 +242,8 @@ def _browser() -> InstallationCheck:
 
 def _disk_space() -> InstallationCheck:
     place = cache_dir()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing_folder = next(folder for folder in (place, *place.parents) if folder.exists())
+    free = shutil.disk_usage(existing_folder).free
     detail = f"{free / 1e9:.1f} GB free at {place}"
     if free >= DISK_SPACE:
         return InstallationCheck("disk", "fine", detail)

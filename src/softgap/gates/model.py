@@ -339,8 +339,8 @@ def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Largest difference; a NaN on one side only is infinitely far."""
     if a.size == 0:
         return 0.0
-    one_sided = np.isnan(a) != np.isnan(b)
-    return float("inf") if one_sided.any() else float(np.nanmax(np.abs(a - b), initial=0.0))
+    nan_mismatch = np.isnan(a) != np.isnan(b)
+    return float("inf") if nan_mismatch.any() else float(np.nanmax(np.abs(a - b), initial=0.0))
 
 
 def _values(run: Trajectories) -> np.ndarray:

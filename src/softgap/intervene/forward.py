@@ -43,21 +43,21 @@ class Forward:
                 "positions are known in forwards of the whole model only, got a call of one of its parts; call the "
                 "model itself, or leave positions out"
             )
-        positions_given = self._arguments.get("position_ids")
-        if isinstance(positions_given, Tensor) and positions_given.dim() == 2:
-            return positions_given
-        fed = self._arguments.get("input_ids")
-        fed = self._arguments.get("inputs_embeds") if fed is None else fed
-        if not isinstance(fed, Tensor) or self._cached is None:
+        position_ids = self._arguments.get("position_ids")
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            return position_ids
+        inputs = self._arguments.get("input_ids")
+        inputs = self._arguments.get("inputs_embeds") if inputs is None else inputs
+        if not isinstance(inputs, Tensor) or self._cached is None:
             raise ModelError(
                 "positions follow from position_ids, or from input_ids and a cache that tells its length, and this "
                 "forward has neither; pass position_ids, or leave positions out"
             )
-        total = self._cached + fed.shape[1]
-        positions = torch.arange(self._cached, total, device=fed.device)[None]
+        total = self._cached + inputs.shape[1]
+        positions = torch.arange(self._cached, total, device=inputs.device)[None]
         mask = self._arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and tuple(mask.shape) == (fed.shape[0], total):
-            positions = positions - mask.ne(0).int().argmax(dim=1, keepdim=True).to(fed.device)
+        if isinstance(mask, Tensor) and tuple(mask.shape) == (inputs.shape[0], total):
+            positions = positions - mask.ne(0).int().argmax(dim=1, keepdim=True).to(inputs.device)
         return positions
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

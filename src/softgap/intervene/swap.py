@@ -254,7 +254,9 @@ def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def swapped_layer(layer: AttentionLayer, heads: Sequence[int], used: Substitute, n_layers: int) -> SwappedLayer:
+def swapped_layer(
+    layer: AttentionLayer, heads: Sequence[int], head_substitute: Substitute, n_layers: int
+) -> SwappedLayer:
     """These heads of a layer, ready to be computed by a substitute."""
     size = layer.heads // layer.kv_heads
     owners = [head // size for head in heads]
@@ -263,15 +265,15 @@ def swapped_layer(layer: AttentionLayer, heads: Sequence[int], used: Substitute,
     if len({owners.count(owner) for owner in shared}) == 1:
         owners = shared
     queries, keys = torch.tensor(heads), torch.tensor(owners)
-    layer_parameters = _parameters(used.mechanism, layer, n_layers)
+    layer_parameters = _parameters(head_substitute.mechanism, layer, n_layers)
     parameters = {
         # As large as both where every query head has a KV head of its own; then the two choices are one.
         name: x if x.shape[1] == 1 else x.index_select(1, (queries if x.shape[1] == layer.heads else keys).to(x.device))
         for name, x in layer_parameters.parameters.items()
     }
     mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
-    weight, bias = _readout(used.readout, layer, queries, n_layers)
-    return SwappedLayer(layer, queries, keys, mechanism, used.window, weight, bias)
+    weight, bias = _readout(head_substitute.readout, layer, queries, n_layers)
+    return SwappedLayer(layer, queries, keys, mechanism, head_substitute.window, weight, bias)
 
 
 def _readout(

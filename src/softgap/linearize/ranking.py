@@ -50,7 +50,7 @@ def rank_agreement(
     """How well a score, taken elsewhere, ranks the costs measured on these texts."""
     measured = costs.mean(axis=-1)
     draws = rng.integers(len(score), size=(RESAMPLES, len(score)))
-    low, high = np.nanquantile([_spearman(score[some], measured[some]) for some in draws], [0.025, 0.975])
+    low, high = np.nanquantile([_spearman(score[rows], measured[rows]) for rows in draws], [0.025, 0.975])
     value = _spearman(score, measured)
     half, ceiling = split_half(costs, rng=rng)
     corrected = value / ceiling if ceiling > 0 else float("nan")

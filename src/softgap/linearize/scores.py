@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism, compare_outputs
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
@@ -124,12 +125,13 @@ class Scores:
         return means
 
 
+@deprecated_keywords(asked="recall_lists", read="sequences")
 def head_scores(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Sequences | None = None,
+    recall_lists: Sequences | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -144,11 +146,11 @@ def head_scores(
     ----------
     model
         Any causal model of transformers that softgap supports.
-    read
+    sequences
         Sequences; slopes and curvatures are those of the loss of the next tokens that count.
     mechanism
         What heads would become, by name, or as a ``Mechanism`` or ``Substitute``.
-    asked
+    recall_lists
         Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
         heads that text hardly misses may carry all of recall.
     names
@@ -189,39 +191,51 @@ def head_scores(
     """
     check_measurable(model)
     names = as_items(names)
-    for name in names:
-        if name not in SCORES:
-            raise unknown_name("score", name, tuple(SCORES))
-    if samples < 1 or steps < 1:
-        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
+    _check_score_options(names, samples, steps)
     layers = attention_layers(model)
-    gone = {tuple(head) for head in swapped}
-    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    by_layer = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
-    used = substitute(mechanism, model)
-    parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
-    under = (
-        [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
-        if gone
-        else []
+    swapped_heads = {tuple(head) for head in swapped}
+    all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    by_layer = heads_by_layer(
+        layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
+    )
+    head_substitute = substitute(mechanism, model)
+    parts, swapped_parts = (
+        [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in selection]
+        for selection in (by_layer, heads_by_layer(layers, swapped) if swapped_heads else [])
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for number in range(len(read)):
-        one_text = read.part(slice(number, number + 1))
-        columns.append(_score_sequence(model, one_text, parts, under, set(names), samples, steps, generator))
-        progress("scoring heads", (number + 1) / len(read))
+    for number in range(len(sequences)):
+        sequence = sequences.part(slice(number, number + 1))
+        columns.append(_score_sequence(model, sequence, parts, swapped_parts, set(names), samples, steps, generator))
+        progress("scoring heads", (number + 1) / len(sequences))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
-    if asked is not None:
-        more = head_scores(
-            model, asked, used, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+    if recall_lists is not None:
+        recall_scores = head_scores(
+            model,
+            recall_lists,
+            head_substitute,
+            names=names,
+            heads=heads,
+            swapped=swapped,
+            samples=samples,
+            steps=steps,
+            seed=seed,
         )
-        values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
+        values = {name: add_recall_scores(values[name], recall_scores.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+def _check_score_options(names: Sequence[str], samples: int, steps: int) -> None:
+    for name in names:
+        if name not in SCORES:
+            raise unknown_name("score", name, tuple(SCORES))
+    if samples < 1 or steps < 1:
+        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
 
 
 def add_recall_scores(
@@ -246,18 +260,18 @@ def _score_sequence(
     model: Model,
     text: Sequences,
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     names: set[str],
     samples: int,
     steps: int,
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
     scores: dict[str, Tensor] = {}
-    ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
+    ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
-        with _Gates(model, parts, under) as gates:
+        with _Gates(model, parts, swapped_parts) as gates:
             logits = gates.logits(text)
-            slopes = gates.slopes(_loss(logits, wanted))
+            slopes = gates.slopes(_loss(logits, next_ids))
             curvature = torch.zeros_like(slopes)
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
@@ -268,21 +282,21 @@ def _score_sequence(
         scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
-        way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
+        integrated = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
-            with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
-                way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
-        scores["integrated"] = way
+            with _Gates(model, parts, swapped_parts, (step + 0.5) / steps) as gates:
+                integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
+        scores["integrated"] = integrated
         if "fisher" in scores:
-            scores["integrated+fisher"] = way + scores["fisher"]
+            scores["integrated+fisher"] = integrated + scores["fisher"]
     if names - set(scores):
-        scores |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+        scores |= _forward_scores(model, ids, parts, swapped_parts, shapes=bool(names & set(SHAPES)))
     return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
-def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
+def _loss(logits: Float[Tensor, "next vocabulary"], next_ids: Int[Tensor, " next"]) -> Float[Tensor, ""]:
     return functional.cross_entropy(
-        logits if logits.dtype == torch.float64 else logits.float(), wanted, reduction="sum"
+        logits if logits.dtype == torch.float64 else logits.float(), next_ids, reduction="sum"
     )
 
 
@@ -290,11 +304,11 @@ class _Gates:
     """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
 
     def __init__(
-        self, model: Model, parts: Sequence[SwappedLayer], under: Sequence[SwappedLayer], place: float = 0.0
+        self, model: Model, parts: Sequence[SwappedLayer], swapped_parts: Sequence[SwappedLayer], place: float = 0.0
     ) -> None:
         self._model, self._place = model, place
         self._parts = {id(part.layer.module): part for part in parts}
-        self._under = {id(part.layer.module): part for part in under}
+        self._swapped_parts = {id(part.layer.module): part for part in swapped_parts}
         self._order = [id(part.layer.module) for part in parts]
         self._outputs: dict[int, Tensor] = {}
         self._steps: dict[int, Tensor] = {}
@@ -334,12 +348,12 @@ class _Gates:
         return torch.cat(slopes)
 
     def _gated(self, call: AttentionCall) -> Tensor:
-        output = _step_towards(call, self._under.get(id(call.module)))[0]
+        output = _step_towards(call, self._swapped_parts.get(id(call.module)))[0]
         part = self._parts.get(id(call.module))
         if part is None:
             return output
-        whole, step = _step_towards(call._replace(output=output), part, self._place)
-        output = whole if self._place else output
+        moved_output, step = _step_towards(call._replace(output=output), part, self._place)
+        output = moved_output if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
         self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
@@ -364,7 +378,7 @@ def _forward_scores(
     model: Model,
     ids: Int[Tensor, "1 time"],
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     *,
     shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
@@ -390,7 +404,7 @@ def _forward_scores(
             **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }
 
-    below = {id(part.layer.module): part for part in under}
+    below = {id(part.layer.module): part for part in swapped_parts}
 
     def swapped(call: AttentionCall) -> Tensor:
         return _step_towards(call, below.get(id(call.module)))[0]

@@ -363,22 +363,22 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _check_device(device: str | torch.device) -> torch.device:
-    here = _devices()
+    available = _devices()
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
         resolved = None
-    if resolved is None or (resolved.index or 0) >= here.get(resolved.type, 0):
-        raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
+    if resolved is None or (resolved.index or 0) >= available.get(resolved.type, 0):
+        raise ModelError(f"device must be one of those here ({', '.join(available)}), got '{device}'; use 'cpu'")
     return resolved
 
 
 def _devices() -> dict[str, int]:
     """Kinds of device that can be used here, with how many there are of each."""
-    here = {"cpu": 1}
+    available = {"cpu": 1}
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        here[accelerator.type] = torch.accelerator.device_count()
-    return here
+        available[accelerator.type] = torch.accelerator.device_count()
+    return available
 
 
 def _check_attn(attn: str | None) -> str | None:

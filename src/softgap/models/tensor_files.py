@@ -136,8 +136,8 @@ def load_calibration(path: Path) -> StoredCalibration:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Hash of named tensors: names, shapes, dtypes and all bytes."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
-        whole.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return whole.hexdigest()[:32]
+        hasher.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return hasher.hexdigest()[:32]

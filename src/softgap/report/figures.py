@@ -228,8 +228,8 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
 
 def _draw_head_effects(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
     layers = np.unique(findings.table.layer)
-    t = np.full(findings.kept.shape, np.nan)
-    t[findings.kept] = np.abs(findings.comparison.contrast.t)
+    t = np.full(findings.varying.shape, np.nan)
+    t[findings.varying] = np.abs(findings.comparison.contrast.t)
     largest = np.where(np.isnan(t).all(axis=0), np.nan, np.nanmax(np.where(np.isnan(t), -np.inf, t), axis=0))
     grid = np.full((int(findings.table.head.max()) + 1, len(layers)), np.nan)
     grid[findings.table.head, np.searchsorted(layers, findings.table.layer)] = largest
@@ -247,7 +247,7 @@ def _draw_null(axes: Axes, findings: ComparisonFindings) -> None:
     axes.hist(maximum.sample, bins=40, color="#9ca3af")
     axes.axvline(maximum.value, color="#c2410c", label=f"observed, p = {maximum.p:.2g}")
     axes.axvline(findings.comparison.critical, color="#444444", linestyle=":", label="critical")
-    axes.set_xlabel(f"largest |t| of {int(findings.kept.sum()):,} units")
+    axes.set_xlabel(f"largest |t| of {int(findings.varying.sum()):,} units")
     axes.set_ylabel("relabellings")
     axes.set_title("compared with permuted labels", fontsize="small")
     axes.legend(fontsize="small", frameon=False)

@@ -111,12 +111,14 @@ def auroc_difference(
     in_first, _ = check_labels(labels, len(columns[0]), first)
     level = checked_share("level", level, 0.95)
     codes = None if clusters is None else check_codes("clusters", clusters, len(in_first))
-    both = np.concatenate(columns, axis=1)
+    paired_scores = np.concatenate(columns, axis=1)
     if codes is not None:
         checked_count("replicates", replicates, least=99)
         weights = bootstrap_weights(in_first, codes, replicates, _check_bootstrap_rng(rng))
-        sample = _weighted_auroc(both[:, 0], in_first, weights) - _weighted_auroc(both[:, 1], in_first, weights)
-    positive, negative = _placements(both, in_first)
+        sample = _weighted_auroc(paired_scores[:, 0], in_first, weights) - _weighted_auroc(
+            paired_scores[:, 1], in_first, weights
+        )
+    positive, negative = _placements(paired_scores, in_first)
     value = float(positive[:, 0].mean() - positive[:, 1].mean())
     if codes is not None:
         low, high = percentile_interval(sample, level)

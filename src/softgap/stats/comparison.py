@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy import stats
 
+from softgap.deprecation import deprecated_attribute
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
@@ -53,7 +54,7 @@ class Comparison:
     power
         The smallest effect that this study would have found.
     alpha
-        The error rate that ``found`` and ``critical`` keep.
+        The error rate that ``significant_units`` and ``critical`` keep.
     """
 
     contrast: Contrast
@@ -65,6 +66,8 @@ class Comparison:
     power: Power
     alpha: float
 
+    found = deprecated_attribute("found", "significant_units")
+
     @property
     def critical(self) -> float:
         """What |t| has to reach in this family of units."""
@@ -75,7 +78,7 @@ class Comparison:
         """Mean of the first group minus that of the second."""
         return self.contrast.effect
 
-    def found(self) -> tuple[tuple[int, ...], ...]:
+    def significant_units(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the units that differ after max-T, the largest |t| first."""
         where = np.argwhere(np.atleast_1d(self.p_max <= self.alpha))
         size = np.atleast_1d(np.abs(self.contrast.t))
@@ -143,7 +146,7 @@ def compare_table(
     permutations
         Random permutations; no p is smaller than 1 / (permutations + 1).
     alpha
-        Chance of any false finding that ``Comparison.found`` keeps.
+        Chance of any false finding that ``Comparison.significant_units`` keeps.
     power
         Chance with which the smallest detectable effect would have been found.
 

@@ -230,12 +230,12 @@ def omnibus_of(t: Float64[np.ndarray, " unit"], largest: Null, permuted: Permuta
 def _criticism(counts: np.ndarray) -> np.ndarray:
     """Higher criticism of each row; the observed row counts in mean and deviation, so that all rows are alike."""
     mean, deviation = counts.mean(axis=0), counts.std(axis=0)
-    used = (mean >= 1) & (deviation > 0)
-    if not used.any():
-        used = (np.arange(len(THRESHOLDS)) == 0) & (deviation > 0)
-    if not used.any():
+    usable = (mean >= 1) & (deviation > 0)
+    if not usable.any():
+        usable = (np.arange(len(THRESHOLDS)) == 0) & (deviation > 0)
+    if not usable.any():
         return np.zeros(len(counts))
-    return np.asarray(((counts[:, used] - mean[used]) / deviation[used]).max(axis=1))
+    return np.asarray(((counts[:, usable] - mean[usable]) / deviation[usable]).max(axis=1))
 
 
 def _smallest_p(tests: Sequence[Null]) -> Null:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int64
 from softgap.errors import ShapeError, ValueInputError
 from softgap.inputs import checked_share, refuse_string
 
-__all__ = ["Split", "confirmation_split", "grouped_folds"]
+__all__ = ["Split", "cluster_folds", "confirmation_split"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def _number(salt: str, name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def grouped_folds(
+def cluster_folds(
     labels: Bool[np.ndarray, " sample"],
     clusters: Int64[np.ndarray, " sample"] | None,
     folds: int,
@@ -75,19 +75,21 @@ def grouped_folds(
     labels. Every fold ends with both labels, or the folds are refused.
     """
     codes = np.arange(len(labels)) if clusters is None else clusters
-    both = np.stack([np.bincount(codes, weights=labels), np.bincount(codes, weights=~labels)], axis=1)
-    whole = both.sum(axis=0)
-    held = np.zeros((folds, 2))
-    fold_of = np.empty(len(both), np.int64)
-    shuffled = rng.permutation(len(both))
-    for cluster in shuffled[np.argsort(-both[shuffled].sum(axis=1), kind="stable")]:
-        filled = (((held + both[cluster]) / whole) ** 2).sum(axis=1) - ((held / whole) ** 2).sum(axis=1)
+    label_counts = np.stack([np.bincount(codes, weights=labels), np.bincount(codes, weights=~labels)], axis=1)
+    totals = label_counts.sum(axis=0)
+    fold_counts = np.zeros((folds, 2))
+    fold_of = np.empty(len(label_counts), np.int64)
+    shuffled = rng.permutation(len(label_counts))
+    for cluster in shuffled[np.argsort(-label_counts[shuffled].sum(axis=1), kind="stable")]:
+        filled = (((fold_counts + label_counts[cluster]) / totals) ** 2).sum(axis=1) - (
+            (fold_counts / totals) ** 2
+        ).sum(axis=1)
         fold = int(np.argmin(filled))
-        held[fold] += both[cluster]
+        fold_counts[fold] += label_counts[cluster]
         fold_of[cluster] = fold
-    if (held == 0).any():
+    if (fold_counts == 0).any():
         raise ValueInputError(
-            f"every fold needs samples of both groups, got {folds} folds for {int((both[:, 0] > 0).sum())} and "
-            f"{int((both[:, 1] > 0).sum())} clusters with them; use fewer folds or more samples"
+            f"every fold needs samples of both groups, got {folds} folds for {int((label_counts[:, 0] > 0).sum())} and "
+            f"{int((label_counts[:, 1] > 0).sum())} clusters with them; use fewer folds or more samples"
         )
     return fold_of[codes]

@@ -241,7 +241,7 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
     """Print the verdict and the numbers behind it."""
     document = findings.to_json()
     console.print(Text(findings.verdict.sentence, _STYLES[findings.verdict.outcome]), soft_wrap=True)
-    console.print(f"{findings.status}; the study's log has {len(findings.tried)} entries", soft_wrap=True)
+    console.print(f"{findings.status}; the study's log has {len(findings.log_entries)} entries", soft_wrap=True)
     _show_family(console, document)
     console.print(_steps(findings))
     for name, reason in findings.impossible.items():
@@ -281,9 +281,9 @@ def _steps(findings: ComparisonFindings) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("comparison", "convincing", "p, any", "p, max-T", "units", "detectable", "upper bound"):
         table.add_column(heading, justify="left" if heading == "comparison" else "right", no_wrap=True)
-    everything = {"all samples": findings.comparison, **findings.controls}
+    comparisons = {"all samples": findings.comparison, **findings.controls}
     for step in findings.verdict.steps:
-        done = everything[step.name]
+        done = comparisons[step.name]
         table.add_row(
             step.name,
             "yes" if step.convincing else "no",

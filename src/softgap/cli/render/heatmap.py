@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-__all__ = ["has_colour", "heat_map", "mean", "ramp", "shade", "shade_style", "strip_controls"]
+__all__ = ["has_colour", "heat_map", "mean", "ramp", "shade", "shade_style", "strip_control_characters"]
 
 
 # Viridis at nine even points: dark is linear, bright is far from it.
@@ -32,7 +32,7 @@ _STOPS = (
 _BEYOND = (255, 70, 30)
 
 
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
+_CONTROL_CHARACTERS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
 def has_colour(console: Console) -> bool:
@@ -62,9 +62,9 @@ def ramp(low: str, high: str, cells: int = 16) -> Text:
     return legend.append(f" {high}")
 
 
-def strip_controls(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """The text without the control characters that could steer a terminal."""
-    return text.translate(_CONTROLS)
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 def shade_style(fraction: float) -> Style:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,9 +118,7 @@ class Summary:
             "logprob": self.logprob,
             "entropy": self.entropy,
             "focus": dict(self.focus),
-            "headline": None
-            if self.headline is None
-            else {**asdict(self.headline), "sentence": self.headline.sentence},
+            "headline": None if self.headline is None else self.headline.to_json(),
         }
 
     def head_rows(self) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""A real study: whether divergence tells right from wrong answers of the embedded model to lookup prompts.
+"""A real study: whether divergence tells right from wrong answers of the embedded model in associative recall.
 
-Run: python experiments/lookup_study.py [--n 960] [--out runs/lookup-study]
+Run: python experiments/recall_study.py [--n 960] [--out runs/recall-study]
 
-lookup_plan.toml, beside this file, decides everything; its hash goes into the study's log before a label is read. The
-samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run again,
-it writes the section of docs/findings.md anew from what is kept in the study, whatever that is.
+recall_preregistration.toml, beside this file, decides everything. Its hash goes into the study's log before a label is
+read. The samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on.
+Run again, it writes the section of docs/findings.md anew from what is kept in the study.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from softgap.study import StudySettings, run_study
 from softgap.tasks import TASKS, Prompt, generate_prompts
 from softgap.trajectories import open_study
 
-PLAN = Path(__file__).with_name("lookup_plan.toml")
+PLAN = Path(__file__).with_name("recall_preregistration.toml")
+# The earlier name of the task "recall": sample ids, and with them the locked samples, stay as published.
+TASK = "lookup"
 DIFFICULTIES = (4, 5, 6, 8)
 # Prompts of seed 0 were looked at when the difficulties were settled (a pilot, and a study of 320), 40 of seed 1 when
 # this script was tried, and 480 of seed 2 in the study of 0.1, whose controls were applied one at a time.
@@ -37,15 +39,15 @@ def main() -> None:
     """Measure, explore, confirm, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=960)
-    parser.add_argument("--out", default="runs/lookup-study")
+    parser.add_argument("--out", default="runs/recall-study")
     options = parser.parse_args()
-    task = TASKS["lookup"]
+    task = TASKS[TASK]
     settings = StudySettings(max_new_tokens=task.max_new_tokens, scoring=task.scoring, threads=1)
-    prompts = generate_prompts("lookup", options.n, seed=SEED, difficulties=DIFFICULTIES)
+    prompts = generate_prompts(TASK, options.n, seed=SEED, difficulties=DIFFICULTIES)
     failed = len(run_study(prompts, options.out, settings, progress=_told).failures)
     explored, confirmed = (_compared(options.out, opened=opened) for opened in (False, True))
     text = _section(explored, confirmed, prompts, options.out, f"--n {options.n}", failed)
-    write_section("lookup_study", "Right and wrong answers to lookups", text, page=FINDINGS)
+    write_section("recall_study", "Right and wrong answers in associative recall", text, page=FINDINGS)
 
 
 def _told(stage: str, share: float) -> None:
@@ -67,7 +69,7 @@ def _compared(out: str, *, opened: bool) -> dict[str, Any]:
         ):
             return document
     plan = read_preregistration(str(PLAN))
-    findings = compare_study(out, plan, planned=PLAN.name, open_confirmation=opened, progress=_step)
+    findings = compare_study(out, plan, preregistration_file=PLAN.name, open_confirmation=opened, progress=_step)
     save_comparison(findings, out, None)
     print("\n".join([findings.verdict.sentence, findings.status]))
     return _compared(out, opened=opened)
@@ -90,14 +92,14 @@ def _section(
     (first, second), sizes = found["groups"], found["sizes"]
     locked = next((v["sizes"] for name, v in found["controls"].items() if name.startswith("confirmation")), None)
     held = f"{locked[0]} {first} and {locked[1]} {second}" if locked else "what could not be compared"
-    seen = {p.prompt for seed, n in SEEN for p in generate_prompts("lookup", n, seed=seed, difficulties=DIFFICULTIES)}
+    seen = {p.prompt for seed, n in SEEN for p in generate_prompts(TASK, n, seed=seed, difficulties=DIFFICULTIES)}
     impossible = "".join(f" {name} could not be computed ({why})." for name, why in found["impossible"].items())
     return (
         f"**{_fragility(found)}{found['verdict']['sentence']}** The analysis was {found['status']} "
         f"(`experiments/{PLAN.name}`, {found['plan_hash'][:12]}): {sizes[0]} {first} and {sizes[1]} {second} answers "
         f"were explored, then {held} that had been locked were opened, once. Before that the verdict read: "
         f"{explored['verdict']['sentence']}\n\n"
-        f"`python experiments/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
+        f"`python experiments/recall_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
         f"with four-digit codes and asks for one of them; the answer counts as right if it contains the code. Right "
         f"are {_right_by_difficulty(out, prompts)} ({failed} samples failed). "
         f"The plan was settled on prompts of other seeds, of which {sum(p.prompt in seen for p in prompts)} are among "
