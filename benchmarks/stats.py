@@ -81,16 +81,16 @@ def rival(size: Size, units: int) -> list[float]:
 
 def agree(size: Size) -> None:
     """Raise unless both give the same p-values, up to the chance in each."""
-    found = ours(size).p.ravel()[:RIVAL_UNITS]
-    np.testing.assert_allclose(found, rival(size, RIVAL_UNITS), rtol=0, atol=4 / np.sqrt(2 * size.permutations))
+    p = ours(size).p.ravel()[:RIVAL_UNITS]
+    np.testing.assert_allclose(p, rival(size, RIVAL_UNITS), rtol=0, atol=4 / np.sqrt(2 * size.permutations))
 
 
 def measure(size: Size, pairs: int) -> str:
     """One row of the table."""
     agree(size)
-    mine, some = interleaved([lambda: ours(size), lambda: rival(size, RIVAL_UNITS)], pairs)
+    our_times, some = interleaved([lambda: ours(size), lambda: rival(size, RIVAL_UNITS)], pairs)
     loop = [seconds * size.units / RIVAL_UNITS for seconds in some]
-    times = " | ".join(f"{statistics.median(seconds):,.1f}" for seconds in (mine, loop))
+    times = " | ".join(f"{statistics.median(seconds):,.1f}" for seconds in (our_times, loop))
     memory = []
     for permutations in (size.permutations // 5, size.permutations):
         shape = map(str, (permutations, size.heads, size.features, size.samples))
@@ -98,7 +98,7 @@ def measure(size: Size, pairs: int) -> str:
         memory.append("n/a" if peak is None else f"{peak / 1e6:.0f}")
     return (
         f"| {size.permutations:,} | {size.heads:,} × {size.features} | {size.samples} | {times} | "
-        f"{ratio(loop, mine)} | {', '.join(memory)} |"
+        f"{ratio(loop, our_times)} | {', '.join(memory)} |"
     )
 
 

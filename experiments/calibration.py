@@ -44,17 +44,17 @@ LADDER = 1024
 SHARES = (0.10, 0.25, 0.50, 0.75, 1.00)
 
 
-def fitted(file: str | None, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
+def fit(file: str | None, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
     """A calibration of the embedded model on the first half of a file, or on its own text, and its minutes."""
     model, tokenizer = load_model()
     start = time.perf_counter()
     recipe = Recipe(features=features, steps=steps)
     texts, positions = (None, None) if file is None else ([halves(Path(file).read_text())[0]], POSITIONS)
-    found = calibrate(model, tokenizer, texts, recipe=recipe, positions=positions, out=path)
-    return found, (time.perf_counter() - start) / 60
+    calibration = calibrate(model, tokenizer, texts, recipe=recipe, positions=positions, out=path)
+    return calibration, (time.perf_counter() - start) / 60
 
 
-def kept(options: argparse.Namespace, file: str | None, features: int) -> Path:
+def fit_path(options: argparse.Namespace, file: str | None, features: int) -> Path:
     """Where a fit is kept."""
     options.fits.mkdir(parents=True, exist_ok=True)
     text = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] if file else "own"
@@ -124,7 +124,7 @@ def report_peak(file: str, features: int, side: str) -> None:
         visit_layers(model, ids, lambda layer: None)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            fitted(file, features, 5, Path(folder) / "calibration.safetensors")
+            fit(file, features, 5, Path(folder) / "calibration.safetensors")
     print(peak_of_process())
 
 
@@ -140,16 +140,16 @@ def described(source: str, features: int, steps: int, held_out: HeldOut) -> str:
     )
 
 
-def climb(found: Ladders) -> str:
+def climb(ladders: Ladders) -> str:
     """The ladders as a table, and the capacity exponent."""
     rows = [
         f"| {rung.mechanism} | {rung.features or ''} | {rung.divergence:.3f} | {rung.weight_error:.3f} | "
         f"{'' if rung.floor is None else f'{rung.floor:.3f}'} |"
-        for rung in found.rungs
+        for rung in ladders.rungs
     ]
-    sizes = " | ".join(f"block of {size}" for size in found.sizes)
+    sizes = " | ".join(f"block of {size}" for size in ladders.sizes)
     grown = []
-    for growth in found.growth:
+    for growth in ladders.growth:
         # Adding 0 turns a rounded -0 into 0.
         low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent or (float("nan"),) * 3)
         cells = " | ".join(f"{rank:.0f}" for rank in growth.ranks)
@@ -160,7 +160,7 @@ def climb(found: Ladders) -> str:
         + "\n".join(rows)
         + "\n\nRank that holds a share of the energy of softmax's off-diagonal blocks, without the column of the first "
         "key (the sink) and with it: median over heads, and the exponent in the length (10 % to 90 % of the heads).\n\n"
-        + f"| sink | energy | {sizes} | exponent |\n|---|---|{'---|' * len(found.sizes)}---|\n"
+        + f"| sink | energy | {sizes} | exponent |\n|---|---|{'---|' * len(ladders.sizes)}---|\n"
         + "\n".join(grown)
     )
 
@@ -171,15 +171,15 @@ def write_reach(options: argparse.Namespace) -> None:
     fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
     rows: list[str] = []
     tables: list[str] = []
-    own = [] if options.no_own_text else [(None, options.features[0])]
-    for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *own]):
-        path = kept(options, file, features)
-        found = Calibration.load(path) if path.exists() else fitted(file, features, options.steps, path)[0]
+    model_text = [] if options.no_own_text else [(None, options.features[0])]
+    for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *model_text]):
+        path = fit_path(options, file, features)
+        calibration = Calibration.load(path) if path.exists() else fit(file, features, options.steps, path)[0]
         source = "the file" if file else "the model's own"
-        rows.append(described(source, features, options.steps, gaps(found, model, held)))
+        rows.append(described(source, features, options.steps, gaps(calibration, model, held)))
         print(rows[-1], flush=True)
         if number == 0:
-            tables = swaps(found, model, tokenizer, fit, held)
+            tables = swaps(calibration, model, tokenizer, fit, held)
     write_section(
         "calibration-reach",
         "What a calibration reaches",
@@ -220,9 +220,9 @@ def write_cost(options: argparse.Namespace) -> None:
     """Minutes and memory of one calibration, on a quiet machine."""
     require_quiet_machine()
     features = options.features[0]
-    path = kept(options, options.text, features)
+    path = fit_path(options, options.text, features)
     path.unlink(missing_ok=True)
-    _, minutes = fitted(options.text, features, options.steps, path)
+    _, minutes = fit(options.text, features, options.steps, path)
     common = ("--text", options.text, "--features", str(features), "--peak")
     used, plain = (peak_memory(__file__, *common, side) for side in ("calibrate", "forward"))
     ratio = f"{used / plain:.2f} ({used / 1e6:.0f} MB / {plain / 1e6:.0f} MB)" if used and plain else "not known here"

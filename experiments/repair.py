@@ -67,13 +67,15 @@ class Bench:
             length: split_sequences(self.model, tokenizer, [second], length=length, tokens=options.tokens)
             for length in options.lengths
         }
-        self.asked: Sequences = recall_sequences(self.model, tokenizer, LOOKUPS)
+        self.recall: Sequences = recall_sequences(self.model, tokenizer, LOOKUPS)
         self.trained = recall_sequences(self.model, tokenizer, options.lookups, seed=1) if options.lookups else None
         self.tag = [] if self.trained is None else [f"{options.lookups} lookups"]
-        self.one = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
-        digest = digest_of_sequences(self.fit, *self.held.values(), self.asked)
-        about = {"text": digest, "cal": self.one.mechanism.origin}
-        self.kept = Checkpoints(options.parts, about if options.window is None else {**about, "window": options.window})
+        self.substitute = substitute(f"fitted@{options.calibration}", self.model, window=options.window)
+        digest = digest_of_sequences(self.fit, *self.held.values(), self.recall)
+        about = {"text": digest, "cal": self.substitute.mechanism.origin}
+        self.checkpoints = Checkpoints(
+            options.parts, about if options.window is None else {**about, "window": options.window}
+        )
         self.original = self.readings("original", [], lambda: None)
 
     def order(self) -> list[Unit]:
@@ -85,25 +87,25 @@ class Bench:
 
     def _scores(self, name: Any, read: Sequences) -> tuple[list[Head], np.ndarray]:
         def scored() -> dict[str, Any]:
-            found = head_scores(self.model, read, self.one, names=[SCORE], progress=say)
-            return {"heads": found.heads, "score": found.mean(SCORE).tolist()}
+            scores = head_scores(self.model, read, self.substitute, names=[SCORE], progress=say)
+            return {"heads": scores.heads, "score": scores.mean(SCORE).tolist()}
 
-        found = self.kept.find_or_make(name, scored)
-        return [(int(layer), int(head)) for layer, head in found["heads"]], np.asarray(found["score"])
+        stored = self.checkpoints.find_or_make(name, scored)
+        return [(int(layer), int(head)) for layer, head in stored["heads"]], np.asarray(stored["score"])
 
     def readings(self, name: Any, heads: list[Head], make: Callable[[], Substitute | None]) -> dict[int, Reading]:
         """What the model gets right with these heads swapped, by length; lookups are asked once."""
 
         def read() -> dict[str, Any]:
-            one = make()
-            found = {}
+            swapped = make()
+            by_length = {}
             for place, (length, held) in enumerate(self.held.items()):
-                asked = None if place else self.asked
-                found[str(length)] = read_swapped(self.model, held, asked, heads, one).to_json()
-            return found
+                recall = None if place else self.recall
+                by_length[str(length)] = read_swapped(self.model, held, recall, heads, swapped).to_json()
+            return by_length
 
-        kept = self.kept.find_or_make([name, heads] if heads else name, read)
-        return {int(length): Reading.from_json(found) for length, found in kept.items()}
+        stored = self.checkpoints.find_or_make([name, heads] if heads else name, read)
+        return {int(length): Reading.from_json(values) for length, values in stored.items()}
 
     def ways(
         self, heads: list[Head], options: argparse.Namespace
@@ -116,11 +118,11 @@ class Bench:
 
         def ridge() -> Substitute:
             if not found:
-                found.append(fit_output_correction(self.model, self.fit, heads, self.one, progress=say))
+                found.append(fit_output_correction(self.model, self.fit, heads, self.substitute, progress=say))
             return found[0]
 
         yield "mean output instead", [], lambda: substitute(mean_outputs(self.model, self.fit), self.model)
-        yield "none", [], lambda: self.one
+        yield "none", [], lambda: self.substitute
         yield "ridge", [], ridge
         settings = product(options.what, self.long, options.steps, options.rates)
         for what, length, steps, rate in settings:

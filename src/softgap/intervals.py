@@ -13,6 +13,7 @@ from scipy.stats import rankdata
 from softgap.errors import ShapeError
 
 __all__ = [
+    "ArrayInterval",
     "ClusterInterval",
     "Interval",
     "cluster_interval",
@@ -61,6 +62,16 @@ class Interval:
 
     def __str__(self) -> str:
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayInterval:
+    """An :class:`Interval` for every entry of an array; ``value``, ``low`` and ``high`` have one shape."""
+
+    value: Float[np.ndarray, ...]
+    low: Float[np.ndarray, ...]
+    high: Float[np.ndarray, ...]
+    level: float = field(default=0.95, kw_only=True)
 
 
 def resampled(

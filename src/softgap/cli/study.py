@@ -32,12 +32,13 @@ def label_command(
     from softgap.study import label_study
     from softgap.tasks import read_labels
 
-    found = label_study(study, read_labels(labels), source=labels)
+    counts = label_study(study, read_labels(labels), source=labels)
     if as_json:
-        output.write_json({"study": study, **asdict(found)})
+        output.write_json({"study": study, **counts.to_json()})
         return
     output.console().print(
-        f"read {found.given} labels, {found.changed} of them new; {found.without} samples have no label", soft_wrap=True
+        f"read {counts.labels} labels, {counts.new} of them new; {counts.unlabelled} samples have no label",
+        soft_wrap=True,
     )
 
 

@@ -241,8 +241,8 @@ def _over_q(
         columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
         return np.stack(columns, axis=-1)
 
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
-    return Entropy(values if grid.ndim else values[..., 0], *rest)
+    values, *window_arrays = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
+    return Entropy(values if grid.ndim else values[..., 0], *window_arrays)
 
 
 def _tsallis_largest(q: float, patterns: int) -> float:

@@ -244,10 +244,10 @@ def kernel_rows(rows: np.ndarray) -> np.ndarray:
     """Rows in memory order and a type the kernels compare exactly: float32, float64, int64 or uint64."""
     kind = rows.dtype.kind
     if kind == "f":
-        wanted: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
+        dtype: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
     else:
-        wanted = np.uint64 if rows.dtype == np.uint64 else np.int64
-    return np.ascontiguousarray(rows, dtype=wanted)
+        dtype = np.uint64 if rows.dtype == np.uint64 else np.int64
+    return np.ascontiguousarray(rows, dtype=dtype)
 
 
 def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> SeriesBatch:
@@ -265,10 +265,10 @@ def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool
     array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
-        got = "an empty series" if steps == 0 else f"{steps} steps"
+        length = "an empty series" if steps == 0 else f"{steps} steps"
         raise ShapeError(
             f"a series must hold one window, {(order - 1) * delay + 1} steps at order {order} and delay {delay}, "
-            f"got {got}; use longer series or a shorter pattern"
+            f"got {length}; use longer series or a shorter pattern"
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)

@@ -288,8 +288,8 @@ def _scored(
 
 def _named(run: Trajectories, prompt: Prompt, settings: StudySettings) -> Trajectories:
     """The run as the study stores it."""
-    kept = run.prompt if settings.keep_prompt else None
-    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=kept)
+    prompt_steps = run.prompt if settings.keep_prompt else None
+    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=prompt_steps)
 
 
 def _reason(error: Exception) -> str:

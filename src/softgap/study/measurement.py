@@ -245,19 +245,19 @@ def check_run(
 
     The folder is tried by writing to it, and left as it was.
     """
-    wanted = check_mechanisms(settings.mechanisms)
+    mechanisms = check_mechanisms(settings.mechanisms)
     folder = Folder.at(out)
-    there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
-    stored = open_study(out).manifest if there else Manifest()
+    has_study = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
+    stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
     # also bring a calibration.
-    names = tuple(mechanism.name for mechanism in wanted)
+    names = tuple(mechanism.name for mechanism in mechanisms)
     accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
     same = tuple(stored.mechanisms) in accepted
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,
-        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in wanted},
+        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
         seed=settings.seed,
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
@@ -371,7 +371,7 @@ def _fix_batches(folder: Folder, planned: Planned) -> None:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}' assigns sample '{ids[0]}' to a different batch than this version; "
+                f"{PROMPTS} in '{folder.address}' assigns sample '{ids[0]}' to a different batch than this version; "
                 "finish the study with the version that started it, or choose another folder"
             )
 

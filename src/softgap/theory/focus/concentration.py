@@ -15,6 +15,7 @@ from softgap.attention.feature_maps import featurise
 from softgap.attention.mechanism import Options
 from softgap.errors import ShapeError, UnsupportedError
 from softgap.inputs import as_items
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "AMOUNTS",
@@ -39,21 +40,23 @@ Prepare = Callable[[str | Mechanism], Mechanism]
 
 
 def with_weights(
-    given: Sequence[str | Mechanism] | None, always: Sequence[str], *, prepare: Prepare = resolve
+    selection: Sequence[str | Mechanism] | None, always: Sequence[str], *, prepare: Prepare = resolve
 ) -> tuple[Mechanism, ...]:
     """The mechanisms asked for (all that have weights, if none) and those always compared; refused without weights.
 
     ``prepare`` gives a mechanism its parameters, where it has some.
     """
-    if given is None:
-        wanted = [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
-        return tuple(prepare(name) for name in dict.fromkeys([*always, *wanted]))
-    asked = {found.name: found for found in map(prepare, as_items(given))}
-    for name, found in asked.items():
-        found.site(torch.arange(1), torch.float32)
-        if found.kind == "constant":
+    if selection is None:
+        available = [
+            name for name, mechanism in mechanisms().items() if not mechanism.missing and mechanism.kind != "constant"
+        ]
+        return tuple(prepare(name) for name in dict.fromkeys([*always, *available]))
+    by_name = {mechanism.name: mechanism for mechanism in map(prepare, as_items(selection))}
+    for name, mechanism in by_name.items():
+        mechanism.site(torch.arange(1), torch.float32)
+        if mechanism.kind == "constant":
             raise UnsupportedError(f"mechanism '{name}' has no weights: its output is a constant; leave it out")
-    return (*asked.values(), *(resolve(name) for name in always if name not in asked))
+    return (*by_name.values(), *(resolve(name) for name in always if name not in by_name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,7 @@ def feature_prediction(
     if (mechanism.feature_dim(d) or 0) > 4 * d or mechanism.score_weights is not None:
         return None
     positions = torch.arange(key.shape[1])
-    made = featurise(
+    features = featurise(
         mechanism,
         query.double()[None],
         key.double()[None],
@@ -162,8 +165,8 @@ def feature_prediction(
         query_positions=positions[-query.shape[1] :],
         key_positions=positions,
     )
-    phi_q, phi_k = made.query[0], made.key[0]
-    if made.log:
+    phi_q, phi_k = features.query[0], features.key[0]
+    if features.log:
         # S does not change with the scale of a query's features, nor with one common scale of all key features.
         phi_q = (phi_q - phi_q.amax(dim=-1, keepdim=True)).exp()
         phi_k = (phi_k - phi_k.amax(dim=(-1, -2), keepdim=True)).exp()
@@ -284,17 +287,17 @@ def intervened(
     visible: Visible | None = None,
 ) -> list[Effect]:
     """Every change at every amount for every mechanism; the queries are the last of the keys' positions."""
-    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    even = attention_weights(BASELINE, query[None, :1], key[None, :1], visible=visible, scale=scale)
     n = (even[0, 0] > 0).sum(dim=-1)
-    found = []
+    effects = []
     for change, amounts in AMOUNTS.items():
         for amount in amounts:
             q, k = intervene(change, amount, query, key)
             for mechanism in mechanisms:
                 s = row_sparsity(attention_weights(mechanism, q[None], k[None], visible=visible, scale=scale)[0], n)
                 empty = s.isnan().float().mean().item()
-                found.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
-    return found
+                effects.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
+    return effects
 
 
 FAMILIES = ("favor", "polynomial", "shifted")
@@ -356,16 +359,16 @@ def feature_road(
     exact = attention_weights("softmax", query[None], key[None], visible=visible, scale=scale)[0]
     output = exact @ v
     # Counted on uniform weights: those of softmax may underflow.
-    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    even = attention_weights(BASELINE, query[None, :1], key[None, :1], visible=visible, scale=scale)
     n = (even[0, 0] > 0).sum(dim=-1)
-    found = []
+    results = []
     for family, setting, features, mechanism in road:
         weights = attention_weights(mechanism, query[None], key[None], visible=visible, scale=scale)[0]
         s = row_sparsity(weights, n)
         error = (weights - exact).norm() / exact.norm()
         far = compare_outputs(output, weights @ v).divergence.mean()
-        found.append(Milestone(family, setting, features, s.nanmean().item(), error.item(), far.item()))
-    return found
+        results.append(Milestone(family, setting, features, s.nanmean().item(), error.item(), far.item()))
+    return results
 
 
 def closes_gap(road: Sequence[Milestone], family: str) -> bool:

@@ -116,18 +116,18 @@ class LayerFocus:
 def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
     """Measure one layer; weights are softmax's own, without the caps, biases and learned sinks of some models."""
     seen = layer.visible.rows(0, layer.query.shape[1], (0, layer.key.shape[1]), layer.query.device)[0, 0].float()
-    compared = [each.for_layers([layer.layer]) for each in (resolve("softmax"), *plan.mechanisms)]
-    exact = _weights(compared[0], layer)
+    mechanisms = [mechanism.for_layers([layer.layer]) for mechanism in (resolve("softmax"), *plan.mechanisms)]
+    exact = _weights(mechanisms[0], layer)
     last = layer.query[:, -plan.rows :]
     tail = Visible(window=layer.visible.window)
     return LayerFocus(
         softmax=_softmax_rows(layer, exact, seen),
-        mechanisms={each.name: _mechanism(each, layer, exact, seen, plan) for each in compared},
+        mechanisms={mechanism.name: _mechanism(mechanism, layer, exact, seen, plan) for mechanism in mechanisms},
         spectra=block_spectra(exact, plan.smallest),
         # The first key's column holds most of the energy of a sink head, and one rank.
         spectra_without=block_spectra(without_sink(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
-        effects=intervened(compared, last, layer.key, scale=layer.scale, visible=tail),
+        effects=intervened(mechanisms, last, layer.key, scale=layer.scale, visible=tail),
         road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
     )
 
@@ -145,11 +145,11 @@ def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], s
     whole = concentration(exact, n)
     key = _shared(layer, layer.key)
     moments = score_moments(layer.query, key, seen, layer.scale)
-    rest = seen.clone()
-    rest[torch.arange(len(seen)), seen.argmax(dim=-1)] = 0
+    later_keys = seen.clone()
+    later_keys[torch.arange(len(seen)), seen.argmax(dim=-1)] = 0
     # A row that saw only that key has nothing left: NaN.
-    without = concentration(exact * rest, rest.sum(dim=-1))
-    without_moments = score_moments(layer.query, key, rest, layer.scale)
+    without = concentration(exact * later_keys, later_keys.sum(dim=-1))
+    without_moments = score_moments(layer.query, key, later_keys, layer.scale)
     arrays = (
         n,
         *(whole.sparsity, whole.entropy, whole.largest),
@@ -195,14 +195,14 @@ def _ranks(layer: LayerTensors, exact: Tensor, plan: Plan) -> dict[tuple[str, st
     length = min(plan.corner, exact.shape[1])
     query, key = (x[None, :, :length].double() for x in (layer.query, layer.key))
     lifted = Visible(mask=torch.ones(1, 1, length, length, dtype=torch.bool))
-    found = {}
+    ranks = {}
     for name in ("softmax", "elu1"):
         for mask, visible in (("causal", Visible()), ("bidirectional", lifted)):
             a = attention_weights(name, query, key, visible=visible, scale=layer.scale, dtype=torch.float64)[0]
-            found[name, mask] = numerical_rank(a)
+            ranks[name, mask] = numerical_rank(a)
             if mask == "causal":
-                found[name, "block"] = numerical_rank(a[:, length // 2 :, : length // 2])
-    return found
+                ranks[name, "block"] = numerical_rank(a[:, length // 2 :, : length // 2])
+    return ranks
 
 
 def pooled_effects(layers: Sequence[LayerFocus]) -> list[Effect]:

@@ -27,13 +27,14 @@ from softgap.theory.focus.concentration import Effect, Milestone, with_weights
 from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
 from softgap.theory.lab import Claim
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
 
 Reals = NDArray[np.float64]
 _SHORTEST = 64
 # Needed by verdicts.
-_ALWAYS = ("elu1", "relu2_scores", "uniform")
+_ALWAYS = ("elu1", "relu2_scores", BASELINE)
 ERROR = 0.1
 
 
@@ -178,7 +179,7 @@ class ModelFocus(Displayed):
 
     def of(self, name: str) -> MechanismFocus:
         """One mechanism."""
-        return next(found for found in self.mechanisms if found.name == name)
+        return next(mechanism for mechanism in self.mechanisms if mechanism.name == name)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: per head, and by position in bins; the rows of every query stay in ``predictions``."""
@@ -191,14 +192,14 @@ class ModelFocus(Displayed):
                 name: value.tolist() if isinstance(value, np.ndarray) else asdict(value)
                 for name, value in vars(self.failure).items()
             },
-            "mechanisms": [found.summary() for found in self.mechanisms],
+            "mechanisms": [mechanism.summary() for mechanism in self.mechanisms],
             "capacity": {
                 "sizes": list(self.capacity.sizes),
                 "energies": list(self.capacity.energies),
                 **{name: getattr(self.capacity, name).tolist() for name in _CAPACITY},
             },
             "ranks": [
-                {"mechanism": name, "of": mask, "ranks": found.tolist()} for (name, mask), found in self.ranks.items()
+                {"mechanism": name, "of": mask, "ranks": ranks.tolist()} for (name, mask), ranks in self.ranks.items()
             ],
             "effects": [asdict(effect) for effect in self.effects],
             "road": [asdict(stop) for stop in self.road],
@@ -229,27 +230,27 @@ def focus_in_model(
     """
     check_measurable(model)
     prepare = partial(prepare_mechanism, model=model)
-    wanted = with_weights(mechanisms, _ALWAYS, prepare=prepare)
+    selection = with_weights(mechanisms, _ALWAYS, prepare=prepare)
     if mechanisms is None:
-        wanted += tuple(map(prepare, calibrated_mechanisms(model)))
-    compared = tuple(mechanism for mechanism in wanted if mechanism.name != "softmax")
+        selection += tuple(map(prepare, calibrated_mechanisms(model)))
+    rivals = tuple(mechanism for mechanism in selection if mechanism.name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(
             f"a text must have at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
         )
     check_lengths(model, [list(token_ids)], 0)
-    plan = Plan(compared, first=min(64, len(token_ids) // 4))
+    plan = Plan(rivals, first=min(64, len(token_ids) // 4))
     total = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
 
     def visit(layer: LayerTensors) -> LayerFocus:
-        found = examine_layer(layer, plan)
+        measures = examine_layer(layer, plan)
         progress(f"layer {layer.layer}", 0.9 * min(1.0, (layer.layer + 1) / total))
-        return found
+        return measures
 
     layers = visit_layers(model, token_ids, visit)
     progress("predicting", 0.92)
     predictions = _predictions(layers, plan, rng)
-    measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *compared))
+    measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *rivals))
     capacity = _capacity(layers)
     ranks = {key: np.stack([layer.ranks[key] for layer in layers]) for key in layers[0].ranks}
     effects, road = tuple(pooled_effects(layers)), tuple(pooled_road(layers))
@@ -341,29 +342,29 @@ def _prediction_json(rung: Prediction) -> dict[str, Any]:
 
 
 def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> MechanismFocus:
-    found = [layer.mechanisms[mechanism.name] for layer in layers]
+    by_layer = [layer.mechanisms[mechanism.name] for layer in layers]
     features = mechanism.feature_dim(d)
     # A decaying feature has one rank in every block too, and inline's centring adds one.
     rank = None if features is None else features + (mechanism.normaliser == "centred")
-    none = np.full_like(found[0].sparsity, np.nan)
+    none = np.full_like(by_layer[0].sparsity, np.nan)
     floor = np.stack([none if rank is None else layer.spectra.floor(rank) for layer in layers])
-    arrays = {field: np.stack([getattr(one, field) for one in found]) for field in _PER_HEAD}
-    gaps = [one.gap for one in found]
+    arrays = {field: np.stack([getattr(focus, field) for focus in by_layer]) for field in _PER_HEAD}
+    gaps = [focus.gap for focus in by_layer]
     gap = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
     return MechanismFocus(mechanism.name, features, **arrays, gap=gap, floor=floor)
 
 
 def _capacity(layers: Sequence[LayerFocus]) -> Capacity:
     sizes = tuple(sorted(set(layers[0].spectra.sizes)))
-    found = []
+    columns = []
     for spectra in ([x.spectra_without for x in layers], [x.spectra for x in layers]):
         ranks = np.array([[[x.energy_rank(size, 1 - e) for x in spectra] for size in sizes] for e in ENERGIES])
         flat = ranks.reshape(len(ENERGIES), len(sizes), -1)
         unknown = np.full(flat.shape[-1], np.nan)
         slopes = [capacity_exponent(sizes, each) if len(sizes) > 1 else unknown for each in flat]
         exponent = np.stack(slopes).reshape(len(ENERGIES), *ranks.shape[2:])
-        found.append((ranks, exponent, np.stack([x.needed(ERROR) for x in spectra])))
-    return Capacity(sizes, ENERGIES, *found[0], *found[1])
+        columns.append((ranks, exponent, np.stack([x.needed(ERROR) for x in spectra])))
+    return Capacity(sizes, ENERGIES, *columns[0], *columns[1])
 
 
 def _mean(x: Reals) -> float:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
 from softgap.theory.lab import Claim, Verdict
+from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from softgap.theory.focus.concentration import Effect
@@ -34,13 +35,13 @@ def all_claims(
     corner: int,
 ) -> tuple[Claim, ...]:
     """One verdict per statement, in the order of the lab's page."""
-    table = {found.name: found for found in mechanisms}
+    table = {mechanism.name: mechanism for mechanism in mechanisms}
     return (
         gaussian_theory(predictions),
         first_key(predictions, failure),
         general_formula(mechanisms),
-        near_uniform(table["elu1"], table["uniform"]),
-        classical_divergence(table["elu1"], table["uniform"]),
+        near_uniform(table["elu1"], table[BASELINE]),
+        classical_divergence(table["elu1"], table[BASELINE]),
         divergence_is_focus(table["elu1"], table["softmax"], without),
         floor_below(mechanisms),
         constant_state(capacity),
@@ -103,7 +104,7 @@ def first_key(predictions: Sequence[Prediction], failure: Failure) -> Claim:
 
 def general_formula(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """Exactness on real features."""
-    gaps = {found.name: found.gap for found in mechanisms if np.isfinite(found.gap)}
+    gaps = {mechanism.name: mechanism.gap for mechanism in mechanisms if np.isfinite(mechanism.gap)}
     return Claim(
         "general formula",
         _ARTICLE,
@@ -152,22 +153,22 @@ def classical_divergence(elu1: MechanismFocus, uniform: MechanismFocus) -> Claim
 
 def divergence_is_focus(elu1: MechanismFocus, softmax: MechanismFocus, without: NDArray[np.float64]) -> Claim:
     """Whether the classical divergence orders heads as their concentration does, with and without the first key."""
-    whole, rest = (_spearman(elu1.from_softmax, s) for s in (softmax.sparsity, without))
+    whole, later_keys = (_spearman(elu1.from_softmax, s) for s in (softmax.sparsity, without))
     return Claim(
         "classical divergence is concentration",
         "softgap",
         "The divergence from elu1 orders heads by how focused their softmax is (rank correlation with S below -.7).",
-        "holds" if whole < -0.7 else "holds only when" if rest < -0.7 else "does not hold",
-        "S is taken without the first key" if whole >= -0.7 > rest else "",
-        {"rank correlation with S": whole, "with S without the first key": rest},
+        "holds" if whole < -0.7 else "holds only when" if later_keys < -0.7 else "does not hold",
+        "S is taken without the first key" if whole >= -0.7 > later_keys else "",
+        {"rank correlation with S": whole, "with S without the first key": later_keys},
     )
 
 
 def floor_below(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """The Eckart-Young floor under every mechanism with a feature map."""
-    mapped = [found for found in mechanisms if found.features is not None]
-    least = min(float(np.min(found.block_error - found.floor)) for found in mapped)
-    nearest = min(mapped, key=lambda found: float(np.mean(found.block_error)))
+    mapped = [mechanism for mechanism in mechanisms if mechanism.features is not None]
+    least = min(float(np.min(mechanism.block_error - mechanism.floor)) for mechanism in mapped)
+    nearest = min(mapped, key=lambda mechanism: float(np.mean(mechanism.block_error)))
     return Claim(
         "floor of weights",
         "softgap",
@@ -231,7 +232,7 @@ _STATE = (
 
 def rank_argument(ranks: Mapping[tuple[str, str], NDArray[np.int64]], corner: int) -> Claim:
     """Rank with the model's mask and with the mask lifted."""
-    middle = {f"{name} {mask}": float(np.median(found)) for (name, mask), found in ranks.items()}
+    middle = {f"{name} {mask}": float(np.median(values)) for (name, mask), values in ranks.items()}
     encoder = middle["elu1 bidirectional"] < middle["softmax bidirectional"]
     decoder = middle["elu1 causal"] < middle["softmax causal"]
     blocks = middle["elu1 block"] < middle["softmax block"]
@@ -294,14 +295,14 @@ def focusing(effects: Sequence[Effect]) -> tuple[Claim, ...]:
 def absolute_positions(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """Columns against distance, for softmax and for linear maps."""
     linear = [
-        found
-        for found in mechanisms
-        if found.features is not None and np.isfinite(found.columns).any() and found.name != "decay"
+        mechanism
+        for mechanism in mechanisms
+        if mechanism.features is not None and np.isfinite(mechanism.columns).any() and mechanism.name != "decay"
     ]
-    columns = {found.name: float(np.nanmedian(found.columns)) for found in linear}
-    distance = {found.name: float(np.nanmedian(found.distance)) for found in linear}
+    columns = {mechanism.name: float(np.nanmedian(mechanism.columns)) for mechanism in linear}
+    distance = {mechanism.name: float(np.nanmedian(mechanism.distance)) for mechanism in linear}
     more = [name for name in columns if columns[name] > distance[name]]
-    softmax = next(found for found in mechanisms if found.name == "softmax")
+    softmax = next(mechanism for mechanism in mechanisms if mechanism.name == "softmax")
     few = 0 < len(more) < len(columns)
     return Claim(
         "absolute positions",

@@ -287,8 +287,8 @@ def _separation(n: int, a: float = 1.0, b: float = 0.5, c: float = 0.5) -> Separ
     """S of the special row and of any other row of D1 with t = 1: own score (a^2 + b^2 + c^2) L^2, else c^2 L^2."""
     log_n = math.log(n)
 
-    def s(own: float, other: float) -> float:
-        return (own + (n - 1) * other) / math.sqrt(n * (own**2 + (n - 1) * other**2))
+    def s(own_weight: float, other_weight: float) -> float:
+        return (own_weight + (n - 1) * other_weight) / math.sqrt(n * (own_weight**2 + (n - 1) * other_weight**2))
 
     special, base = (a**2 + b**2 + c**2) * log_n, c**2 * log_n
     return SeparationFocus(n, s(math.exp(special - base), 1.0), s(special, base), s(math.exp(b**2 * log_n), 1.0))

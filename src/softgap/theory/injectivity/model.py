@@ -24,6 +24,7 @@ from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
 from softgap.theory.lab import Claim, Verdict
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Correlation", "ModelInjectivity", "injectivity_in_model"]
 
@@ -144,14 +145,14 @@ def _central(lab: ModelInjectivity) -> tuple[Claim, ...]:
 
 
 def _calibrated(lab: ModelInjectivity) -> Claim:
-    found = [c for c in lab.correlations if c.mechanism == "fitted" and c.measure == "softmax confusion"]
+    correlations = [c for c in lab.correlations if c.mechanism == "fitted" and c.measure == "softmax confusion"]
     return Claim(
         name="calibrated divergence",
         source="softgap",
         statement="Heads that need fine distinctions show high divergence from a linear attention fitted to them.",
-        verdict=_signed(found[0], -1) if found else "not decided",
-        condition="" if found else "the mechanism 'fitted' with the parameters of a calibration was not given",
-        numbers=_numbers(found[0]) if found else {},
+        verdict=_signed(correlations[0], -1) if correlations else "not decided",
+        condition="" if correlations else "the mechanism 'fitted' with the parameters of a calibration was not given",
+        numbers=_numbers(correlations[0]) if correlations else {},
     )
 
 
@@ -160,7 +161,7 @@ def _matters(lab: ModelInjectivity) -> Claim:
     verdict: Verdict = "not decided"
     if lab.collision.exact and nearer.sign:
         verdict = "does not hold" if nearer.sign > 0 else "holds"
-    mean = {name: float(lab.divergence[lab.of(name)].mean()) for name in ("relu2_scores", "taylor2", "elu1", "uniform")}
+    mean = {name: float(lab.divergence[lab.of(name)].mean()) for name in ("relu2_scores", "taylor2", "elu1", BASELINE)}
     return Claim(
         name="injectivity matters",
         source=_SAD,
@@ -204,7 +205,7 @@ CLASSICAL = "elu1"
 
 
 # Both are needed by the verdict on whether injectivity is what matters.
-_ALWAYS = ("softmax", CLASSICAL, "relu2_scores", "taylor2", "uniform")
+_ALWAYS = ("softmax", CLASSICAL, "relu2_scores", "taylor2", BASELINE)
 
 
 @dataclass(frozen=True)
@@ -312,9 +313,9 @@ class ModelInjectivity(Displayed):
 
 def comparable() -> list[str]:
     """Registered mechanisms that look at the query and wait for no parameters, and the control."""
-    found = mechanisms().items()
-    return [n for n, m in found if (m.kind in ("features", "scores") and not m.missing and not m.query_free)] + [
-        "uniform"
+    registry = mechanisms().items()
+    return [n for n, m in registry if (m.kind in ("features", "scores") and not m.missing and not m.query_free)] + [
+        BASELINE
     ]
 
 
@@ -346,35 +347,35 @@ def injectivity_in_model(
     check_measurable(model)
     if queries < 8:
         raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
-    wanted = [*comparable(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
-    chosen = [prepare_mechanism(mechanism, model) for mechanism in wanted]
-    names = [m.name for m in chosen]
-    chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]
-    for mechanism in chosen:
+    requests = [*comparable(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
+    selection = [prepare_mechanism(mechanism, model) for mechanism in requests]
+    names = [m.name for m in selection]
+    selection = [*(resolve(name) for name in _ALWAYS if name not in names), *selection]
+    for mechanism in selection:
         mechanism.site(torch.arange(1), torch.float32)
     check_lengths(model, [list(token_ids)], 0)
-    plan = LayerPlan(queries, tuple(chosen), near, start=min(64, len(token_ids) // 2))
+    plan = LayerPlan(queries, tuple(selection), near, start=min(64, len(token_ids) // 2))
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     tell = progress or silent
-    kept: list[tuple[np.ndarray, np.ndarray, float]] = []
+    first_head: list[tuple[np.ndarray, np.ndarray, float]] = []
 
     def visit(layer: LayerTensors) -> LayerMeasures:
         tell(f"layer {layer.layer}", layer.layer / total)
-        if not kept:
+        if not first_head:
             half = layer.key.shape[1] // 2
-            kept.append((layer.query[0, -1].double().numpy(), layer.key[0, :half].double().numpy(), layer.scale))
+            first_head.append((layer.query[0, -1].double().numpy(), layer.key[0, :half].double().numpy(), layer.scale))
         return measure_layer(layer, plan)
 
     layers = visit_layers(model, token_ids, visit)
-    query, keys, scale = kept[0]
+    query, keys, scale = first_head[0]
     collision = multiples_collision(query, keys, scale=scale, factors=(1.0, 7.0), mechanism="relu2_scores")
     settings = {"tokens": len(token_ids), "queries": queries, "near": near, "start": plan.start}
-    return _assembled(layers, chosen, collision, keys.shape[1], settings, rng)
+    return _assembled(layers, selection, collision, keys.shape[1], settings, rng)
 
 
 def _assembled(
     layers: Sequence[LayerMeasures],
-    chosen: Sequence[Mechanism],
+    mechanisms: Sequence[Mechanism],
     collision: Collision,
     dim: int,
     settings: dict[str, Any],
@@ -385,7 +386,7 @@ def _assembled(
         raise UnsupportedError(
             "this lab needs the same number of heads in every layer, got layers that differ; use another model"
         )
-    names = tuple(m.name for m in chosen)
+    names = tuple(m.name for m in mechanisms)
     stacked = {
         field: np.stack([getattr(layer, field) for layer in layers])
         for field in ("margin", "first", "weight_margin", "focus")
@@ -398,7 +399,7 @@ def _assembled(
     common = int(np.flatnonzero(np.isfinite(confusion).any(axis=(0, 1, 2)))[-1])
     rate = confusion[..., common].reshape(len(names), -1)
     difference = (divergence[names.index("taylor2")] - divergence[names.index("relu2_scores")]).ravel()
-    against = [name for name in (CLASSICAL, "uniform", "fitted") if name in names]
+    against = [name for name in (CLASSICAL, BASELINE, "fitted") if name in names]
     measures = _measures(names, confusion[..., common], stacked)
     softmax = rate[names.index("softmax")]
     rated = [name != "softmax" and bool(np.isfinite(row).any()) for name, row in zip(names, rate, strict=True)]
@@ -407,7 +408,7 @@ def _assembled(
     level = joint_level(intervals)
     return ModelInjectivity(
         mechanisms=names,
-        linear=tuple(m.kind == "features" and not m.query_free for m in chosen),
+        linear=tuple(m.kind == "features" and not m.query_free for m in mechanisms),
         lengths=layers[0].lengths,
         **stacked,
         confusion=confusion,
@@ -448,14 +449,14 @@ def _correlations(
     level: float,
     rng: np.random.Generator,
 ) -> tuple[Correlation, ...]:
-    found = []
+    correlations = []
     for measure, values in measures.items():
         for mechanism, divergence in divergences.items():
             x, y = values.ravel(), divergence.ravel()
             plain = rank_correlation(x, y, clusters, rng=rng, level=level)
             partial = rank_correlation(x, y, clusters, rng=rng, given=focus.ravel(), level=level)
-            found.append(Correlation(measure, mechanism, plain, partial))
-    return tuple(found)
+            correlations.append(Correlation(measure, mechanism, plain, partial))
+    return tuple(correlations)
 
 
 def _mean_over_heads(

@@ -16,6 +16,7 @@ from softgap.attention import Mechanism, Visible, attend
 from softgap.attention.catalogue import top_k
 from softgap.attention.feature_maps import featurise
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "GAP",
@@ -219,7 +220,7 @@ def block_column(construction: Construction, row: int) -> int:
 _ALIKE = frozenset(
     {
         *("softmax", "elu1", "relu", "identity", "exp_dim", "hedgehog", "focused", "taylor2", "polynomial"),
-        *("l2_normalised", "inline", "relu2_scores", "top_k", "uniform", "zero"),
+        *("l2_normalised", "inline", "relu2_scores", "top_k", BASELINE, "zero"),
     }
 )
 
@@ -348,8 +349,8 @@ def _attended(
 ) -> Float[np.ndarray, "row value_dim"]:
     everything = Visible(mask=torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool))
     q, k, v = (matrix[None, None] for matrix in (queries, keys, values))
-    found = attend(mechanism, q, k, v, visible=everything, scale=1.0, form="quadratic", dtype=torch.float64)
-    return found.output[0, 0].numpy()
+    attention = attend(mechanism, q, k, v, visible=everything, scale=1.0, form="quadratic", dtype=torch.float64)
+    return attention.output[0, 0].numpy()
 
 
 @dataclass(frozen=True, eq=False)
