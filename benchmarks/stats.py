@@ -1,4 +1,4 @@
-"""Max-T over many units by relabelling, against a loop over scipy.stats.permutation_test: time and memory.
+"""Max-T over many units by permutation, against a loop over scipy.stats.permutation_test: time and memory.
 
 Run: python benchmarks/stats.py [--pairs 5]; --small to see that it works, without writing anything
 """
@@ -114,8 +114,8 @@ def main() -> None:
         print(added_memory(lambda: ours(Size(*arguments.peak))))
         return
     lines = [
-        "| relabellings | heads × features | samples | softgap, s | scipy loop, s | scipy / softgap | "
-        "added memory, MB: a fifth of the relabellings, all |",
+        "| permutations | heads × features | samples | softgap, s | scipy loop, s | scipy / softgap | "
+        "added memory, MB: a fifth of the permutations, all |",
         "|---|---|---|---|---|---|---|",
     ]
     if arguments.small:
@@ -134,7 +134,7 @@ def main() -> None:
         f"t, which gives neither max-T nor the rest, timed on {RIVAL_UNITS} units and scaled to all. Their p-values "
         f"agree within the chance of both. At least {LEAST_RATIO} times faster was asked for. Memory is what one call "
         "adds to the peak of a process of its own, the copies of the table included: it does not grow with the "
-        "relabellings.\n\n" + "\n".join(lines),
+        "permutations.\n\n" + "\n".join(lines),
     )
 
 

@@ -1,10 +1,10 @@
 """How near elu1 is to the mean of values in the embedded model, by its divergence and by its output.
 
-Run: python experiments/elu1_and_uniform.py --text FILE [--passages 4] [--tokens 1024]
+Run: python experiments/elu1_and_uniform.py --text FILE [--sequences 4] [--tokens 1024]
 
 Two numbers were once confused: how far the *divergences* of elu1 and uniform lie apart, |D(elu1) - D(uniform)|, and how
-far their *outputs* do, 1 - cos(elu1, uniform). Passages are spread evenly over the file; the four short texts that come
-with softgap are read too.
+far their *outputs* do, 1 - cos(elu1, uniform). Sequences are spread evenly over the file; the four short texts
+that come with softgap are read too.
 """
 
 from __future__ import annotations
@@ -121,23 +121,23 @@ def main() -> None:
     """Measure and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text file")
-    parser.add_argument("--passages", type=int, default=4, help="passages of the file")
+    parser.add_argument("--sequences", "--passages", type=int, default=4, help="sequences of the file")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each")
     options = parser.parse_args()
-    if options.passages < FEWEST:
-        parser.error(f"--passages must be at least {FEWEST}, got {options.passages}: one text says little")
+    if options.sequences < FEWEST:
+        parser.error(f"--sequences must be at least {FEWEST}, got {options.sequences}: one text says little")
     model, tokenizer = load_model()
     ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False)["input_ids"]
-    if len(ids) < options.passages * options.tokens:
+    if len(ids) < options.sequences * options.tokens:
         parser.error(
-            f"the file must hold at least {options.passages * options.tokens:,} tokens, got {len(ids):,}; ask for "
-            "fewer or shorter passages"
+            f"the file must hold at least {options.sequences * options.tokens:,} tokens, got {len(ids):,}; ask for "
+            "fewer or shorter sequences"
         )
-    passages = sequences(ids, {options.tokens: options.passages})[options.tokens]
-    texts = {f"passage {number + 1}": passage for number, passage in enumerate(passages)}
+    parts = sequences(ids, {options.tokens: options.sequences})[options.tokens]
+    texts = {f"sequence {number + 1}": part for number, part in enumerate(parts)}
     texts |= {name: tokenizer(text)["input_ids"] for name, text in DOMAINS.items()}
     rows = [nearness(model, name, text) for name, text in texts.items()]
-    command = f"--passages {options.passages} --tokens {options.tokens}"
+    command = f"--sequences {options.sequences} --tokens {options.tokens}"
     text = f"`python experiments/elu1_and_uniform.py --text FILE {command}` on the embedded model; {machine()}. "
     text += f"{words(rows)}\n\n{table(rows)}"
     title = "How near elu1 is to the mean of values"

@@ -1,10 +1,11 @@
-"""Which heads of the embedded model can go without softmax: scores, repair and the frontier, into docs/findings.md.
+"""Which heads of the embedded model can go without softmax: scores, output correction and the frontier.
 
 Run: python experiments/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
 
-The first half of the file is what the calibration was fitted on; scores and repairs use `--fit-tokens` of it. Every
-cost is measured on `--tokens` of the second half: 16384 for the final table. The work is kept in `--parts`, so an
-interrupted run goes on. An estimate of the time is printed first.
+The first half of the file is what the calibration was fitted on; scores and output corrections use
+`--fit-tokens` of it. Every cost is measured on `--tokens` of the second half: 16384 for the final table. The tables go
+into docs/findings.md. The work is saved in `--parts`, so an interrupted run goes on. An estimate of the time is printed
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import numpy as np
 import torch
 
-from harness import FINDINGS, machine, write_section
+from harness import FINDINGS, field_words, machine, write_section
 from held_out import halves
 from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequences, split_sequences, substitute
@@ -39,7 +40,7 @@ from softgap.report.files import save_figure
 FITTED = "fitted"
 TOP = 16
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
-LOOKUPS = 192
+RECALL_PROMPTS = 192
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -74,22 +75,22 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
-def kept_as(read: Sequences, rival: Substitute) -> str:
-    """A name for what was measured on passages with a substitute."""
+def file_stem(read: Sequences, rival: Substitute) -> str:
+    """A name for what was measured on sequences with a substitute."""
     return f"{rival.mechanism.name}-{rival.digest[:8]}-{digest_of_sequences(read)[:8]}"
 
 
 def measured(
     model: Any, held: Sequences, rival: Substitute, heads: Sequence[Head], options: argparse.Namespace
 ) -> Impact:
-    """Heads swapped one at a time over held-out text, kept on disk passage by passage."""
+    """Heads swapped one at a time over held-out text, saved sequence by sequence."""
     parts = []
     for number in range(len(held)):
-        path = options.parts / f"impact-{kept_as(held, rival)}-{len(heads)}-{number}.npz"
+        path = options.parts / f"impact-{file_stem(held, rival)}-{len(heads)}-{number}.npz"
         if not path.exists():
             impact_on(model, held.part(slice(number, number + 1)), None, rival, controls=[], heads=heads).save(path)
             print(
-                f"{time.strftime('%H:%M:%S')} {rival.mechanism.name}: passage {number + 1} of {len(held)}", flush=True
+                f"{time.strftime('%H:%M:%S')} {rival.mechanism.name}: sequence {number + 1} of {len(held)}", flush=True
             )
         parts.append(Impact.load(path))
     first = parts[0]
@@ -100,7 +101,7 @@ def measured(
 
 def scored(model: Any, fit: Sequences, rival: Substitute, parts: Path) -> Scores:
     """All scores of one substitute, kept on disk."""
-    path = parts / f"scores-{kept_as(fit, rival)}.npz"
+    path = parts / f"scores-{file_stem(fit, rival)}.npz"
     if not path.exists():
         scores = with_finite_steps(
             model, fit, rival, head_scores(model, fit, rival, progress=say), top=TOP, progress=say
@@ -144,7 +145,7 @@ def score_table(scores: Scores, impact: Impact, text: float) -> str:
     ceiling = rank_agreement(impact.mean("loss"), impact.change["loss"][0], rng=rng)
     kl = rank_agreement(impact.mean("kl"), impact.change["kl"][0], rng=rng)
     note = (
-        f"Two halves of the held-out passages agree to {ceiling.half:.3f} in loss and {kl.half:.3f} in KL: the "
+        f"Two halves of the held-out sequences agree to {ceiling.half:.3f} in loss and {kl.half:.3f} in KL: the "
         f"ceilings are {ceiling.ceiling:.3f} and {kl.ceiling:.3f}."
     )
     return "\n".join([*lines, *(row for _, row in sorted(rows)), "", note])
@@ -161,7 +162,7 @@ def frontier_table(result: Frontier) -> str:
         row = {p.share: p for p in result.points if (p.order, p.mechanism) == key}
         for quantity in ("loss", "recall"):
             cells = [str(row[share].change[quantity]) if share in row else "" for share in shares]
-            lines.append(f"| {key[0]} | {key[1]} | {quantity} | " + " | ".join(cells) + " |")
+            lines.append(f"| {key[0]} | {field_words(key[1])} | {quantity} | " + " | ".join(cells) + " |")
     original = ", ".join(f"{name} {value:.3f}" for name, value in result.original.items())
     return "\n".join([*lines, "", f"Of the model as it is: {original}."])
 
@@ -204,7 +205,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
             for window in options.windows:
                 used = substitute(rival, model, window=window or None)
                 result = frontier(
-                    model, fit, held, recall_sequences(model, options.tokenizer, LOOKUPS), used, by=by,
+                    model, fit, held, recall_sequences(model, options.tokenizer, RECALL_PROMPTS), used, by=by,
                     shares=options.shares, orders=options.orders, folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
@@ -215,8 +216,9 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
                     f"The frontier by {by}, {length:,} tokens{extra}",
                     f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window}`, "
                     f"{machine()}. The embedded model with its calibration ({rival.mechanism.name}); scores "
-                    f"and repairs from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and "
-                    f"{LOOKUPS} lookups: rise in loss (nats per token) and change in recall, 95 % over texts.\n\n"
+                    f"and output corrections from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out "
+                    f"tokens and {RECALL_PROMPTS} recall prompts: rise in loss (nats per token) and change in "
+                    f"recall, 95 % over texts.\n\n"
                     f"![The frontier](images/{name}.svg)\n\n" + frontier_table(result),
                     page=FINDINGS,
                 )
@@ -228,12 +230,14 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
-    parser.add_argument("--fit-tokens", type=int, default=4096, help="tokens that scores and repairs come from")
+    parser.add_argument(
+        "--fit-tokens", type=int, default=4096, help="tokens that scores and output corrections come from"
+    )
     parser.add_argument("--heads", type=int, default=270, help="heads whose cost is measured alone, drawn at random")
-    parser.add_argument("--passages", type=int, help="stop after so many held-out passages")
+    parser.add_argument("--sequences", "--passages", type=int, help="stop after so many held-out sequences")
     parser.add_argument("--parts", type=Path, default=Path("runs/linearize-table"))
     parser.add_argument("--only", nargs="+", choices=("scores", "frontier"), default=["scores", "frontier"])
-    parser.add_argument("--mechanisms", nargs="+", default=[FITTED, "elu1"], help="whose scores are judged")
+    parser.add_argument("--mechanisms", nargs="+", default=[FITTED, "elu1"], help="whose scores are evaluated")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--by", nargs="+", default=["heads", "groups"])
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 64])
@@ -252,7 +256,7 @@ def main() -> None:
             split_sequences(model, options.tokenizer, [part], tokens=n) for part, n in zip(text, sizes, strict=True)
         )
         rivals = [rival if name == FITTED else substitute(name, model) for name in options.mechanisms]
-        write_scores(model, fit, held.part(slice(0, options.passages)), options, rivals)
+        write_scores(model, fit, held.part(slice(0, options.sequences)), options, rivals)
     if "frontier" in options.only:
         write_frontier(model, text, options, rival)
 

@@ -1,10 +1,10 @@
-"""A real study: whether divergence tells right from wrong answers of the embedded model to lookup prompts.
+"""A real study: whether divergence tells right from wrong answers of the embedded model in associative recall.
 
 Run: python experiments/lookup_study.py [--n 960] [--out runs/lookup-study]
 
-lookup_plan.toml, beside this file, decides everything; its hash goes into the study's log before a label is read. The
-samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run again,
-it writes the section of docs/findings.md anew from what is kept in the study, whatever that is.
+lookup_plan.toml, beside this file, is the preregistration; its hash goes into the study's log before a label is read.
+The samples that it locks are opened once, after the others were compared. Interrupted, the same command goes on; run
+again, it writes the section of docs/findings.md anew from what is kept in the study, whatever that is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     failed = len(run_study(prompts, options.out, settings, progress=_print_progress).failures)
     explored, confirmed = (_comparison(options.out, opened=opened) for opened in (False, True))
     text = _section(explored, confirmed, prompts, options.out, f"--n {options.n}", failed)
-    write_section("lookup_study", "Right and wrong answers to lookups", text, page=FINDINGS)
+    write_section("lookup_study", "Right and wrong answers in associative recall", text, page=FINDINGS)
 
 
 def _print_progress(stage: str, share: float) -> None:
@@ -100,8 +100,8 @@ def _section(
         f"`python experiments/lookup_study.py {arguments}` on the embedded model; {machine()}. Each prompt lists words "
         f"with four-digit codes and asks for one of them; the answer counts as right if it contains the code. Right "
         f"are {_right_by_difficulty(out, prompts)} ({failed} samples failed). "
-        f"The plan was settled on prompts of other seeds, of which {sum(p.prompt in seen for p in prompts)} are among "
-        f"these. The family is mean and slope of the divergence of "
+        f"The preregistration was chosen on prompts of other seeds, of which "
+        f"{sum(p.prompt in seen for p in prompts)} are among these. The family is mean and slope of the divergence of "
         f"{_mechanisms(document)} over the answer in {document['family']['heads']} heads: "
         f"{document['family']['units']:,} units. Effects are {first} minus {second}.{impossible}\n\n"
         "| comparison | convincing | p for any difference | units found | finds effects from | none larger than, with "

@@ -76,7 +76,7 @@ def page(rows: list[Row]) -> str:
         f"**{len(whole)} types pass every gate.** Rows: "
         + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         + ". `model` means that the model's own outputs differ between the two sides of a gate, so that the instrument "
-        "cannot be judged by it; the reason gives its difference.",
+        "cannot be evaluated by it; the reason gives its difference.",
         "",
         "| type | attention | verdict | " + " | ".join(GATES) + " | reason |",
         "|---|---|---|" + "---|" * len(GATES) + "---|",

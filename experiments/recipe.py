@@ -90,7 +90,7 @@ Layers = Sequence[tuple[list[LayerText], HeldLayer]]
 def table_row(
     variant: Variant, layers: Layers, seconds: list[float], rotations: Sequence[Rotation] | None = None
 ) -> str:
-    """One row of the table, of layers with the texts to fit on and those to judge by; adds the time of each fit.
+    """One row of the table, of layers with the texts to fit on and those to evaluate on; adds the time of each fit.
 
     With rotations the features see vectors before rotary embedding too, as those of a calibration do.
     """
@@ -140,7 +140,7 @@ def write_minutes(layers: Layers, model_layers: Layers, model: Model, options: a
 
 
 def layers_of(model: Model, tokenizer: Tokenizer, text: str, numbers: Sequence[int]) -> Layers:
-    """Some layers with the texts of the first half of a file to fit on, and those of the second to judge by."""
+    """Some layers with the texts of the first half of a file to fit on, and those of the second to evaluate on."""
     fit, held = halves(text)
     held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
     fitted = held_layers(model, corpus_of(model, tokenizer, [fit], positions=8192).fitted, numbers)

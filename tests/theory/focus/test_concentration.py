@@ -29,7 +29,7 @@ from softgap.theory.focus.concentration import (
     feature_prediction,
     feature_road,
     intervene,
-    intervened,
+    intervention_effects,
     score_moments,
 )
 
@@ -242,7 +242,7 @@ def test_interventions_do_what_they_say() -> None:
 def test_interventions_focus_softmax_and_a_negative_bias_focuses_relu2() -> None:
     q, k = drawn(2, LENGTH, DIM) + 1.0, drawn(2, LENGTH, DIM, seed=1)
     compared = [resolve(name) for name in ("softmax", "relu2_scores")]
-    found = {(e.change, e.amount, e.mechanism): e for e in intervened(compared, q, k, scale=0.35)}
+    found = {(e.change, e.amount, e.mechanism): e for e in intervention_effects(compared, q, k, scale=0.35)}
     for change in ("scale q", "spread keys"):
         assert found[change, 4.0, "softmax"].sparsity < found[change, 1.0, "softmax"].sparsity
         assert found[change, 4.0, "softmax"].sparsity < found[change, 0.5, "softmax"].sparsity

@@ -205,21 +205,21 @@ def _by_side(z: Reals, direct: Callable[[Reals], Reals], tail: Callable[[Reals, 
 
 
 def _log_relu_direct(z: Reals) -> Reals:
-    unit, scaled, cdf, pdf = _scaled(z)
+    unit, scaled, cdf, pdf = _normal_terms(z)
     first = scaled * cdf + unit * pdf
     second = (scaled**2 + unit**2) * cdf + scaled * unit * pdf
     return np.log(first) - 0.5 * np.log(second)
 
 
 def _log_relu2_direct(z: Reals) -> Reals:
-    unit, scaled, cdf, pdf = _scaled(z)
+    unit, scaled, cdf, pdf = _normal_terms(z)
     second = (scaled**2 + unit**2) * cdf + scaled * unit * pdf
     fourth = (scaled**4 + 6 * scaled**2 * unit**2 + 3 * unit**4) * cdf
     fourth += (scaled**3 * unit + 5 * scaled * unit**3) * pdf
     return np.log(second) - 0.5 * np.log(fourth)
 
 
-def _scaled(z: Reals) -> tuple[Reals, Reals, Reals, Reals]:
+def _normal_terms(z: Reals) -> tuple[Reals, Reals, Reals, Reals]:
     """1 and z over max(1, |z|), so that no power overflows, with Phi(z) and phi(z)."""
     top = np.maximum(1.0, np.abs(z))
     scaled = np.where(np.isinf(z), 1.0, z / np.where(np.isinf(top), 1.0, top))

@@ -29,7 +29,7 @@ __all__ = [
     "feature_prediction",
     "feature_road",
     "intervene",
-    "intervened",
+    "intervention_effects",
     "row_sparsity",
     "score_moments",
     "with_weights",
@@ -278,7 +278,7 @@ def intervene(
     return query, key + (step[:, None] * direction)[:, None]
 
 
-def intervened(
+def intervention_effects(
     mechanisms: Sequence[Mechanism],
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "kv_head key dim"],
@@ -340,7 +340,7 @@ def milestones(
     ]
     # Monomials of degree p in d variables; with the constant in front, of degree up to p.
     stops += [("polynomial", p, math.comb(d + p - 1, p), resolve("polynomial").configure(p=p)) for p in powers]
-    stops += [("shifted", p, math.comb(d + p, p), _shifted(p)) for p in powers]
+    stops += [("shifted", p, math.comb(d + p, p), _power_mechanism(p)) for p in powers]
     return [*stops, ("softmax", math.nan, math.inf, resolve("softmax"))]
 
 
@@ -381,7 +381,7 @@ def closes_gap(road: Sequence[Milestone], family: str) -> bool:
     return stops[-1].weight_error < 0.5 * stops[0].weight_error
 
 
-def _shifted(p: int) -> Mechanism:
+def _power_mechanism(p: int) -> Mechanism:
     def weigh(
         scores: Float[Tensor, "batch head query key"], seen: Bool[Tensor, "batch head query key"], options: Options
     ) -> Float[Tensor, "batch head query key"]:

@@ -22,7 +22,7 @@ from softgap.theory.focus.concentration import (
     distance_share,
     feature_prediction,
     feature_road,
-    intervened,
+    intervention_effects,
     row_sparsity,
     score_moments,
 )
@@ -127,7 +127,7 @@ def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
         # The first key's column holds most of the energy of a sink head, and one rank.
         spectra_without=block_spectra(without_sink(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
-        effects=intervened(mechanisms, last, layer.key, scale=layer.scale, visible=tail),
+        effects=intervention_effects(mechanisms, last, layer.key, scale=layer.scale, visible=tail),
         road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
     )
 
@@ -136,14 +136,14 @@ def _weights(mechanism: Mechanism, layer: LayerTensors) -> Float[Tensor, "head q
     return attention_weights(mechanism, layer.query[None], layer.key[None], visible=layer.visible, scale=layer.scale)[0]
 
 
-def _shared(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) -> Float[Tensor, "head key dim"]:
+def _repeat_kv(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) -> Float[Tensor, "head key dim"]:
     return tensor.repeat_interleave(layer.query.shape[0] // tensor.shape[0], dim=0)
 
 
 def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor) -> SoftmaxRows:
     n = seen.sum(dim=-1)
     whole = concentration(exact, n)
-    key = _shared(layer, layer.key)
+    key = _repeat_kv(layer, layer.key)
     moments = score_moments(layer.query, key, seen, layer.scale)
     later_keys = seen.clone()
     later_keys[torch.arange(len(seen)), seen.argmax(dim=-1)] = 0
@@ -165,9 +165,9 @@ def _mechanism(
     weights = exact if mechanism.name == "softmax" else _weights(mechanism, layer)
     n, some = seen.sum(dim=-1), slice(plan.first, None)
     s = row_sparsity(weights, n)
-    value = _shared(layer, layer.value)
+    value = _repeat_kv(layer, layer.value)
     output = weights @ value
-    predicted = feature_prediction(mechanism, layer.query, _shared(layer, layer.key), seen, layer.scale)
+    predicted = feature_prediction(mechanism, layer.query, _repeat_kv(layer, layer.key), seen, layer.scale)
     nothing = torch.full_like(s, torch.nan, dtype=torch.float64)
     general, iid = predicted if predicted is not None else (nothing, nothing)
     corner = weights[:, : plan.corner, : plan.corner]

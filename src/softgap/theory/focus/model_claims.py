@@ -253,12 +253,12 @@ def focusing(effects: Sequence[Effect]) -> tuple[Claim, ...]:
     s = {(effect.change, effect.amount, effect.mechanism): effect for effect in effects}
     names = list(dict.fromkeys(effect.mechanism for effect in effects))
 
-    def moved(change: str, far: float, near: float) -> list[str]:
+    def sparser_mechanisms(change: str, far: float, near: float) -> list[str]:
         return [n for n in names if s[change, far, n].sparsity < 0.9 * s[change, near, n].sparsity]
 
     claims = []
     for change, words in (("scale q", "larger queries"), ("spread keys", "keys further apart")):
-        better = moved(change, 4.0, 1.0)
+        better = sparser_mechanisms(change, 4.0, 1.0)
         claims.append(
             Claim(
                 change,

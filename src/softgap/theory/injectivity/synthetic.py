@@ -55,7 +55,7 @@ def synthetic_claims(lab: Injectivity) -> tuple[Claim, ...]:
         _softmax(lab),
         _gloss(lab),
         _inverter(lab),
-        *(_constructed(collision) for collision in lab.exact),
+        *(_construction_claim(collision) for collision in lab.exact),
         _proposition(lab.searches),
         _wide_claim(lab.wide),
         _inline_claim(lab),
@@ -122,7 +122,7 @@ def _inverter(lab: Injectivity) -> Claim:
     )
 
 
-def _constructed(collision: Collision) -> Claim:
+def _construction_claim(collision: Collision) -> Claim:
     formula = {
         "relu": "all positive multiples of a query",
         "elu1": "phi^-1(c phi(q)) for every c > 0",

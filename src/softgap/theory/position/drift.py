@@ -82,13 +82,13 @@ def layer_series(
     # The square of a sample mean is too large by the variance of that mean.
     ratio = (values.mean(dim=1).square().sum(dim=-1) / deviation.clamp(min=1e-300) - 1 / time).clamp(min=0)
     r = ratio.numpy().repeat(heads // len(values))[:, None]
-    mean_term, concentration_term = _parts(r, count[:, start:], effective[:, start:])
+    mean_term, concentration_term = _split_terms(r, count[:, start:], effective[:, start:])
     layer_mechanisms = [m.for_layers([layer.layer]) for m in mechanisms]
-    turned = _turned(layer.query, rng)
+    turned = _random_directions(layer.query, rng)
     return LayerSeries(
-        divergence=np.stack([_diverged(layer, m, layer.query)[:, start:] for m in layer_mechanisms]),
-        random=np.stack([_diverged(layer, m, turned)[:, start:] for m in layer_mechanisms]),
-        uniform=_diverged(layer, resolve(BASELINE), layer.query)[:, start:],
+        divergence=np.stack([_divergence(layer, m, layer.query)[:, start:] for m in layer_mechanisms]),
+        random=np.stack([_divergence(layer, m, turned)[:, start:] for m in layer_mechanisms]),
+        uniform=_divergence(layer, resolve(BASELINE), layer.query)[:, start:],
         mean_term=mean_term,
         concentration_term=concentration_term,
         predicted=predicted(r, count, effective)[:, start:],
@@ -153,7 +153,7 @@ def _key_counts(layer: LayerTensors) -> tuple[np.ndarray, np.ndarray]:
     return count.double().numpy(), torch.minimum(effective, count).double().numpy()
 
 
-def _parts(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split_terms(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rest_count = np.exp(np.log(count).mean(axis=1, keepdims=True))
     rest_effective = np.exp(np.log(effective).mean(axis=1, keepdims=True))
     both, neither = predicted(r, count, effective), predicted(r, rest_count, rest_effective)
@@ -162,14 +162,16 @@ def _parts(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.
     return mean_term, 0.5 * ((by_effective - neither) + (both - by_count))
 
 
-def _turned(query: Float[Tensor, "head query dim"], rng: np.random.Generator) -> Float[Tensor, "head query dim"]:
+def _random_directions(
+    query: Float[Tensor, "head query dim"], rng: np.random.Generator
+) -> Float[Tensor, "head query dim"]:
     """Queries of random direction with the norms of the given ones."""
     free = torch.as_tensor(rng.standard_normal(tuple(query.shape)), dtype=query.dtype)
     turned: Tensor = free * (query.norm(dim=-1, keepdim=True) / free.norm(dim=-1, keepdim=True))
     return turned
 
 
-def _diverged(
+def _divergence(
     layer: LayerTensors, mechanism: Mechanism, query: Float[Tensor, "head query dim"]
 ) -> Float64[np.ndarray, "head query"]:
     k, v = layer.key[None], layer.value[None]

@@ -84,13 +84,13 @@ def normaliser_ablation(construction: Construction, draws: int, *, rng: np.rando
         )
     drawn = draw_many(construction, draws, rng=rng)
     return tuple(
-        _ablated(construction, drawn, name, normalised)
+        _ablate(construction, drawn, name, normalised)
         for name in ("softmax", "identity")
         for normalised in (True, False)
     )
 
 
-def _ablated(construction: Construction, drawn: Sequence[Draw], name: str, normalised: bool) -> Ablation:
+def _ablate(construction: Construction, drawn: Sequence[Draw], name: str, normalised: bool) -> Ablation:
     low, high = (
         fire(resolve(name), construction, label, drawn, form="classes", normalised=normalised) for label in (0, 1)
     )

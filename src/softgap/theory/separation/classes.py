@@ -333,7 +333,7 @@ def dense_outputs(
 ) -> Float[np.ndarray, "row d"]:
     """C of all n rows, by softgap's own attention: no mask, no scaling, float64."""
     queries, keys = (torch.from_numpy(matrix) for matrix in sequences(construction, label, draw))
-    return _attended(mechanism, queries, keys, keys)
+    return _attend_rows(mechanism, queries, keys, keys)
 
 
 def dense_products(
@@ -341,10 +341,10 @@ def dense_products(
 ) -> Float[np.ndarray, "row m"]:
     """C Y of all n rows, in the same way with A Y for the values."""
     queries, keys = (torch.from_numpy(matrix) for matrix in sequences(construction, label, draw))
-    return _attended(mechanism, queries, keys, keys @ torch.from_numpy(draw.signs).to(torch.float64))
+    return _attend_rows(mechanism, queries, keys, keys @ torch.from_numpy(draw.signs).to(torch.float64))
 
 
-def _attended(
+def _attend_rows(
     mechanism: Mechanism, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Float[np.ndarray, "row value_dim"]:
     everything = Visible(mask=torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool))

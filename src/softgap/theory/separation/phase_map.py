@@ -174,7 +174,7 @@ def phase_maps(
             if progress is not None:
                 progress("mapping", (j * len(x.values) + i) / (len(x.values) * len(y.values)))
             try:
-                size = construct(**_placed(fixed, {x.name: value, y.name: upper}), allow_breaks=allow_breaks)
+                size = construct(**_cell_sizes(fixed, {x.name: value, y.name: upper}), allow_breaks=allow_breaks)
             except ValueInputError as error:
                 reason = str(error)
                 continue
@@ -182,10 +182,10 @@ def phase_maps(
             cells[j, i] = size, tuple(trial(name, size, drawn) for name in as_items(names))
     if not cells:
         raise ValueInputError(f"no cell of the map {x.name}, {y.name} is a construction: {reason}")
-    return tuple(_collected(which, name, x, y, cells) for which, name in enumerate(as_items(names)))
+    return tuple(_collect_map(which, name, x, y, cells) for which, name in enumerate(as_items(names)))
 
 
-def _placed(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+def _cell_sizes(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
     """The sizes of one cell: c follows b and b follows c, and of n, d and t the one that is left follows the others."""
     free = {"n", "d", "t"} - set(values)
     if len(free) < 3 and free <= set(fixed):
@@ -199,7 +199,7 @@ def _placed(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, 
     return placed
 
 
-def _collected(
+def _collect_map(
     which: int, name: str, x: Axis, y: Axis, cells: Mapping[tuple[int, int], tuple[Construction, tuple[Trial, ...]]]
 ) -> PhaseMap:
     grids = {key: np.full((len(y.values), len(x.values)), np.nan) for key in _GRIDS}

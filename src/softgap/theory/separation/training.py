@@ -41,7 +41,7 @@ from softgap.theory.separation.small_models import (
 __all__ = ["Cell", "Checkpoint", "Trained", "Training", "stored_cell", "train_all", "train_cell"]
 
 
-_TESTED = 512
+_TEST_SAMPLES = 512
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def train_cell(name: str, mechanism: str, seed: int, training: Training) -> Cell
     attention, problem = trainable(mechanism), task(name)
     data, start, held_out = (_generator(name, seed, purpose) for purpose in range(3))
     weights = parameters(problem, start)
-    test_data = problem.sample(_TESTED, held_out)
+    test_data = problem.sample(_TEST_SAMPLES, held_out)
     optimiser = torch.optim.Adam(list(weights.values()), lr=training.rate)
     stops = sorted(
         {max(1, round(training.steps * (i + 1) / training.checkpoints)) for i in range(training.checkpoints)}
@@ -149,13 +149,13 @@ def _loss(
 def _score(
     weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor, y: Shaped[Tensor, " sample"]
 ) -> float:
-    out = torch.cat(list(_batched(weights, problem, mechanism, x)))
+    out = torch.cat(list(_answers(weights, problem, mechanism, x)))
     if problem.kind == "classes":
         return float((out.argmax(1) == y).double().mean())
     return float(1 - (out[:, 0] - y).square().mean() / y.var(correction=0))
 
 
-def _batched(weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor) -> Iterator[Tensor]:
+def _answers(weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor) -> Iterator[Tensor]:
     for part in x.split(64):
         yield answer(weights, problem, mechanism, part)
 
@@ -167,7 +167,7 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     path = folder / f"{name}_{mechanism.replace(':', '_').replace(',', '_')}_{seed}.json"
     request = {
         "training": asdict(training),
-        **{"width": WIDTH, "heads": HEADS, "tested": _TESTED, "residual": task(name).residual},
+        **{"width": WIDTH, "heads": HEADS, "tested": _TEST_SAMPLES, "residual": task(name).residual},
         "noise": task(name).noise,
     }
     stored = _read(path, request)
@@ -285,7 +285,7 @@ class Trained:
         advantage = self.advantage(name, level=level)
         scores = {mechanism: self.score(name, mechanism) for mechanism in self.mechanisms}
         blind = self.cannot_tell(name)
-        verdict: Verdict = "not decided" if blind else _decided(advantage)
+        verdict: Verdict = "not decided" if blind else _verdict(advantage)
         return Claim(
             f"trained {name}",
             "softgap",
@@ -308,7 +308,7 @@ class Trained:
         advantages = {pairs: self.advantage(f"recall-{pairs}") for pairs in lengths}
         few, many = (self._differences(f"recall-{lengths[i]}") for i in (0, -1))
         growth = score_of([last - first for first, last in zip(few, many, strict=True)])
-        verdict = _decided(growth)
+        verdict = _verdict(growth)
         return Claim(
             "recall",
             "softgap",
@@ -370,7 +370,7 @@ class Trained:
         }
 
 
-def _decided(difference: Score) -> Verdict:
+def _verdict(difference: Score) -> Verdict:
     if difference.seeds < 2:
         return "not decided"
     if difference.low > 0:
