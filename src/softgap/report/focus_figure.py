@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from softgap.theory.focus.concentration import Milestone
+    from softgap.theory.focus.concentration import FamilyPoint
     from softgap.theory.focus.model import ModelFocus
     from softgap.theory.focus.synthetic import FocusFindings
 
@@ -46,7 +46,7 @@ def draw_focus(findings: FocusFindings) -> Figure:
     for decay, curve in findings.decays.items():
         axes[1, 1].plot(findings.lengths, curve, label=f"λ = {decay:g}")
     axes[1, 1].set(title="decay", xlabel="n, number of keys", xscale="log", yscale="log")
-    _draw_feature_families(axes[1, 2], findings.road)
+    _draw_feature_families(axes[1, 2], findings.feature_families)
     for place in axes.flat[:-1]:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
@@ -66,7 +66,7 @@ def draw_focus_in_model(findings: ModelFocus) -> Figure:
     _draw_effects(axes[1, 0], findings)
     _draw_placement(axes[1, 1], findings)
     _draw_floor(axes[1, 2], findings)
-    _draw_feature_families(axes[1, 3], findings.road)
+    _draw_feature_families(axes[1, 3], findings.feature_families)
     for place in (axes[0, 0], axes[0, 3], axes[1, 0]):
         place.legend(fontsize=7, frameon=False)
     name = findings.settings.get("model", "a model")
@@ -97,14 +97,16 @@ def _draw_exp(axes: Axes, findings: FocusFindings) -> None:
     )
 
 
-def _draw_feature_families(axes: Axes, road: Sequence[Milestone]) -> None:
+def _draw_feature_families(axes: Axes, family_points: Sequence[FamilyPoint]) -> None:
     for colour, family in zip(_COLOURS, FAMILIES, strict=False):
-        stops = [stop for stop in road if stop.family == family]
-        features = [stop.features for stop in stops]
+        points = [point for point in family_points if point.family == family]
+        features = [point.features for point in points]
         label = {"shifted": "(1 + s/p)^p", "polynomial": "s^p"}.get(family, family)
-        axes.plot(features, [stop.weight_error for stop in stops], "o-", color=colour, label=f"{label}: weight error")
-        axes.plot(features, [stop.sparsity for stop in stops], "s:", color=colour, label=f"{label}: S")
-    axes.axhline(road[-1].sparsity, color=_COLOURS[-1], linestyle="--", label="S of softmax")
+        axes.plot(
+            features, [point.weight_error for point in points], "o-", color=colour, label=f"{label}: weight error"
+        )
+        axes.plot(features, [point.sparsity for point in points], "s:", color=colour, label=f"{label}: S")
+    axes.axhline(family_points[-1].sparsity, color=_COLOURS[-1], linestyle="--", label="S of softmax")
     axes.set(title="more features", xlabel="features", xscale="log", yscale="log")
     # Below the panel: its lines cross all of it.
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)

@@ -18,7 +18,7 @@ from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.groups import LEVEL, Group, Groups
 from softgap.report.samples import (
-    Packed,
+    PackedArray,
     Selection,
     array_keys,
     head_means,
@@ -189,7 +189,7 @@ class Payload:
     """
 
     document: dict[str, Any]
-    arrays: tuple[Packed, ...]
+    arrays: tuple[PackedArray, ...]
     findings: tuple[Document, ...] = ()
 
 
@@ -219,10 +219,10 @@ def payload(
     tell = progress or silent
     first = _first(study)
     selection = select_samples(study, first, as_items(samples))
-    arrays: list[Packed] = []
+    arrays: list[PackedArray] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 
-    def store(packed: Packed) -> int:
+    def store(packed: PackedArray) -> int:
         arrays.append(packed)
         return len(arrays) - 1
 
@@ -307,7 +307,7 @@ def _frame(study: Study, first: Trajectories, selection: Selection) -> dict[str,
     }
 
 
-def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
+def _group(group: Group, store: Callable[[PackedArray], int]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "label": group.label,
         "samples": group.samples,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Packed",
+    "PackedArray",
     "Selection",
     "array_keys",
     "array_of",
@@ -119,7 +119,7 @@ CODES = 65535
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedArray:
     """An array as text, with its shape."""
 
     rows: int
@@ -127,7 +127,7 @@ class Packed:
     text: str
 
 
-def pack(values: Float[np.ndarray, "row column"]) -> Packed:
+def pack(values: Float[np.ndarray, "row column"]) -> PackedArray:
     """Quantise every row between its least and greatest number; what is not finite becomes NaN."""
     wide = np.asarray(values, np.float64)
     known = np.isfinite(wide)
@@ -144,10 +144,10 @@ def pack(values: Float[np.ndarray, "row column"]) -> Packed:
     planes = stored.view(np.uint8).reshape(*stored.shape, 2)
     content = low.tobytes() + step.tobytes() + planes[..., 1].tobytes() + planes[..., 0].tobytes()
     text = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
-    return Packed(wide.shape[0], wide.shape[1], text)
+    return PackedArray(wide.shape[0], wide.shape[1], text)
 
 
-def unpack(packed: Packed) -> Float64[np.ndarray, "row column"]:
+def unpack(packed: PackedArray) -> Float64[np.ndarray, "row column"]:
     """What the page makes of it: the reference for its own decoder."""
     content = zlib.decompress(base64.b64decode(packed.text))
     rows, size = packed.rows, packed.rows * packed.columns
@@ -161,7 +161,7 @@ _EXCERPT = 120
 
 
 # Says where a packed array can be found in the page.
-Store = Callable[[Packed], int]
+Store = Callable[[PackedArray], int]
 
 
 def sample_row(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -> dict[str, Any]:

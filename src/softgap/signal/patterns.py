@@ -176,24 +176,24 @@ class SeriesBatch:
     def counts(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: how often each pattern occurs."""
         for where in self._slices(self.patterns):
-            yield self._filled(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
+            yield self._fill_block(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
 
     def entropies(self) -> Iterator[Block]:
         """Blocks whose table is [series, 1]: Shannon entropy in nats, without a table of counts."""
         for where in self._slices(1):
-            yield self._filled(where, entropy_rows, np.empty((where.stop - where.start, 1)))
+            yield self._fill_block(where, entropy_rows, np.empty((where.stop - where.start, 1)))
 
     def weights(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: the summed variance of the windows of each pattern."""
         for where in self._slices(self.patterns):
             weigh = partial(weigh_rows, kernel_rows(self.rows[where]))
-            yield self._filled(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
+            yield self._fill_block(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
 
     def indices(self) -> Iterator[Block]:
         """Blocks whose table is [series, window]: the index of each pattern, or -1."""
         windows = max(0, self.rows.shape[1] - self.span)
         for where in self._slices(windows):
-            yield self._filled(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
+            yield self._fill_block(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
 
     def restore_shape(self, array: np.ndarray) -> np.ndarray:
         """An array [series, ...] with the leading axes of the input."""
@@ -204,7 +204,7 @@ class SeriesBatch:
         for start in range(0, len(self.rows), step):
             yield slice(start, min(start + step, len(self.rows)))
 
-    def _filled(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
+    def _fill_block(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
         rows, lengths = kernel_rows(self.rows[where]), self.lengths[where]
         self._check_finite(rows, lengths, where.start)
         ties = np.zeros(len(rows), np.int64)

@@ -25,8 +25,8 @@ from softgap.probe import Interrupted, Recording
 from softgap.progress import Progress, silent
 from softgap.study.batches import (
     Batch,
+    BatchResult,
     Failure,
-    Measured,
     Mode,
     Observer,
     StudySettings,
@@ -296,7 +296,7 @@ def _batches_that_fit(
 
 def _measure_batches(
     planned: Planned, loaded: Loaded, done: set[int], observer: Observer
-) -> Iterator[tuple[int, Measured]]:
+) -> Iterator[tuple[int, BatchResult]]:
     """The number of each batch that is not done, and what was measured in it."""
     for batch in planned.batches:
         if batch.number not in done:
@@ -315,7 +315,7 @@ def _measure_batches(
 
 
 def _write_batches(
-    measured: Iterator[tuple[int, Measured]], folder: Folder, writer: StudyWriter, observer: Observer
+    measured: Iterator[tuple[int, BatchResult]], folder: Folder, writer: StudyWriter, observer: Observer
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Write each batch with its failures; its number and the names of its samples."""
     for number, batch in measured:

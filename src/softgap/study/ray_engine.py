@@ -15,7 +15,7 @@ import torch
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
 from softgap.models.verbosity import quiet_transformers
-from softgap.study.batches import Batch, Measured, StudySettings, measure_batch
+from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch
 from softgap.study.files import write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
@@ -53,7 +53,7 @@ def ray_batches(
         _join(ray, address)
     try:
         settings, weights = planned.settings, planned.manifest.weights
-        task = ray.remote(num_cpus=settings.threads or 1, max_retries=_RETRIES)(_worked)
+        task = ray.remote(num_cpus=settings.threads or 1, max_retries=_RETRIES)(_measure_on_worker)
         waiting = {}
         for batch in left:
             prompts = [planned.prompts[i] for i in batch.indices]
@@ -121,7 +121,7 @@ def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _worked(
+def _measure_on_worker(
     prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, weights: str, out: str
 ) -> tuple[str, ...]:
     """On a worker: measure a batch and write it straight into the study."""
@@ -135,7 +135,7 @@ def _worked(
         return publish(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
 
 
-def publish(folder: Folder, number: int, measured: Measured) -> tuple[str, ...]:
+def publish(folder: Folder, number: int, measured: BatchResult) -> tuple[str, ...]:
     """Write a batch with its failures, and return the names of its samples."""
     write_failures(folder, number, measured.failures)
     publish_batch(folder, number, measured.runs)

@@ -135,7 +135,7 @@ class _Listener:
                 "entropy": round_values(step.entropy)[0],
                 "from": same,
                 "pieces": pieces[same:],
-                "values": _encoded(np.stack(values)),
+                "values": _encode(np.stack(values)),
             },
         )
 
@@ -149,7 +149,7 @@ class _Listener:
         scores = (
             {} if prompt is None else {"logprob": round_values(prompt.logprob), "entropy": round_values(prompt.entropy)}
         )
-        arrays = {} if prompt is None else {key: _encoded(array_of(prompt, key)[self._real]) for key in self._keys}
+        arrays = {} if prompt is None else {key: _encode(array_of(prompt, key)[self._real]) for key in self._keys}
         self._tell(
             "begin",
             {
@@ -171,7 +171,7 @@ def _of_step(step: Step, key: str, names: Sequence[str]) -> np.ndarray:
     return values
 
 
-def _encoded(values: np.ndarray) -> str:
+def _encode(values: np.ndarray) -> str:
     """Exactly as measured: float32, little-endian, in base64."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 

@@ -21,15 +21,15 @@ __all__ = [
     "AMOUNTS",
     "FAMILIES",
     "Effect",
-    "Milestone",
+    "FamilyPoint",
     "closes_gap",
     "column_share",
     "concentration",
     "distance_share",
     "feature_prediction",
-    "feature_road",
     "intervene",
     "intervention_effects",
+    "measure_feature_families",
     "row_sparsity",
     "score_moments",
     "with_weights",
@@ -304,8 +304,8 @@ FAMILIES = ("favor", "polynomial", "shifted")
 
 
 @dataclass(frozen=True)
-class Milestone:
-    """One map on the road, against softmax on the same queries and keys; means over heads and queries.
+class FamilyPoint:
+    """One map of a family, against softmax on the same queries and keys; means over heads and queries.
 
     Attributes
     ----------
@@ -331,54 +331,54 @@ class Milestone:
     divergence: float
 
 
-def milestones(
+def family_maps(
     d: int, *, random: Sequence[int] = (16, 64, 256, 1024), powers: Sequence[int] = (2, 4, 8, 16)
 ) -> list[tuple[str, float, float, Mechanism]]:
-    """Family, setting, feature count and mechanism of every stop, softmax last."""
-    stops: list[tuple[str, float, float, Mechanism]] = [
+    """Family, setting, feature count and mechanism of every map, softmax last."""
+    maps: list[tuple[str, float, float, Mechanism]] = [
         ("favor", m, m, resolve("favor").configure(features=m)) for m in random
     ]
     # Monomials of degree p in d variables; with the constant in front, of degree up to p.
-    stops += [("polynomial", p, math.comb(d + p - 1, p), resolve("polynomial").configure(p=p)) for p in powers]
-    stops += [("shifted", p, math.comb(d + p, p), _power_mechanism(p)) for p in powers]
-    return [*stops, ("softmax", math.nan, math.inf, resolve("softmax"))]
+    maps += [("polynomial", p, math.comb(d + p - 1, p), resolve("polynomial").configure(p=p)) for p in powers]
+    maps += [("shifted", p, math.comb(d + p, p), _power_mechanism(p)) for p in powers]
+    return [*maps, ("softmax", math.nan, math.inf, resolve("softmax"))]
 
 
-def feature_road(
+def measure_feature_families(
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "kv_head key dim"],
     value: Float[Tensor, "kv_head key value_dim"],
     *,
     scale: float,
     visible: Visible | None = None,
-    stops: Sequence[tuple[str, float, float, Mechanism]] | None = None,
-) -> list[Milestone]:
-    """Every stop on one layer; the queries are the last of the keys' positions."""
+    maps: Sequence[tuple[str, float, float, Mechanism]] | None = None,
+) -> list[FamilyPoint]:
+    """Every map on one layer; the queries are the last of the keys' positions."""
     v = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)
-    road = milestones(query.shape[-1]) if stops is None else stops
+    maps = family_maps(query.shape[-1]) if maps is None else maps
     exact = attention_weights("softmax", query[None], key[None], visible=visible, scale=scale)[0]
     output = exact @ v
     # Counted on uniform weights: those of softmax may underflow.
     even = attention_weights(BASELINE, query[None, :1], key[None, :1], visible=visible, scale=scale)
     n = (even[0, 0] > 0).sum(dim=-1)
     results = []
-    for family, setting, features, mechanism in road:
+    for family, setting, features, mechanism in maps:
         weights = attention_weights(mechanism, query[None], key[None], visible=visible, scale=scale)[0]
         s = row_sparsity(weights, n)
         error = (weights - exact).norm() / exact.norm()
         far = compare_outputs(output, weights @ v).divergence.mean()
-        results.append(Milestone(family, setting, features, s.nanmean().item(), error.item(), far.item()))
+        results.append(FamilyPoint(family, setting, features, s.nanmean().item(), error.item(), far.item()))
     return results
 
 
-def closes_gap(road: Sequence[Milestone], family: str) -> bool:
-    """Whether the error of the weights at least halves from the first stop of a family to its last.
+def closes_gap(family_points: Sequence[FamilyPoint], family: str) -> bool:
+    """Whether the error of the weights at least halves from the first map of a family to its last.
 
-    With the default stops theory promises a factor of 8 twice: m random features err as m^(-1/2), from 16 to 1024 of
+    With the default maps theory promises a factor of 8 twice: m random features err as m^(-1/2), from 16 to 1024 of
     them, and (1 + s / p)^p errs as s^2 / 2p, from p = 2 to 16. A family that does not even reach 2 does not close it.
     """
-    stops = [stop for stop in road if stop.family == family]
-    return stops[-1].weight_error < 0.5 * stops[0].weight_error
+    points = [point for point in family_points if point.family == family]
+    return points[-1].weight_error < 0.5 * points[0].weight_error
 
 
 def _power_mechanism(p: int) -> Mechanism:

@@ -16,24 +16,24 @@ from softgap.attention.rank import BlockSpectra, block_error, block_spectra, num
 from softgap.probe.tensors import LayerTensors
 from softgap.theory.focus.concentration import (
     Effect,
-    Milestone,
+    FamilyPoint,
     column_share,
     concentration,
     distance_share,
     feature_prediction,
-    feature_road,
     intervention_effects,
+    measure_feature_families,
     row_sparsity,
     score_moments,
 )
 
-__all__ = ["LayerFocus", "MechanismLayer", "Plan", "SoftmaxRows", "examine_layer"]
+__all__ = ["FocusPlan", "LayerFocus", "MechanismLayer", "SoftmaxFocus", "examine_layer"]
 
 Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FocusPlan:
     """What to measure.
 
     Attributes
@@ -45,8 +45,8 @@ class Plan:
     smallest
         Smallest off-diagonal block.
     corner
-        Ranks and shares are those of the first ``corner`` tokens; interventions and the road take the last ``rows``
-        queries.
+        Ranks and shares are those of the first ``corner`` tokens; interventions and feature families take the
+        last ``rows`` queries.
     """
 
     mechanisms: tuple[Mechanism, ...]
@@ -57,7 +57,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxRows:
+class SoftmaxFocus:
     """Softmax per head and query, with what theory needs to predict it; ``without`` leaves the first key out."""
 
     n: Reals
@@ -104,16 +104,16 @@ class MechanismLayer:
 class LayerFocus:
     """One layer, measured."""
 
-    softmax: SoftmaxRows
+    softmax: SoftmaxFocus
     mechanisms: dict[str, MechanismLayer]
     spectra: BlockSpectra
     spectra_without: BlockSpectra
     ranks: dict[tuple[str, str], NDArray[np.int64]]
     effects: list[Effect]
-    road: list[Milestone]
+    feature_families: list[FamilyPoint]
 
 
-def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
+def examine_layer(layer: LayerTensors, plan: FocusPlan) -> LayerFocus:
     """Measure one layer; weights are softmax's own, without the caps, biases and learned sinks of some models."""
     seen = layer.visible.rows(0, layer.query.shape[1], (0, layer.key.shape[1]), layer.query.device)[0, 0].float()
     mechanisms = [mechanism.for_layers([layer.layer]) for mechanism in (resolve("softmax"), *plan.mechanisms)]
@@ -128,7 +128,7 @@ def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
         spectra_without=block_spectra(without_sink(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
         effects=intervention_effects(mechanisms, last, layer.key, scale=layer.scale, visible=tail),
-        road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
+        feature_families=measure_feature_families(last, layer.key, layer.value, scale=layer.scale, visible=tail),
     )
 
 
@@ -140,7 +140,7 @@ def _repeat_kv(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) ->
     return tensor.repeat_interleave(layer.query.shape[0] // tensor.shape[0], dim=0)
 
 
-def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor) -> SoftmaxRows:
+def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor) -> SoftmaxFocus:
     n = seen.sum(dim=-1)
     whole = concentration(exact, n)
     key = _repeat_kv(layer, layer.key)
@@ -156,11 +156,11 @@ def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], s
         *(moments.gamma, moments.isotropic, moments.first),
         *(without.sparsity, without_moments.gamma, without_moments.skewness),
     )
-    return SoftmaxRows(*(x.double().numpy() for x in arrays))
+    return SoftmaxFocus(*(x.double().numpy() for x in arrays))
 
 
 def _mechanism(
-    mechanism: Mechanism, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: Plan
+    mechanism: Mechanism, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: FocusPlan
 ) -> MechanismLayer:
     weights = exact if mechanism.name == "softmax" else _weights(mechanism, layer)
     n, some = seen.sum(dim=-1), slice(plan.first, None)
@@ -190,7 +190,7 @@ def _mechanism(
     )
 
 
-def _ranks(layer: LayerTensors, exact: Tensor, plan: Plan) -> dict[tuple[str, str], NDArray[np.int64]]:
+def _ranks(layer: LayerTensors, exact: Tensor, plan: FocusPlan) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Numerical rank of the corner under the model's mask, with the mask lifted, and of the corner's largest block."""
     length = min(plan.corner, exact.shape[1])
     query, key = (x[None, :, :length].double() for x in (layer.query, layer.key))
@@ -205,7 +205,7 @@ def _ranks(layer: LayerTensors, exact: Tensor, plan: Plan) -> dict[tuple[str, st
     return ranks
 
 
-def pooled_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
+def pool_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
     """Means over layers."""
     rows = zip(*(layer.effects for layer in layers), strict=True)
     return [
@@ -220,16 +220,16 @@ def pooled_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
     ]
 
 
-def pooled_road(layers: Sequence[LayerFocus]) -> list[Milestone]:
+def pool_feature_families(layers: Sequence[LayerFocus]) -> list[FamilyPoint]:
     """Means over layers."""
-    rows = zip(*(layer.road for layer in layers), strict=True)
+    rows = zip(*(layer.feature_families for layer in layers), strict=True)
     return [
-        Milestone(
+        FamilyPoint(
             same[0].family,
             same[0].setting,
             same[0].features,
             *(
-                float(np.mean([getattr(stop, name) for stop in same]))
+                float(np.mean([getattr(point, name) for point in same]))
                 for name in ("sparsity", "weight_error", "divergence")
             ),
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.rank import ENERGIES, capacity_exponent
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, rank_correlation
 from softgap.models.calibrations import calibrated_mechanisms
@@ -23,13 +24,13 @@ from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import GaussianTable, sparsity
-from softgap.theory.focus.concentration import Effect, Milestone, with_weights
-from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
+from softgap.theory.focus.concentration import Effect, FamilyPoint, with_weights
+from softgap.theory.focus.layer import FocusPlan, LayerFocus, examine_layer, pool_effects, pool_feature_families
 from softgap.theory.lab import Claim
 from softgap.trajectories.run import Displayed
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
+__all__ = ["Capacity", "MechanismFocus", "ModelFocus", "Prediction", "PredictionFailure", "focus_in_model"]
 
 Reals = NDArray[np.float64]
 _SHORTEST = 64
@@ -139,7 +140,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, eq=False)
-class Failure:
+class PredictionFailure:
     """Where and why the Gaussian theory with a head's own covariance and number of keys fails.
 
     Attributes
@@ -168,14 +169,15 @@ class ModelFocus(Displayed):
 
     claims: tuple[Claim, ...]
     predictions: tuple[Prediction, ...]
-    failure: Failure
+    failure: PredictionFailure
     focus_without: Reals
     mechanisms: tuple[MechanismFocus, ...]
     capacity: Capacity
     ranks: Mapping[tuple[str, str], NDArray[np.int64]]
     effects: tuple[Effect, ...]
-    road: tuple[Milestone, ...]
+    feature_families: tuple[FamilyPoint, ...]
     settings: Mapping[str, Any]
+    road = DeprecatedAttribute("feature_families")
 
     def of(self, name: str) -> MechanismFocus:
         """One mechanism."""
@@ -202,7 +204,7 @@ class ModelFocus(Displayed):
                 {"mechanism": name, "of": mask, "ranks": ranks.tolist()} for (name, mask), ranks in self.ranks.items()
             ],
             "effects": [asdict(effect) for effect in self.effects],
-            "road": [asdict(stop) for stop in self.road],
+            "road": [asdict(point) for point in self.feature_families],
         }
 
 
@@ -239,7 +241,7 @@ def focus_in_model(
             f"a text must have at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
         )
     check_lengths(model, [list(token_ids)], 0)
-    plan = Plan(rivals, first=min(64, len(token_ids) // 4))
+    plan = FocusPlan(rivals, first=min(64, len(token_ids) // 4))
     total = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
 
     def visit(layer: LayerTensors) -> LayerFocus:
@@ -253,14 +255,16 @@ def focus_in_model(
     measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *rivals))
     capacity = _capacity(layers)
     ranks = {key: np.stack([layer.ranks[key] for layer in layers]) for key in layers[0].ranks}
-    effects, road = tuple(pooled_effects(layers)), tuple(pooled_road(layers))
+    effects, family_points = tuple(pool_effects(layers)), tuple(pool_feature_families(layers))
     settings = {"tokens": len(token_ids), "from_position": plan.first, "corner": min(plan.corner, len(token_ids))}
     failure, without = _failure(layers, plan, predictions, rng), np.nanmean(predictions[3].measured, axis=-1)
     claims = model_claims.all_claims(
-        predictions, failure, without, measured, capacity, ranks, effects, road, settings["corner"]
+        predictions, failure, without, measured, capacity, ranks, effects, family_points, settings["corner"]
     )
     progress("done", 1.0)
-    return ModelFocus(claims, predictions, failure, without, measured, capacity, ranks, effects, road, settings)
+    return ModelFocus(
+        claims, predictions, failure, without, measured, capacity, ranks, effects, family_points, settings
+    )
 
 
 def _dim(model: Any) -> int:
@@ -268,7 +272,7 @@ def _dim(model: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _predictions(layers: Sequence[LayerFocus], plan: Plan, rng: np.random.Generator) -> tuple[Prediction, ...]:
+def _predictions(layers: Sequence[LayerFocus], plan: FocusPlan, rng: np.random.Generator) -> tuple[Prediction, ...]:
     """The rungs, each dropping one assumption: equal spread in all directions, many keys, no special first key."""
     rows = {
         name: np.stack([getattr(layer.softmax, name) for layer in layers])[..., plan.first :]
@@ -305,8 +309,8 @@ def _prediction(name: str, values: Reals, measured: Reals, rng: np.random.Genera
 
 
 def _failure(
-    layers: Sequence[LayerFocus], plan: Plan, predictions: Sequence[Prediction], rng: np.random.Generator
-) -> Failure:
+    layers: Sequence[LayerFocus], plan: FocusPlan, predictions: Sequence[Prediction], rng: np.random.Generator
+) -> PredictionFailure:
     whole, without = (np.nanmedian(np.abs(np.log(p.values) - np.log(p.measured)), axis=-1) for p in predictions[2:4])
     first, skewness = (
         np.nanmean(np.stack([getattr(layer.softmax, name) for layer in layers])[..., plan.first :], axis=-1)
@@ -317,7 +321,7 @@ def _failure(
     def across(x: Reals, y: Reals) -> ClusterInterval:
         return rank_correlation(x.ravel(), np.abs(y).ravel(), layer, rng=rng, replicates=299)
 
-    return Failure(whole, without, first, skewness, across(whole, first), across(without, skewness))
+    return PredictionFailure(whole, without, first, skewness, across(whole, first), across(without, skewness))
 
 
 def _prediction_json(rung: Prediction) -> dict[str, Any]:

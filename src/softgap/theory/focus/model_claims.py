@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
+from softgap.theory.focus.concentration import FAMILIES, FamilyPoint, closes_gap
 from softgap.theory.lab import Claim, Verdict
 from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from softgap.theory.focus.concentration import Effect
-    from softgap.theory.focus.model import Capacity, Failure, MechanismFocus, Prediction
+    from softgap.theory.focus.model import Capacity, MechanismFocus, Prediction, PredictionFailure
 
 __all__ = ["all_claims"]
 
@@ -25,13 +25,13 @@ _NEAR = 0.1
 
 def all_claims(
     predictions: Sequence[Prediction],
-    failure: Failure,
+    failure: PredictionFailure,
     without: NDArray[np.float64],
     mechanisms: Sequence[MechanismFocus],
     capacity: Capacity,
     ranks: Mapping[tuple[str, str], NDArray[np.int64]],
     effects: Sequence[Effect],
-    road: Sequence[Milestone],
+    family_points: Sequence[FamilyPoint],
     corner: int,
 ) -> tuple[Claim, ...]:
     """One verdict per statement, in the order of the lab's page."""
@@ -48,7 +48,7 @@ def all_claims(
         rank_argument(ranks, corner),
         *focusing(effects),
         absolute_positions(mechanisms),
-        more_features(road),
+        more_features(family_points),
     )
 
 
@@ -79,7 +79,7 @@ def gaussian_theory(predictions: Sequence[Prediction]) -> Claim:
     )
 
 
-def first_key(predictions: Sequence[Prediction], failure: Failure) -> Claim:
+def first_key(predictions: Sequence[Prediction], failure: PredictionFailure) -> Claim:
     """Whether the first key, an outlier among the scores, is what the Gaussian theory fails on."""
     whole, without = predictions[2].error, predictions[3].error
     helps, follows = without < whole, failure.with_first.sign > 0
@@ -319,16 +319,16 @@ def absolute_positions(mechanisms: Sequence[MechanismFocus]) -> Claim:
     )
 
 
-def more_features(road: Sequence[Milestone]) -> Claim:
+def more_features(family_points: Sequence[FamilyPoint]) -> Claim:
     """What favor and polynomial maps gain on real heads."""
     numbers = {}
     for family in FAMILIES:
-        stops = [stop for stop in road if stop.family == family]
-        for stop in (stops[0], stops[-1]):
-            numbers[f"{family} {stop.setting:g}: weight error"] = stop.weight_error
-            numbers[f"{family} {stop.setting:g}: S"] = stop.sparsity
-    numbers["softmax: S"] = road[-1].sparsity
-    closing = [family for family in FAMILIES if closes_gap(road, family)]
+        points = [point for point in family_points if point.family == family]
+        for point in (points[0], points[-1]):
+            numbers[f"{family} {point.setting:g}: weight error"] = point.weight_error
+            numbers[f"{family} {point.setting:g}: S"] = point.sparsity
+    numbers["softmax: S"] = family_points[-1].sparsity
+    closing = [family for family in FAMILIES if closes_gap(family_points, family)]
     return Claim(
         "more features",
         _ARTICLE,

@@ -14,7 +14,7 @@ from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.ablation import Ablation, Probe, normaliser_ablation, probe_outputs
 from softgap.theory.separation.classes import Construction, construct
-from softgap.theory.separation.network import Trial, named, trials
+from softgap.theory.separation.network import Trial, mechanism_names, trials
 from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
 from softgap.theory.separation.training import Trained
 from softgap.trajectories.run import Displayed
@@ -247,7 +247,7 @@ _MAPPED = ("softmax", "identity")
 
 
 @dataclass(frozen=True)
-class Scaled:
+class SizeTrials:
     """Softmax and linear attention at one n, with t = 1 and the least a1 of the source, 0.7."""
 
     n: int
@@ -277,7 +277,7 @@ class Separation(Displayed):
     settings: Mapping[str, Any]
     trials: tuple[Trial, ...]
     maps: tuple[PhaseMap, ...]
-    scaled: tuple[Scaled, ...]
+    scaled: tuple[SizeTrials, ...]
     turning: int | None
     ablation: tuple[Ablation, ...]
     probes: tuple[Probe, ...]
@@ -335,7 +335,7 @@ def separation_lab(
     show = progress or silent
     settings = {name: value for name, value in (sizes or {}).items() if value is not None}
     construction = construct(**settings, allow_breaks=allow_breaks)
-    names = named(mechanisms)
+    names = mechanism_names(mechanisms)
     # A stream per part, so that asking for another map does not change the trials.
     streams = rng.spawn(5)
     show("every mechanism", 0.0)
@@ -351,7 +351,9 @@ def separation_lab(
         progress=lambda stage, part: show(stage, 0.2 + 0.4 * part),
     )
     show("growing n", 0.6)
-    scaled = tuple(Scaled(n, trials(_MAPPED, construct(n=n, t=1, a1=0.7), map_draws, rng=streams[2])) for n in _SCALES)
+    scaled = tuple(
+        SizeTrials(n, trials(_MAPPED, construct(n=n, t=1, a1=0.7), map_draws, rng=streams[2])) for n in _SCALES
+    )
     show("normaliser and probe", 0.9)
     ablation = normaliser_ablation(construction, max(4, draws), rng=streams[3]) if construction.regular else ()
     probed = construct(n=_PROBE_ROWS, t=1, a0=construction.a0, a1=construction.a1)

@@ -37,8 +37,8 @@ __all__ = [
     "computable",
     "fire",
     "hoeffding",
+    "mechanism_names",
     "missing_bound",
-    "named",
     "share",
     "signal_margin",
     "trial",
@@ -310,7 +310,7 @@ def computable() -> tuple[str, ...]:
     return tuple(name for name, mechanism in mechanisms().items() if not mechanism.missing)
 
 
-def named(names: Sequence[str] | None) -> tuple[str, ...]:
+def mechanism_names(names: Sequence[str] | None) -> tuple[str, ...]:
     """The mechanisms asked for, all computable ones if none; softmax and identity always, as the source's two."""
     requests = computable() if not names else as_items(names)
     return tuple(dict.fromkeys(("softmax", "identity", *requests)))
