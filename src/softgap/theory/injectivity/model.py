@@ -283,7 +283,7 @@ def _correlations(
         for mechanism, divergence in divergences.items():
             x, y = values.ravel(), divergence.ravel()
             plain = rank_correlation(x, y, clusters, rng=rng, level=level)
-            partial = rank_correlation(x, y, clusters, rng=rng, given=focus.ravel(), level=level)
+            partial = rank_correlation(x, y, clusters, rng=rng, covariate=focus.ravel(), level=level)
             correlations.append(Correlation(measure, mechanism, plain, partial))
     return tuple(correlations)
 
