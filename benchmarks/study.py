@@ -84,9 +84,9 @@ def main() -> None:
         "A study against plain generation",
         f"`python benchmarks/study.py --samples {options.samples} --tokens {options.tokens} --pairs {options.pairs}` "
         f"on the embedded model; {machine()}. Both sides answer the same associative recall prompts in the same "
-        f"batches of 8, greedily, with exactly {options.tokens} tokens each; the study also measures elu1 and "
-        "uniform in every head, prompts included, and writes it to disk. Samples a minute are medians, the ratio is "
-        "that of pairs, with its range; the aim is at least 0.9.\n\n"
+        f"batches of 8, greedily, with exactly {options.tokens} tokens each; the study also measures elu1 and uniform "
+        "in every head, prompts included, and writes it to disk. Samples a minute are medians, the ratio is that of "
+        "pairs, with its range; the aim is at least 0.9.\n\n"
         "| plain, samples a minute | study, samples a minute | study / plain |\n|---|---|---|\n"
         f"| {speeds[0]:.1f} | {speeds[1]:.1f} | {against} |",
     )

@@ -26,13 +26,13 @@ def described(order: int, steps: int, coefficient: float, series: int) -> str:
     long = simulate("ar1", LONG, rng=np.random.default_rng(1), phi=coefficient)
     truth = float(permutation_entropy(long, order).value)
     x = simulate("ar1", steps, rng=np.random.default_rng(2), size=series, phi=coefficient)
-    found = entropy_interval(x, order, rng=np.random.default_rng(3), replicates=399)
-    covered = ((found.low <= truth) & (truth <= found.high)).mean()
-    low, high = np.quantile(found.samples, [0.025, 0.975], axis=-1)
+    interval = entropy_interval(x, order, rng=np.random.default_rng(3), replicates=399)
+    covered = ((interval.low <= truth) & (truth <= interval.high)).mean()
+    low, high = np.quantile(interval.samples, [0.025, 0.975], axis=-1)
     percentile = ((low <= truth) & (truth <= high)).mean()
-    bias = found.value.mean() - truth
+    bias = interval.value.mean() - truth
     left = corrected_entropy(x, order).value.mean() - truth
-    error = found.value.std() / np.sqrt(series)
+    error = interval.value.std() / np.sqrt(series)
     return (
         f"| {order} | {steps} | {coefficient:g} | {truth:.4f} | {covered:.3f} | {percentile:.3f} | {bias:+.5f} | "
         f"{left:+.5f} | {error:.5f} |"

@@ -9,6 +9,10 @@ import pytest
 
 import softgap
 from softgap.deprecation import deprecated_keywords
+from softgap.study import LabelCounts
+from softgap.theory.injectivity.collision_search import Search
+from softgap.theory.position.lab import Correction
+from softgap.theory.separation.training import Score
 
 RENAMED = [
     ("analysis", "ComparisonPlan", "Preregistration"),
@@ -21,6 +25,8 @@ RENAMED = [
     ("linearize", "tuned", "distil_substitute"),
     ("stats", "Matched", "MatchedSamples"),
     ("stats", "Step", "VerdictStep"),
+    ("signal", "Interval", "EntropyInterval"),
+    ("study", "Labelled", "LabelCounts"),
 ]
 
 
@@ -98,9 +104,28 @@ OLD_ATTRIBUTES = [
 
 
 @pytest.mark.parametrize(("kind", "old", "new"), OLD_ATTRIBUTES)
-def test_an_old_attribute_warns_and_is_the_new_one(kind: type, old: str, new: str) -> None:
+def test_an_old_attribute_of_a_class_leads_to_the_new_one(kind: type, old: str, new: str) -> None:
     result: object = object.__new__(kind)
     if not hasattr(kind, new):
         result.__dict__[new] = object()
-    with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\.{old} is now \.{new}"):
+    with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\.{old} is now {kind.__name__}\.{new}"):
         assert getattr(result, old) == getattr(result, new)
+
+
+ATTRIBUTES = [
+    (LabelCounts(3, 2, 1), "given", "labels"),
+    (LabelCounts(3, 2, 1), "changed", "new"),
+    (LabelCounts(3, 2, 1), "without", "unlabelled"),
+    (Correction("minus uniform", 0.2, 0.9), "left", "trend_left"),
+    (Correction("minus uniform", 0.2, 0.9), "kept", "variance_left"),
+    (Score(0.5, 0.4, 0.6, seeds=3), "mean", "value"),
+    (Search("elu1", None, "", 1, 1, 1, 0.1), "found", "has_collision"),
+]
+
+
+@pytest.mark.parametrize(("result", "old", "new"), ATTRIBUTES)
+def test_an_old_attribute_warns_and_is_the_new_one(result: object, old: str, new: str) -> None:
+    owner = type(result).__name__
+    with pytest.warns(DeprecationWarning, match=f"{owner}.{old} is now {owner}.{new}"):
+        value = getattr(result, old)
+    assert value == getattr(result, new)

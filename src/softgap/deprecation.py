@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["deprecated_attribute", "deprecated_keywords", "deprecated_names"]
+__all__ = ["DeprecatedAttribute", "deprecated_keywords", "deprecated_names"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,11 +61,22 @@ def deprecated_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, 
     return decorate
 
 
-def deprecated_attribute(old: str, new: str) -> Any:
-    """Return a property that gives the attribute or method ``new`` under its old name, with a warning."""
+class DeprecatedAttribute:
+    """The old name of an attribute: reading it warns and gives the new one.
 
-    def get(self: object) -> object:
-        warnings.warn(f"{type(self).__name__}.{old} is now .{new}", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
+    >>> class Result:
+    ...     value = 1
+    ...     mean = DeprecatedAttribute("value")
+    """
 
-    return property(get, doc=f"Old name of ``{new}``.")
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._old = owner.__name__, name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(f"{self._owner}.{self._old} is now {self._owner}.{self._new}", DeprecationWarning, stacklevel=2)
+        return getattr(instance, self._new)

@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from softgap.analysis.comparison_data import BASELINES
 from softgap.analysis.features import FeatureTable
 from softgap.analysis.preregistration import Preregistration
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.stats import (
     OUTCOMES,
     Comparison,
@@ -97,10 +97,10 @@ class ComparisonFindings(Displayed):
     recurring: Recurrence | None
     top: tuple[dict[str, Any], ...]
 
-    plan = deprecated_attribute("plan", "preregistration")
-    kept = deprecated_attribute("kept", "varying")
-    tried = deprecated_attribute("tried", "log_entries")
-    found = deprecated_attribute("found", "surviving_units")
+    plan = DeprecatedAttribute("preregistration")
+    kept = DeprecatedAttribute("varying")
+    tried = DeprecatedAttribute("log_entries")
+    found = DeprecatedAttribute("surviving_units")
 
     def __repr__(self) -> str:
         return f"<ComparisonFindings: {self.verdict.sentence}>"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.trajectories import Trajectories
 from softgap.trajectories.validation import BASELINE
 
@@ -117,7 +117,7 @@ class Headline:
     most: float = np.nan
     classical_stubborn: int | None = None
 
-    kept = deprecated_attribute("kept", "gap_left")
+    kept = DeprecatedAttribute("gap_left")
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, with the sentence; files keep the name ``kept`` for ``gap_left``."""

@@ -208,7 +208,7 @@ class ComparisonLog:
         self.entries = tuple(read_lines(folder, _LOG))
         if not all(map(_is_whole, self.entries)):
             raise StoreError(
-                f"{_LOG} in '{folder.given}' is damaged (a line lacks what its event has); restore it from a copy"
+                f"{_LOG} in '{folder.address}' is damaged (a line lacks what its event has); restore it from a copy"
             )
 
     def add(self, event: str, **facts: Any) -> None:

@@ -26,7 +26,7 @@ from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_cur
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
 from softgap.models.calibrations import calibration_path
@@ -76,7 +76,7 @@ class Calibration:
     ladders: Ladders
     curve: Mapping[str, Interval]
 
-    elsewhere = deprecated_attribute("elsewhere", "conditions")
+    elsewhere = DeprecatedAttribute("conditions")
 
     def __repr__(self) -> str:
         summary = held_out_summary(self.held_out.to_json())

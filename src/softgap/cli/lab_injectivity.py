@@ -107,7 +107,7 @@ def _search_table(lab: Injectivity) -> Table:
     for search in lab.searches:
         table.add_row(
             search.mechanism + (" *" if search.outside else ""),
-            "found" if search.found else "none found",
+            "found" if search.has_collision else "none found",
             f"{search.closest:.1e}",
             str(search.starts),
             str(search.evaluations),

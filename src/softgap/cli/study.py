@@ -32,12 +32,12 @@ def label_command(
     from softgap.study import label_study
     from softgap.tasks import read_labels
 
-    result = label_study(study, read_labels(labels), source=labels)
+    counts = label_study(study, read_labels(labels), source=labels)
     if as_json:
-        output.write_json({"study": study, **asdict(result)})
+        output.write_json({"study": study, **counts.to_json()})
         return
     output.console().print(
-        f"read {result.given} labels, {result.changed} of them new; {result.without} samples have no label",
+        f"read {counts.labels} labels, {counts.new} of them new; {counts.unlabelled} samples have no label",
         soft_wrap=True,
     )
 

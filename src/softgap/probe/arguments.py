@@ -123,10 +123,10 @@ def row_lengths(new: Int[Tensor, "batch time"], config: Any, arguments: dict[str
     ends = torch.as_tensor(config.eos_token_id, device=new.device).reshape(-1)
     criteria = bool(config.stop_strings or arguments.get("stopping_criteria"))
     for i, tokens in enumerate(new):
-        stops, rest = torch.isin(tokens, ends), tokens != config.pad_token_id
+        stops, not_padding = torch.isin(tokens, ends), tokens != config.pad_token_id
         if bool(stops.any()):
             lengths[i] = int(stops.int().argmax()) + 1
-        elif criteria and bool(rest.any()) and not bool(rest[-1]):
+        elif criteria and bool(not_padding.any()) and not bool(not_padding[-1]):
             # A row that a criterion stopped has no mark of its own, only padding behind it.
-            lengths[i] = int(rest.nonzero()[-1]) + 1
+            lengths[i] = int(not_padding.nonzero()[-1]) + 1
     return lengths

@@ -62,7 +62,7 @@ def softmax_rows(call: AttentionCall, visible: Visible, dtype: torch.dtype = tor
         seen = shown.rows(start, stop, keys, q.device)
         grouped = q[:, :, start:stop].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         scores = (grouped @ k[:, :, slice(*keys)].transpose(-1, -2)).reshape(batch, heads, stop - start, -1)
-        scores = _biased(scores * call.scale, call, slice(start, stop), slice(*keys))
+        scores = _add_bias(scores * call.scale, call, slice(start, stop), slice(*keys))
         scores = scores.masked_fill(~seen, -torch.inf)
         sinks = call.options.get("s_aux")
         if sinks is None:
@@ -103,7 +103,7 @@ def focus_of(call: AttentionCall, visible: Visible) -> Focus:
     return Focus(sparsity, entropy, largest)
 
 
-def _biased(
+def _add_bias(
     scores: Float[Tensor, "batch head query key"], call: AttentionCall, rows: slice, keys: slice
 ) -> Float[Tensor, "batch head query key"]:
     softcap = call.options.get("softcap")

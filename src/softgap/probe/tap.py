@@ -131,13 +131,13 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     entries = attention_modules(model)
     # Keyed by identity: no two live modules share an id, and the entries keep these alive.
     modules = {id(entry.module) for entry in entries}
-    wanted = {
+    targets = {
         (id(entry.registry), name): (entry.registry, name)
         for entry in entries
         for name in (getattr(entry.module, "config", model.config)._attn_implementation,)
     }
     with _lock:
-        for key, (registry, name) in wanted.items():
+        for key, (registry, name) in targets.items():
             _acquire(key, registry, name)
         for module in modules:
             _taps[module] = (*_taps.get(module, ()), tap)
@@ -151,7 +151,7 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
                     _taps[module] = remaining
                 else:
                     del _taps[module]
-            for key in wanted:
+            for key in targets:
                 _release(key)
 
 

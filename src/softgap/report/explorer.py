@@ -191,13 +191,13 @@ def _columns(
     study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
 ) -> list[Column]:
     path = study_calibration(study.manifest) if calibration is None else calibration
-    found = [column for file in heads for column in read_columns(file)]
+    from_files = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
     if path is None or first is None:
-        return found
+        return from_files
     columns = calibration_columns(path, first)
     # Where no head has a gap there is nothing to show; who named a file is told so.
-    return [*columns, *found] if columns[0].values or calibration is not None else found
+    return [*columns, *from_files] if columns[0].values or calibration is not None else from_files
 
 
 def _write(target: Path, page: str) -> int:

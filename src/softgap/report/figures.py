@@ -61,12 +61,12 @@ def place_names(
     frame = np.asarray(axes.get_window_extent().extents) * to_points
     drawn = np.concatenate([points, others])
     marks = axes.transData.transform(drawn) * to_points
-    taken = np.c_[marks - _MARK, marks + _MARK]
+    boxes = np.c_[marks - _MARK, marks + _MARK]
     line = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
     for name, point, at in zip(names, points, marks, strict=False):
         half = np.array([_LETTER[0] * len(name), _LETTER[1]]) * size / 2
-        offset = _free_offset(at, half, frame, taken)
-        taken = np.r_[taken, [[*(at + offset - half), *(at + offset + half)]]]
+        offset = _free_offset(at, half, frame, boxes)
+        boxes = np.r_[boxes, [[*(at + offset - half), *(at + offset + half)]]]
         axes.annotate(
             name,
             (float(point[0]), float(point[1])),
@@ -82,7 +82,7 @@ def place_names(
 
 
 def _free_offset(
-    at: Float[np.ndarray, " 2"], half: Float[np.ndarray, " 2"], frame: Float[np.ndarray, " 4"], taken: Boxes
+    at: Float[np.ndarray, " 2"], half: Float[np.ndarray, " 2"], frame: Float[np.ndarray, " 4"], boxes: Boxes
 ) -> Float[np.ndarray, " 2"]:
     """The nearest place inside the frame that covers nothing, else the one that covers least."""
     best, fewest = np.zeros(2), math.inf
@@ -92,7 +92,7 @@ def _free_offset(
             low, high = at + offset - half, at + offset + half
             if (low < frame[:2] + 1).any() or (high > frame[2:] - 1).any():
                 continue
-            covered = int(((taken[:, :2] < high) & (taken[:, 2:] > low)).all(axis=1).sum())
+            covered = int(((boxes[:, :2] < high) & (boxes[:, 2:] > low)).all(axis=1).sum())
             if covered == 0:
                 return offset
             if covered < fewest:
@@ -310,25 +310,27 @@ def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers
     return figure
 
 
-def draw_frontier(found: Frontier) -> Figure:
+def draw_frontier(result: Frontier) -> Figure:
     """Rise in loss and change in recall against the share that is swapped, one line per order and substitute."""
-    quantities = [name for name in ("loss", "recall") if found.points and name in found.points[0].change]
+    quantities = [name for name in ("loss", "recall") if result.points and name in result.points[0].change]
     figure = new_figure(6.5 * len(quantities), 4.8)
     places = figure.subplots(1, len(quantities), squeeze=False)[0]
     lines: dict[tuple[str, str], list[Point]] = {}
-    for point in found.points:
+    for point in result.points:
         lines.setdefault((point.order, point.mechanism), []).append(point)
     for axes, quantity in zip(places, quantities, strict=True):
         for number, ((order, mechanism), points) in enumerate(lines.items()):
             _draw_line(axes, quantity, f"{order}: {mechanism}", sorted(points, key=lambda p: p.share), number)
         axes.axhline(0, color="#444444", linewidth=0.8)
-        axes.set(xlabel=f"share of {found.by} swapped", xlim=(0, 1.02))
+        axes.set(xlabel=f"share of {result.by} swapped", xlim=(0, 1.02))
     places[0].set(ylabel="rise in loss, nats per token", yscale="symlog")
     places[0].set_yscale("symlog", linthresh=0.05)
     if len(places) > 1:
         places[1].set(ylabel="change in recall")
     places[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(f"What {found.settings.get('model', 'a model')} loses, {found.settings.get('tokens', 0):,} tokens")
+    figure.suptitle(
+        f"What {result.settings.get('model', 'a model')} loses, {result.settings.get('tokens', 0):,} tokens"
+    )
     return figure
 
 

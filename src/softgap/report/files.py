@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 
-def check_output_file(path: str | os.PathLike[str], what: str = "--out") -> None:
+def check_output_file(path: str | os.PathLike[str], option: str = "--out") -> None:
     """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
-    given = os.fspath(path)
-    target = Path(given).expanduser()
-    if not given or "\0" in given:
-        raise StoreError(f"{what} must name a file, got {given!r}; give a file name")
+    name = os.fspath(path)
+    target = Path(name).expanduser()
+    if not name or "\0" in name:
+        raise StoreError(f"{option} must name a file, got {name!r}; give a file name")
     try:
         folder = target.is_dir()
     except OSError as error:
-        raise StoreError(f"cannot write '{given}': {error.strerror or error}; choose another path") from error
+        raise StoreError(f"cannot write '{name}': {error.strerror or error}; choose another path") from error
     if folder:
-        raise StoreError(f"{what} must name a file, but '{given}' is a folder; add a file name")
+        raise StoreError(f"{option} must name a file, but '{name}' is a folder; add a file name")
     Folder.at(target.parent).try_writing("files are")
 
 

@@ -97,11 +97,11 @@ class Group:
             self.overall.setdefault(key, _Sums.like(whole)).add(whole)
         for key, steps in step_means(run).items():
             self.steps.setdefault(key, _Sums.like(steps)).add(steps)
-        kept = gap_steps(run)
-        self.gap_steps += int(np.count_nonzero(kept))
+        steps_with_gap = gap_steps(run)
+        self.gap_steps += int(np.count_nonzero(steps_with_gap))
         real = run.kv_group >= 0
         for name in run.mechanisms:
-            total = np.nansum(run.select(name).divergence[real][:, kept], axis=-1, dtype=np.float64)
+            total = np.nansum(run.select(name).divergence[real][:, steps_with_gap], axis=-1, dtype=np.float64)
             self.gap[name] = total + self.gap.get(name, np.zeros_like(total))
 
     def gap_left(self) -> dict[str, Float64[np.ndarray, " head"]]:
@@ -137,11 +137,11 @@ class Groups:
 
 def step_means(run: Trajectories) -> dict[str, Float64[np.ndarray, "layer step"]]:
     """Divergence from each mechanism at each step of the completion: mean over all heads, then over each layer."""
-    found = {}
+    means = {}
     for name in run.mechanisms:
         values = run.select(name).divergence.astype(np.float64)
-        found[f"divergence/{name}"] = np.stack([_mean(values, (0, 1)), *(_mean(layer, 0) for layer in values)])
-    return found
+        means[f"divergence/{name}"] = np.stack([_mean(values, (0, 1)), *(_mean(layer, 0) for layer in values)])
+    return means
 
 
 def _mean(values: Float[np.ndarray, ...], axis: int | tuple[int, ...] | None = None) -> Float64[np.ndarray, ...]:

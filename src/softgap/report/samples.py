@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Packed",
+    "PackedArray",
     "Selection",
     "array_keys",
     "array_of",
@@ -73,28 +73,28 @@ def keys_of(mechanisms: Sequence[str], focus: Container[str] = ()) -> tuple[str,
     )
 
 
-def select_samples(study: Study, first: Trajectories, wanted: Sequence[str], *, values: int = VALUES) -> Selection:
+def select_samples(study: Study, first: Trajectories, names: Sequence[str], *, values: int = VALUES) -> Selection:
     """Fill a page: samples with their divergences (one of every label in turn, or those asked for), then other arrays.
 
     Samples asked for are carried however large they are, and the first one is if nothing was asked for.
     """
-    for sample_id in wanted:
+    for sample_id in names:
         if sample_id not in study.ids:
             raise unknown_name("sample", sample_id, study.ids)
     table = study.samples()
     steps = _lengths(table)
     keys, needed = array_keys(first), len(first.mechanisms)
     room = values // first.n_heads
-    kept: list[str] = []
+    selected: list[str] = []
     used = 0
-    for sample_id in wanted or _by_label_in_turn(table):
-        if kept and not wanted and used + steps[sample_id] * needed > room:
+    for sample_id in names or _by_label_in_turn(table):
+        if selected and not names and used + steps[sample_id] * needed > room:
             continue
-        kept.append(sample_id)
+        selected.append(sample_id)
         used += steps[sample_id] * needed
-    total = sum(steps[sample_id] for sample_id in kept)
+    total = sum(steps[sample_id] for sample_id in selected)
     fitting = max(needed, min(len(keys), room // max(1, total)))
-    return Selection(frozenset(kept), keys[:fitting])
+    return Selection(frozenset(selected), keys[:fitting])
 
 
 def _lengths(table: pd.DataFrame) -> dict[str, int]:
@@ -119,7 +119,7 @@ CODES = 65535
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedArray:
     """An array as text, with its shape."""
 
     rows: int
@@ -127,7 +127,7 @@ class Packed:
     text: str
 
 
-def pack(values: Float[np.ndarray, "row column"]) -> Packed:
+def pack(values: Float[np.ndarray, "row column"]) -> PackedArray:
     """Quantise every row between its least and greatest number; what is not finite becomes NaN."""
     wide = np.asarray(values, np.float64)
     known = np.isfinite(wide)
@@ -144,10 +144,10 @@ def pack(values: Float[np.ndarray, "row column"]) -> Packed:
     planes = stored.view(np.uint8).reshape(*stored.shape, 2)
     content = low.tobytes() + step.tobytes() + planes[..., 1].tobytes() + planes[..., 0].tobytes()
     text = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
-    return Packed(wide.shape[0], wide.shape[1], text)
+    return PackedArray(wide.shape[0], wide.shape[1], text)
 
 
-def unpack(packed: Packed) -> Float64[np.ndarray, "row column"]:
+def unpack(packed: PackedArray) -> Float64[np.ndarray, "row column"]:
     """What the page makes of it: the reference for its own decoder."""
     content = zlib.decompress(base64.b64decode(packed.text))
     rows, size = packed.rows, packed.rows * packed.columns
@@ -161,7 +161,7 @@ _EXCERPT = 120
 
 
 # Says where a packed array can be found in the page.
-Store = Callable[[Packed], int]
+Store = Callable[[PackedArray], int]
 
 
 def sample_row(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -> dict[str, Any]:
@@ -201,12 +201,12 @@ def sample_payload(
 def head_means(run: Trajectories) -> dict[str, Float64[np.ndarray, " head"]]:
     """Mean over the completion's steps of every array of a run, per head, padding left out."""
     real = run.kv_group >= 0
-    found = {}
+    means = {}
     for key in array_keys(run):
         values = array_of(run, key)[real].astype(np.float64)
         known = np.count_nonzero(~np.isnan(values), axis=-1)
-        found[key] = np.where(known > 0, np.nansum(values, axis=-1) / np.maximum(known, 1), np.nan)
-    return found
+        means[key] = np.where(known > 0, np.nansum(values, axis=-1) / np.maximum(known, 1), np.nan)
+    return means
 
 
 def round_values(values: Float[np.ndarray, " value"]) -> list[float | None]:
@@ -243,16 +243,16 @@ def pieces_of(run: Trajectories) -> dict[str, list[list[Any]]]:
 
 def part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]]:
     """The pieces of one part, whose first step is ``offset``; see ``pieces_of``."""
-    found = []
+    entries = []
     following = 0
     for piece, indices in pieces(text, tokens):
         if indices:
-            found += _hidden_pieces(tokens, following, indices[0], offset)
-            found.append([piece, offset + indices[0], len(indices), True])
+            entries += _hidden_pieces(tokens, following, indices[0], offset)
+            entries.append([piece, offset + indices[0], len(indices), True])
             following = indices[-1] + 1
         else:
-            found.append([piece, -1, 0, True])
-    return found + _hidden_pieces(tokens, following, len(tokens), offset)
+            entries.append([piece, -1, 0, True])
+    return entries + _hidden_pieces(tokens, following, len(tokens), offset)
 
 
 def _hidden_pieces(tokens: Sequence[str], start: int, stop: int, offset: int) -> list[list[Any]]:

@@ -3,6 +3,9 @@
 Works on numpy arrays whose last axis is time and imports without torch.
 """
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.signal.change_points import ChangePoints, change_points
 from softgap.signal.complexity import (
     ComplexityBounds,
@@ -22,7 +25,7 @@ from softgap.signal.entropy import (
     windowed_entropy,
 )
 from softgap.signal.estimates import (
-    Interval,
+    EntropyInterval,
     Rarefied,
     bias_factor,
     corrected_entropy,
@@ -83,7 +86,7 @@ __all__ = [
     "ComplexityEntropy",
     "Convergence",
     "Entropy",
-    "Interval",
+    "EntropyInterval",
     "MissingPatterns",
     "Network",
     "NoiseNull",
@@ -135,3 +138,7 @@ __all__ = [
     "windowed_entropy",
     "z_scores",
 ]
+
+# Hidden from the type checker, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Interval": "EntropyInterval"})

@@ -39,8 +39,8 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     def reduce(counts: np.ndarray) -> np.ndarray:
         return np.stack(plane(probabilities(counts)), axis=-1)
 
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
-    return ComplexityEntropy(values[..., 0], values[..., 1], *rest)
+    values, *window_arrays = reduce_blocks(batch, batch.counts(), reduce, (2,))
+    return ComplexityEntropy(values[..., 0], values[..., 1], *window_arrays)
 
 
 def statistical_complexity(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
@@ -70,8 +70,8 @@ def renyi_complexity(
         divergence = np.stack([_jensen_renyi(p, value) for value in grid], axis=-1)
         return np.stack([entropy, entropy * divergence / largest], axis=-1)
 
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
-    return RenyiComplexity(grid, values[..., 0], values[..., 1], *rest)
+    values, *window_arrays = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
+    return RenyiComplexity(grid, values[..., 0], values[..., 1], *window_arrays)
 
 
 def missing_patterns(

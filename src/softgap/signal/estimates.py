@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.intervals import ArrayInterval
 from softgap.signal.entropy import reduce_blocks
 from softgap.signal.kernels import resample_row, shannon_rows, stretch_rows
 from softgap.signal.patterns import Options, check_batch, noise_spread
@@ -18,7 +19,7 @@ from softgap.signal.results import Entropy, SeriesResult
 from softgap.signal.validation import check_delay, check_order
 
 __all__ = [
-    "Interval",
+    "EntropyInterval",
     "Rarefied",
     "bias_factor",
     "centred_interval",
@@ -134,15 +135,12 @@ def rarefied_entropy(
 
 
 @dataclass(frozen=True, eq=False)
-class Interval(SeriesResult):
+class EntropyInterval(ArrayInterval, SeriesResult):
     """Permutation entropy of each series between ``low`` and ``high``; ``samples`` are the resampled entropies.
 
     ``block`` is the number of windows per block.
     """
 
-    value: Float[np.ndarray, "*lead"]
-    low: Float[np.ndarray, "*lead"]
-    high: Float[np.ndarray, "*lead"]
     samples: Float[np.ndarray, "*lead replicate"]
     block: Int[np.ndarray, "*lead"]
     windows: Int[np.ndarray, "*lead"]
@@ -160,7 +158,7 @@ def entropy_interval(
     block: int | None = None,
     normalised: bool = True,
     **options: Unpack[Options],
-) -> Interval:
+) -> EntropyInterval:
     """Block-bootstrap interval of the permutation entropy of each series.
 
     Blocks of consecutive windows are drawn with replacement from the pattern sequence, closed to a circle (Politis and
@@ -228,7 +226,7 @@ def entropy_interval(
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
     unit = batch.unit(normalised)
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
-    return Interval(*map(batch.restore_shape, results))
+    return EntropyInterval(*map(batch.restore_shape, results), level=level)
 
 
 def usual_block(windows: int, span: int) -> int:

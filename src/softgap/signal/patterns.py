@@ -175,24 +175,24 @@ class SeriesBatch:
     def counts(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: how often each pattern occurs."""
         for where in self._slices(self.patterns):
-            yield self._filled(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
+            yield self._fill_block(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
 
     def entropies(self) -> Iterator[Block]:
         """Blocks whose table is [series, 1]: Shannon entropy in nats, without a table of counts."""
         for where in self._slices(1):
-            yield self._filled(where, entropy_rows, np.empty((where.stop - where.start, 1)))
+            yield self._fill_block(where, entropy_rows, np.empty((where.stop - where.start, 1)))
 
     def weights(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: the summed variance of the windows of each pattern."""
         for where in self._slices(self.patterns):
             weigh = partial(weigh_rows, kernel_rows(self.rows[where]))
-            yield self._filled(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
+            yield self._fill_block(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
 
     def indices(self) -> Iterator[Block]:
         """Blocks whose table is [series, window]: the index of each pattern, or -1."""
         windows = max(0, self.rows.shape[1] - self.span)
         for where in self._slices(windows):
-            yield self._filled(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
+            yield self._fill_block(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
 
     def restore_shape(self, array: np.ndarray) -> np.ndarray:
         """An array [series, ...] with the leading axes of the input."""
@@ -203,7 +203,7 @@ class SeriesBatch:
         for start in range(0, len(self.rows), step):
             yield slice(start, min(start + step, len(self.rows)))
 
-    def _filled(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
+    def _fill_block(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
         rows, lengths = kernel_rows(self.rows[where]), self.lengths[where]
         self._check_finite(rows, lengths, where.start)
         ties = np.zeros(len(rows), np.int64)
@@ -243,10 +243,10 @@ def kernel_rows(rows: np.ndarray) -> np.ndarray:
     """Rows in memory order and a type the kernels compare exactly: float32, float64, int64 or uint64."""
     kind = rows.dtype.kind
     if kind == "f":
-        wanted: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
+        dtype: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
     else:
-        wanted = np.uint64 if rows.dtype == np.uint64 else np.int64
-    return np.ascontiguousarray(rows, dtype=wanted)
+        dtype = np.uint64 if rows.dtype == np.uint64 else np.int64
+    return np.ascontiguousarray(rows, dtype=dtype)
 
 
 def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> SeriesBatch:
@@ -264,10 +264,10 @@ def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool
     array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
-        got = "an empty series" if steps == 0 else f"{steps} steps"
+        length = "an empty series" if steps == 0 else f"{steps} steps"
         raise ShapeError(
             f"a series must hold one window, {(order - 1) * delay + 1} steps at order {order} and delay {delay}, "
-            f"got {got}; use longer series or a shorter pattern"
+            f"got {length}; use longer series or a shorter pattern"
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)

@@ -34,14 +34,14 @@ def iterate(
     amplitude = np.abs(scipy.fft.rfft(data, axis=-1))
     iterations, converged, error = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool), np.zeros(rows)
 
-    def one(start: int) -> None:
+    def iterate_rows(start: int) -> None:
         at = slice(start, min(rows, start + block_rows))
         source = np.arange(at.start, at.stop) // count
         iterations[at], converged[at] = _iterate_block(series[at], ordered, amplitude, source, max_iterations)
         error[at] = relative_distance(amplitude[source], np.abs(scipy.fft.rfft(series[at], axis=-1)))
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, range(0, rows, block_rows)))
+        list(pool.map(iterate_rows, range(0, rows, block_rows)))
     return iterations, converged, error
 
 
@@ -95,8 +95,8 @@ def _impose_amplitude(
         for j in range(spectrum.shape[1]):
             value = spectrum[i, j]
             size = np.sqrt(value.real * value.real + value.imag * value.imag)
-            wanted = amplitude[source[i], j]
-            spectrum[i, j] = value * (wanted / size) if size > 0 else complex(wanted)
+            target = amplitude[source[i], j]
+            spectrum[i, j] = value * (target / size) if size > 0 else complex(target)
 
 
 @compiled

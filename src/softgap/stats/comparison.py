@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy import stats
 
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
@@ -66,7 +66,7 @@ class Comparison:
     power: Power
     alpha: float
 
-    found = deprecated_attribute("found", "significant_units")
+    found = DeprecatedAttribute("significant_units")
 
     @property
     def critical(self) -> float:

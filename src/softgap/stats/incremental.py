@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.inputs import checked_count, checked_rng
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
@@ -130,7 +130,7 @@ class Incremental:
     combined_scores: Float[np.ndarray, " sample"]
     fold: Int64[np.ndarray, " sample"]
 
-    chosen = deprecated_attribute("chosen", "fold_counts")
+    chosen = DeprecatedAttribute("fold_counts")
 
 
 @dataclass(frozen=True, eq=False)

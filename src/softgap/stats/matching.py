@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError, unknown_name
 from softgap.inputs import checked_count
 from softgap.stats.design import design_of, mixed_clusters
@@ -55,7 +55,7 @@ class MatchedSamples:
     method: str
     dropped: int
 
-    kept = deprecated_attribute("kept", "indices")
+    kept = DeprecatedAttribute("indices")
 
     @property
     def imbalance(self) -> float:
@@ -200,7 +200,7 @@ class JointControl:
     covariates: Float64[np.ndarray, "matched function"] | None
     imbalance: float
 
-    kept = deprecated_attribute("kept", "indices")
+    kept = DeprecatedAttribute("indices")
 
 
 def joint_control(

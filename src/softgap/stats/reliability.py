@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from scipy import stats
 
-from softgap.deprecation import deprecated_attribute, deprecated_keywords
+from softgap.deprecation import DeprecatedAttribute, deprecated_keywords
 from softgap.errors import ShapeError, ValueInputError, unknown_name
 from softgap.inputs import checked_count, checked_rng, checked_share
 from softgap.stats.design import mixed_clusters
@@ -61,7 +61,7 @@ class LabelNoise:
     p: Float64[np.ndarray, "rate draw"]
     replication_rate: Float64[np.ndarray, " rate"]
 
-    kept = deprecated_attribute("kept", "replication_rate")
+    kept = DeprecatedAttribute("replication_rate")
 
     def share(self, outcome: str) -> Float64[np.ndarray, " rate"]:
         """The share of draws with this verdict, per rate."""

@@ -1,8 +1,11 @@
 """Many prompts measured in fixed batches, on this machine or a cluster; resumable, and labelled later at will."""
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.study.batches import Failure, Observer, StudySettings
 from softgap.study.estimate import Estimate, estimate_study
-from softgap.study.files import Labelled, label_study
+from softgap.study.files import LabelCounts, label_study
 from softgap.study.measurement import (
     ENGINES,
     Planned,
@@ -17,7 +20,7 @@ __all__ = [
     "ENGINES",
     "Estimate",
     "Failure",
-    "Labelled",
+    "LabelCounts",
     "Observer",
     "Planned",
     "StudyResult",
@@ -29,3 +32,7 @@ __all__ = [
     "plan_study",
     "run_study",
 ]
+
+# Hidden from the type checker, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Labelled": "LabelCounts"})

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "BatchResult",
     "Failure",
-    "Measured",
     "Mode",
     "Observer",
     "StudySettings",
@@ -199,7 +199,7 @@ class Failure:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class BatchResult:
     """What came of a batch."""
 
     runs: tuple[Trajectories, ...]
@@ -225,7 +225,7 @@ def measure_batch(
     *,
     observer: Observer | None = None,
     strict: bool = False,
-) -> Measured:
+) -> BatchResult:
     """Measure the samples of a batch together, or one by one if that fails: then only the culprits are left out.
 
     Parameters
@@ -236,17 +236,17 @@ def measure_batch(
     members = [prompts[i] for i in batch.indices]
     try:
         runs = _runs(loaded, members, batch, settings, observer or Observer())
-        return _scored(members, runs, scorer, settings)
+        return _score_answers(members, runs, scorer, settings)
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
         if strict:
             raise
         if len(members) == 1:
-            return Measured((), (Failure(members[0].sample_id, "measuring", _reason(error)),))
+            return BatchResult((), (Failure(members[0].sample_id, "measuring", _reason(error)),))
     singles = [replace(batch, indices=(i,)) for i in batch.indices]
     parts = [measure_batch(loaded, prompts, single, settings, scorer) for single in singles]
-    return Measured(
+    return BatchResult(
         tuple(run for part in parts for run in part.runs), tuple(failure for part in parts for failure in part.failures)
     )
 
@@ -265,16 +265,16 @@ def _runs(
     try:
         return probe.generate(*loaded, texts, settings.max_new_tokens, **options)
     except Interrupted as stop:
-        named = [_named(run, prompt, settings) for run, prompt in zip(stop.runs, members, strict=False)]
+        named = [_stored_run(run, prompt, settings) for run, prompt in zip(stop.runs, members, strict=False)]
         raise Interrupted(named) from None
 
 
-def _scored(
+def _score_answers(
     members: Sequence[Prompt], runs: Sequence[Trajectories], scorer: Scorer | None, settings: StudySettings
-) -> Measured:
+) -> BatchResult:
     scored, failures = [], []
     for prompt, run in zip(members, runs, strict=True):
-        named = _named(run, prompt, settings)
+        named = _stored_run(run, prompt, settings)
         if scorer is not None:
             label = prompt.label
             try:
@@ -283,13 +283,13 @@ def _scored(
                 failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
             named = replace(named, label=label)
         scored.append(named)
-    return Measured(tuple(scored), tuple(failures))
+    return BatchResult(tuple(scored), tuple(failures))
 
 
-def _named(run: Trajectories, prompt: Prompt, settings: StudySettings) -> Trajectories:
+def _stored_run(run: Trajectories, prompt: Prompt, settings: StudySettings) -> Trajectories:
     """The run as the study stores it."""
-    kept = run.prompt if settings.keep_prompt else None
-    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=kept)
+    prompt_steps = run.prompt if settings.keep_prompt else None
+    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=prompt_steps)
 
 
 def _reason(error: Exception) -> str:

@@ -40,7 +40,7 @@ def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
     live = [batch for batch in batches if not batch.replay]
     longest = min(_LONG, settings.max_new_tokens)
     shortest = min(_SHORT, longest)
-    here = sum(planned.lengths[i] for i in middle.indices)
+    batch_tokens = sum(planned.lengths[i] for i in middle.indices)
 
     def seconds(new: int) -> float:
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
     seconds(shortest)  # the first call of a model is slower than the others
     short = seconds(shortest)
     step = max(0.0, seconds(longest) - short) / max(1, longest - shortest) if live and longest > shortest else 0.0
-    feeding = max(0.0, short - shortest * step) / max(1, here)
+    feeding = max(0.0, short - shortest * step) / max(1, batch_tokens)
     samples = sum(len(batch.indices) for batch in batches)
     new = settings.max_new_tokens * sum(len(batch.indices) for batch in live)
     config = loaded[0].config.get_text_config()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.study.batches import Batch, Failure
 from softgap.tasks import Prompt
@@ -14,7 +15,7 @@ from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder, add_line, json_lines, read_lines
 from softgap.trajectories.writer import relabel
 
-__all__ = ["Labelled", "label_study", "read_failures", "write_failures", "write_prompts"]
+__all__ = ["LabelCounts", "label_study", "read_failures", "write_failures", "write_prompts"]
 
 
 LABELS = "labels.jsonl"
@@ -44,7 +45,7 @@ def read_failures(folder: Folder) -> list[Failure]:
         return [Failure(**entry) for name in names for entry in read_lines(folder, f"{_FAILURES}/{name}")]
     except TypeError as error:
         raise StoreError(
-            f"{_FAILURES} in '{folder.given}' is damaged ({error}); restore the folder from a copy"
+            f"{_FAILURES} in '{folder.address}' is damaged ({error}); restore the folder from a copy"
         ) from error
 
 
@@ -53,15 +54,22 @@ def _failures(batch: int) -> str:
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """How many labels were given, how many changed something, and how many samples have none now."""
+class LabelCounts:
+    """How many labels were read, how many of them are new, and how many samples have no label now."""
 
-    given: int
-    changed: int
-    without: int
+    labels: int
+    new: int
+    unlabelled: int
+    given = DeprecatedAttribute("labels")
+    changed = DeprecatedAttribute("new")
+    without = DeprecatedAttribute("unlabelled")
+
+    def to_json(self) -> dict[str, int]:
+        """The counts, under the names that ``softgap study label --json`` prints."""
+        return {"given": self.labels, "changed": self.new, "without": self.unlabelled}
 
 
-def label_study(path: str, labels: Mapping[str, str | None], *, source: str = "") -> Labelled:
+def label_study(path: str, labels: Mapping[str, str | None], *, source: str = "") -> LabelCounts:
     """Give samples of a study other labels; None takes a label away. The study's log keeps what was done."""
     study = open_study(path)
     unknown = [sample_id for sample_id in labels if sample_id not in set(study.ids)]
@@ -74,5 +82,5 @@ def label_study(path: str, labels: Mapping[str, str | None], *, source: str = ""
     changed = relabel(folder, dict(labels))
     entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "given": len(labels)}
     add_line(folder, LABELS, {**entry, "changed": changed})
-    without = int(study.samples()["label"].isna().sum())
-    return Labelled(len(labels), changed, without)
+    unlabelled = int(study.samples()["label"].isna().sum())
+    return LabelCounts(len(labels), changed, unlabelled)

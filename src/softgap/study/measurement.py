@@ -25,8 +25,8 @@ from softgap.probe import Interrupted, Recording
 from softgap.progress import Progress, silent
 from softgap.study.batches import (
     Batch,
+    BatchResult,
     Failure,
-    Measured,
     Mode,
     Observer,
     StudySettings,
@@ -295,19 +295,19 @@ def check_run(
 
     The folder is tried by writing to it, and left as it was.
     """
-    wanted = check_mechanisms(settings.mechanisms)
+    mechanisms = check_mechanisms(settings.mechanisms)
     folder = Folder.at(out)
-    there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
-    stored = open_study(out).manifest if there else Manifest()
+    has_study = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
+    stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
     # also bring a calibration.
-    names = tuple(mechanism.name for mechanism in wanted)
+    names = tuple(mechanism.name for mechanism in mechanisms)
     accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
     same = tuple(stored.mechanisms) in accepted
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,
-        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in wanted},
+        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
         seed=settings.seed,
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
@@ -346,7 +346,7 @@ def _batches_that_fit(
 
 def _measure_batches(
     planned: Planned, loaded: Loaded, done: set[int], observer: Observer
-) -> Iterator[tuple[int, Measured]]:
+) -> Iterator[tuple[int, BatchResult]]:
     """The number of each batch that is not done, and what was measured in it."""
     for batch in planned.batches:
         if batch.number not in done:
@@ -365,7 +365,7 @@ def _measure_batches(
 
 
 def _write_batches(
-    measured: Iterator[tuple[int, Measured]], folder: Folder, writer: StudyWriter, observer: Observer
+    measured: Iterator[tuple[int, BatchResult]], folder: Folder, writer: StudyWriter, observer: Observer
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Write each batch with its failures; its number and the names of its samples."""
     for number, batch in measured:
@@ -421,7 +421,7 @@ def _fix_batches(folder: Folder, planned: Planned) -> None:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}' assigns sample '{ids[0]}' to a different batch than this version; "
+                f"{PROMPTS} in '{folder.address}' assigns sample '{ids[0]}' to a different batch than this version; "
                 "finish the study with the version that started it, or choose another folder"
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from softgap.deprecation import deprecated_attribute
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items, refuse_string
 from softgap.tasks.text_files import check_text, encodable, shortened
@@ -62,7 +62,7 @@ class Prompt:
         }
         return {**{name: value for name, value in fields.items() if value is not None}, **self.fields}
 
-    asked = deprecated_attribute("asked", "without_completion")
+    asked = DeprecatedAttribute("without_completion")
 
     def without_completion(self) -> Prompt:
         """The same to be answered by the model: without the completion, and without the label that belonged to it."""

@@ -26,9 +26,9 @@ def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
         batch = entry.pop("batch", UNPLANNED)
         if not isinstance(batch, int):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}', line {number}: 'batch' must be a whole number, got {shortened(batch)}"
-                "; restore this file from a copy"
+                f"{PROMPTS} in '{folder.address}', line {number}: 'batch' must be a whole number, got "
+                f"{shortened(batch)}; restore this file from a copy"
             )
-        prompt = prompt_from(entry, f"{PROMPTS} in '{folder.given}', line {number}", str(number), line=number)
+        prompt = prompt_from(entry, f"{PROMPTS} in '{folder.address}', line {number}", str(number), line=number)
         prompts[prompt.sample_id] = (prompt, batch)
     return prompts

@@ -389,11 +389,11 @@ def pieces(text: str, tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
                 waiting += _LONGEST_CHARACTER if _UNKNOWN in tokens[index] else 0
             continue
         stop = start + len(tokens[index])
-        rest = text[stop:end]
-        if rest.strip() or (rest and indices):
-            groups.append((rest, indices))
-            rest = ""
-        groups.append((text[start:stop] + rest, [index]))
+        trailing = text[stop:end]
+        if trailing.strip() or (trailing and indices):
+            groups.append((trailing, indices))
+            trailing = ""
+        groups.append((text[start:stop] + trailing, [index]))
         end, waiting, indices = start, 0, []
     if end:
         groups.append((text[:end], indices))

@@ -225,10 +225,10 @@ class StudyWriter:
             if run.sample_id in known:
                 raise ValueInputError(f"sample_id must be unique in a study, got '{run.sample_id}' twice; rename one")
             known.add(run.sample_id)
-            wanted = tuple(self._manifest.mechanisms)
-            if wanted and run.mechanisms != wanted:
+            mechanisms = tuple(self._manifest.mechanisms)
+            if mechanisms and run.mechanisms != mechanisms:
                 raise ValueInputError(
-                    f"the runs of a study must have the mechanisms of its manifest, {list(wanted)}, "
+                    f"the runs of a study must have the mechanisms of its manifest, {list(mechanisms)}, "
                     f"got {list(run.mechanisms)} in sample '{run.sample_id}'"
                 )
 
@@ -272,7 +272,7 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
     """Whether the folder holds a study that may be written to; False if it is new or empty; else the error."""
     kind = folder.kind()
     if kind == "file":
-        raise StoreError(f"a study is written to a folder, but '{folder.given}' is a file; choose another path")
+        raise StoreError(f"a study is written to a folder, but '{folder.address}' is a file; choose another path")
     if kind == "absent" or not folder.names():
         return False
     if folder.kind("manifest.json") == "absent":
@@ -282,12 +282,12 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
     if differences:
         name = differences[0]
         raise StoreError(
-            f"'{folder.given}' already holds a different study (its {name} is {stored.to_json()[name]!r}, "
+            f"'{folder.address}' already holds a different study (its {name} is {stored.to_json()[name]!r}, "
             f"this one's {manifest.to_json()[name]!r}); choose another folder"
         )
     if not (overwrite or resume):
         raise StoreError(
-            f"'{folder.given}' already holds this study; choose another folder, or set overwrite to replace it"
+            f"'{folder.address}' already holds this study; choose another folder, or set overwrite to replace it"
         )
     return True
 
@@ -302,7 +302,7 @@ def check_new_study(folder: Folder) -> None:
 
 def _other_files(folder: Folder) -> StoreError:
     return StoreError(
-        f"a study is written to a new or empty folder, but '{folder.given}' holds other files "
+        f"a study is written to a new or empty folder, but '{folder.address}' holds other files "
         f"({', '.join(folder.names()[:3])}); choose another folder"
     )
 

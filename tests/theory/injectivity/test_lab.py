@@ -225,7 +225,7 @@ def test_rank_correlations_cover_and_condition() -> None:
     common = generator.standard_normal(120)
     x, y = common + generator.standard_normal(120), common + generator.standard_normal(120)
     plain = rank_correlation(x, y, clusters, rng=generator)
-    partial = rank_correlation(x, y, clusters, rng=generator, given=common)
+    partial = rank_correlation(x, y, clusters, rng=generator, covariate=common)
     assert plain.sign == 1
     assert partial.sign == 0
     assert plain.low < plain.value < plain.high

@@ -219,7 +219,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     folder.create()
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
-    lines, picture = [f"saved {folder.given}"], None
+    lines, picture = [f"saved {folder.address}"], None
     try:
         picture = _comparison_svg(findings)
         folder.replace("figure.svg", picture)

@@ -171,9 +171,9 @@ def affine_collision(
     h = np.linalg.solve(a, b)
     for _ in range(attempts):
         w = np.linalg.solve(a, np.exp(2 * rng.standard_normal(len(b))))
-        found = certify(mechanism, _spread_queries(w, h, queries), matrix, scale=scale)
-        if found.angle >= least_angle:
-            return found
+        collision = certify(mechanism, _spread_queries(w, h, queries), matrix, scale=scale)
+        if collision.angle >= least_angle:
+            return collision
     raise UnsupportedError(
         f"no {queries} queries at least {least_angle:g} degrees apart were found in {attempts} draws; "
         "ask for fewer queries or a smaller angle, and give b other than 0"
@@ -269,7 +269,7 @@ class MarginSweep:
 
 def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Generator) -> tuple[Prefix, ...]:
     """For each number of random keys: a collision where the rank condition fails, the inverse where it holds."""
-    scale, found = dim**-0.5, []
+    scale, entries = dim**-0.5, []
     for n in lengths:
         margins, distances, errors = [], [], []
         for _ in range(draws):
@@ -281,7 +281,7 @@ def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Gen
                 errors.append(float(np.linalg.norm(back - q) / np.linalg.norm(q)))
             else:
                 distances.append(softmax_collision(q, keys, scale=scale).distance)
-        found.append(
+        entries.append(
             Prefix(
                 keys=n,
                 margin=float(np.median(margins)),
@@ -290,7 +290,7 @@ def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Gen
                 error=max(errors, default=float("nan")),
             )
         )
-    return tuple(found)
+    return tuple(entries)
 
 
 def flat_keys(dim: int, keys: int, rng: np.random.Generator) -> Float64[np.ndarray, "key dim"]:

@@ -134,13 +134,13 @@ def softmax_query(weights: Any, keys: Any, scale: float) -> Vector:
             "use a query with smaller scores"
         )
     logs = np.log(a)
-    return _solved(matrix, (logs - logs.mean()) / scale)
+    return _least_squares_query(matrix, (logs - logs.mean()) / scale)
 
 
 def inline_query(weights: Any, keys: Any, scale: float) -> Vector:
     """The query whose InLine weights these are: N w - 1 = s C q with the same centred keys C, so the same condition."""
     matrix, w = checked_keys(keys), np.asarray(weights, dtype=np.float64)
-    return _solved(matrix, (len(matrix) * w - 1) / scale)
+    return _least_squares_query(matrix, (len(matrix) * w - 1) / scale)
 
 
 def null_direction(keys: Any) -> Vector:
@@ -158,7 +158,7 @@ def null_direction(keys: Any) -> Vector:
     return np.asarray(np.linalg.svd(matrix - matrix.mean(axis=0), full_matrices=True)[2][-1])
 
 
-def _solved(matrix: Keys, target: Weights) -> Vector:
+def _least_squares_query(matrix: Keys, target: Weights) -> Vector:
     condition = key_condition(matrix)
     if not condition.injective:
         raise UnsupportedError(
