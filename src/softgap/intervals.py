@@ -66,7 +66,7 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class ArrayInterval:
-    """An :class:`Interval` for every entry of an array; ``value``, ``low`` and ``high`` have one shape."""
+    """An ``Interval`` for every entry of an array; ``value``, ``low`` and ``high`` have one shape."""
 
     value: Float[np.ndarray, ...]
     low: Float[np.ndarray, ...]
