@@ -9,7 +9,7 @@ import numpy as np
 
 from softgap.errors import ValueInputError
 
-__all__ = ["as_items", "checked_count", "checked_rng", "checked_share", "is_whole", "refuse_string"]
+__all__ = ["as_items", "check_count", "check_rng", "check_share", "is_whole", "refuse_string"]
 
 Item = TypeVar("Item")
 
@@ -47,10 +47,10 @@ def is_whole(given: Any) -> bool:
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
-def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
+def check_count(name: str, given: Any, *, least: int = 1, most: int | None = None, remedy: str = "") -> int:
     """``given`` as a whole number from ``least`` to ``most``.
 
-    >>> checked_count("order", 9, least=2, most=8, remedy="use a shorter pattern")
+    >>> check_count("order", 9, least=2, most=8, remedy="use a shorter pattern")
     Traceback (most recent call last):
         ...
     softgap.errors.ValueInputError: order must be a whole number from 2 to 8, got 9; use a shorter pattern
@@ -61,10 +61,10 @@ def checked_count(name: str, given: Any, *, least: int = 1, most: int | None = N
     return int(given)
 
 
-def checked_share(name: str, given: Any, usual: float) -> float:
+def check_share(name: str, given: Any, usual: float) -> float:
     """``given`` as a number between 0 and 1, both excluded.
 
-    >>> checked_share("level", 95, usual=0.95)
+    >>> check_share("level", 95, usual=0.95)
     Traceback (most recent call last):
         ...
     softgap.errors.ValueInputError: level must be between 0 and 1, both excluded, got 95; 0.95 is usual
@@ -75,7 +75,7 @@ def checked_share(name: str, given: Any, usual: float) -> float:
     return float(given)
 
 
-def checked_rng(given: Any) -> np.random.Generator:
+def check_rng(given: Any) -> np.random.Generator:
     """``given`` if it is a generator: a seed or the old RandomState would work by accident, or not at all."""
     if not isinstance(given, np.random.Generator):
         raise ValueInputError(f"rng must be a numpy Generator, got {given!r}; use np.random.default_rng(seed)")

@@ -13,7 +13,7 @@ from typing import Any
 
 from softgap.analysis.series import Cut
 from softgap.errors import StoreError, ValueInputError, unknown_name
-from softgap.inputs import as_items, checked_count, checked_share
+from softgap.inputs import as_items, check_count, check_share
 from softgap.signal.patterns import least_windows
 from softgap.signal.validation import check_order
 from softgap.stats import EXCHANGES, Split
@@ -121,15 +121,15 @@ class Preregistration:
         if len(self.between) not in (0, 2):
             raise ValueInputError(f"between must name two groups, got {list(self.between)}; name two or none")
         for name in ("alpha", "power"):
-            checked_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
+            check_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
         if self.confirm is not None:
-            checked_share("confirm", self.confirm, 0.3)
+            check_share("confirm", self.confirm, 0.3)
         if not 0 < self.margin < math.inf:
             raise ValueInputError(
                 f"margin must be a positive number of standard deviations, got {self.margin!r}; 0.5 is usual"
             )
         for name, least, most in _COUNTS:
-            checked_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
+            check_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
 
     @property
     def alpha_per_look(self) -> float:

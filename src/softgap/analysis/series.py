@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int
 
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_share
+from softgap.inputs import check_count, check_share
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
 from softgap.signal.patterns import check_batch, least_windows
 from softgap.signal.transforms import fewest_steps
@@ -91,8 +91,8 @@ class Settings:
     seed: int
 
     def __post_init__(self) -> None:
-        checked_share("alpha", self.alpha, usual=0.05)
-        checked_count("seed", self.seed, least=0)
+        check_share("alpha", self.alpha, usual=0.05)
+        check_count("seed", self.seed, least=0)
         if self.quantity not in QUANTITIES:
             raise unknown_name("quantity", self.quantity, QUANTITIES)
         # Order, delay, ties and eligibility by the rules of ``softgap.signal``.

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Float
 
-from softgap.inputs import checked_count, checked_share
+from softgap.inputs import check_count, check_share
 from softgap.signal.entropy import check_q, log_where_positive, probabilities, reduce_blocks, renyi, shannon
 from softgap.signal.patterns import Options, check_batch, pattern_counts
 from softgap.signal.results import ComplexityEntropy, Entropy, MissingPatterns, RenyiComplexity
@@ -84,7 +84,7 @@ def missing_patterns(
     windows share no values and are independent. A real series has fewer effective windows: read forbidden patterns
     of slow series with care.
     """
-    checked_share("alpha", alpha, usual=0.01)
+    check_share("alpha", alpha, usual=0.01)
     counted = pattern_counts(x, order, delay, **options)
     patterns = counted.counts.shape[-1]
     missing = (counted.counts == 0) & counted.eligible[..., None]
@@ -117,8 +117,8 @@ def complexity_bounds(order: int = 3, *, points: int = 200, per_piece: int = 8) 
     frequency 0 to 1/(k + 1), k equal ones, the rest missing (Martin, Plastino and Rosso, Physica A 369, 439 (2006)).
     """
     n = math.factorial(check_order(order))
-    checked_count("points", points, least=2)
-    checked_count("per_piece", per_piece)
+    check_count("points", points, least=2)
+    check_count("per_piece", per_piece)
     large = np.linspace(1, 1 / n, points)
     least = _grouped_plane(np.stack([large, (1 - large) / (n - 1)]), np.array([[1.0], [n - 1.0]]), n)
     k = np.arange(1, n)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.signal.kernels import shannon_rows
 from softgap.signal.patterns import Block, Options, SeriesBatch, check_batch
 from softgap.signal.results import Entropy
@@ -173,7 +173,7 @@ def multiscale_entropy(
     batch = check_batch(x, order, delay, options)
     results = []
     for scale in scales:
-        step = checked_count("a scale", scale)
+        step = check_count("a scale", scale)
         steps = batch.rows.shape[1] // step
         # The count is spelled out: reshape cannot infer it where a scale leaves no step.
         parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
@@ -292,8 +292,8 @@ def windowed_entropy(
         Of ``permutation_entropy``.
     """
     series = check_series(x, use="windowed entropy")
-    checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
-    step = checked_count("stride", width if stride is None else stride)
+    check_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
+    step = check_count("stride", width if stride is None else stride)
     views = np.lib.stride_tricks.sliding_window_view(series, width, axis=-1)[..., ::step, :]
     count = views.shape[-2]
     windows_per_block = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))

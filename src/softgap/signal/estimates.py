@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.intervals import ArrayInterval
 from softgap.signal.entropy import reduce_blocks
 from softgap.signal.kernels import resample_row, shannon_rows, stretch_rows
@@ -66,8 +66,8 @@ def bias_factor(order: int, windows: int, delay: int = 1, *, seed: int = 0) -> f
     """
     check_order(order)
     check_delay(delay)
-    checked_count("a seed", seed, least=0)
-    place = 2 * math.log2(min(checked_count("windows", windows), max(2000, 20 * math.factorial(order))))
+    check_count("a seed", seed, least=0)
+    place = 2 * math.log2(min(check_count("windows", windows), max(2000, 20 * math.factorial(order))))
     below = math.floor(place)
     low, high = (_simulated_factor(order, delay, k, seed) for k in (below, below + 1))
     return low + (place - below) * (high - low)
@@ -123,7 +123,7 @@ def rarefied_entropy(
         counted[block.where], rate[block.where] = block.windows, block.tie_rate
     enough = counted[counted >= batch.least]
     fewest = int(enough.min()) if enough.size else batch.least
-    common = fewest if windows is None else checked_count("windows", windows)
+    common = fewest if windows is None else check_count("windows", windows)
     values, stretches = np.full(series, np.nan), np.zeros(series, np.int64)
     if common >= batch.least:
         for block in batch.indices():
@@ -205,11 +205,11 @@ def entropy_interval(
     >>> bool(found.low <= found.value <= found.high)
     True
     """
-    checked_share("level", level, usual=0.95)
-    checked_count("replicates", replicates, least=2)
+    check_share("level", level, usual=0.95)
+    check_count("replicates", replicates, least=2)
     if block is not None:
-        checked_count("block", block)
-    rng = checked_rng(options.get("rng"))
+        check_count("block", block)
+    rng = check_rng(options.get("rng"))
     batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     value, samples = np.full(series, np.nan), np.full((series, replicates), np.nan)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.signal.complexity import missing_fraction, statistical_complexity
 from softgap.signal.entropy import permutation_entropy, weighted_permutation_entropy
 from softgap.signal.patterns import Options, SeriesBatch, check_batch
@@ -102,12 +102,12 @@ def noise_null(
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)
     check_order(order)
-    checked_count("length", length)
-    checked_count("samples", samples, least=2)
+    check_count("length", length)
+    check_count("samples", samples, least=2)
     key = (int(length), int(order), delay, measure, transform, int(samples))
     if isinstance(rng, np.random.Generator):
         return _simulate_null(*key, rng)
-    return _cached_null(*key, checked_count("a seed", rng, least=0))
+    return _cached_null(*key, check_count("a seed", rng, least=0))
 
 
 def z_scores(

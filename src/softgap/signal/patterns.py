@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_rng, is_whole
+from softgap.inputs import check_count, check_rng, is_whole
 from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, shannon_rows, weigh_rows
 from softgap.signal.results import PatternCounts, Patterns
 from softgap.signal.validation import check_delay, check_order, not_finite, real_array, series_name
@@ -83,9 +83,9 @@ def noise_spread(order: int, windows: int, *, delay: int = 1, series: int = 2000
     """Simulate ``series`` white-noise series of ``windows`` windows each."""
     check_order(order)
     check_delay(delay)
-    checked_count("windows", windows)
-    checked_count("series", series, least=2)
-    checked_rng(rng)
+    check_count("windows", windows)
+    check_count("series", series, least=2)
+    check_rng(rng)
     patterns, length = math.factorial(order), windows + (order - 1) * delay
     entropy, seen = np.empty(series), np.empty(series)
     rows = max(1, _NOISE_BLOCK // max(length, patterns))

@@ -12,7 +12,7 @@ import scipy.fft
 from jaxtyping import Bool, Complex128, Float64, Int64
 
 from softgap.errors import UnsupportedError, unknown_name
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.signal.kernels import compiled
 from softgap.signal.validation import check_series
 
@@ -248,7 +248,7 @@ def surrogates(
         raise unknown_name("surrogate", method, SURROGATES)
     series = check_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
     _check_counts(method, series.shape[-1], count, block, max_iterations, workers)
-    checked_rng(rng)
+    check_rng(rng)
     time, shape = series.shape[-1], (*series.shape[:-1], count)
     rows = series.reshape(-1, time)
     initial = _draw_surrogates(rows, method, count, block, rng, workers)
@@ -274,10 +274,10 @@ def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
 def _check_counts(
     method: str, time: int, count: int, block: int | None, max_iterations: int | None, workers: int
 ) -> None:
-    checked_count("count", count)
-    checked_count("workers", workers)
+    check_count("count", count)
+    check_count("workers", workers)
     if method == "block_shuffle":
-        checked_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
+        check_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
     elif block is not None:
         raise UnsupportedError(f"surrogate '{method}' has no blocks, got block={block!r}; use 'block_shuffle'")
     if max_iterations is None:
@@ -286,7 +286,7 @@ def _check_counts(
         raise UnsupportedError(
             f"surrogate '{method}' does not iterate, got max_iterations={max_iterations!r}; use 'iaaft'"
         )
-    checked_count("max_iterations", max_iterations)
+    check_count("max_iterations", max_iterations)
 
 
 def _draw_surrogates(

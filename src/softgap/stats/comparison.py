@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64
 from scipy import stats
 
 from softgap.deprecation import DeprecatedAttribute
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
 from softgap.stats.equivalence import Power, detectable
@@ -195,9 +195,9 @@ def _compare_rows(
     alpha: float = 0.05,
     power: float = 0.8,
 ) -> Comparison:
-    checked_rng(rng)
-    count = checked_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
-    alpha, power = checked_share("alpha", alpha, 0.05), checked_share("power", power, 0.8)
+    check_rng(rng)
+    count = check_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
+    alpha, power = check_share("alpha", alpha, 0.05), check_share("power", power, 0.8)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
     design = design_of(labels, codes, check_strata(strata, len(table)), exchange)
     rows, basis = design.reduce(table), check_covariates(covariates, design, len(table))

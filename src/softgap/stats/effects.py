@@ -12,7 +12,7 @@ from scipy import stats
 from scipy.special import gammaln, nctdtr
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import Design, bootstrap_weights, design_of, percentile_interval
 from softgap.stats.validation import check_codes, check_groups, check_labels, check_strata, check_values
 
@@ -197,7 +197,7 @@ def contrast_table(
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
     design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)
     basis = check_covariates(covariates, design, len(table))
-    return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95), basis)
+    return contrast_of(design.reduce(table), design, groups, shape, check_share("level", level, 0.95), basis)
 
 
 def check_covariates(covariates: Any, design: Design, samples: int) -> Float64[np.ndarray, "row dimension"] | None:
@@ -370,7 +370,7 @@ def hedges_g(
     True
     """
     table, labels, shape = check_groups(a, b)
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     _raise_if_equal_within_groups(table, labels, shape)
     value = _g(table, labels.astype(np.float64)[None], (~labels).astype(np.float64)[None])[0]
     if rng is None:
@@ -379,7 +379,7 @@ def hedges_g(
         low, high = _noncentral_interval(value, labels, level)
         return EffectSize(value.reshape(shape), low.reshape(shape), high.reshape(shape), level, "noncentral t", None)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    weights = bootstrap_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
+    weights = bootstrap_weights(labels, codes, check_count("replicates", replicates, least=99), check_rng(rng))
     sample = _g(table, weights * labels, weights * ~labels)
     low, high = percentile_interval(sample, level)
     name = "bootstrap" if codes is None else "cluster bootstrap"

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float64
 from scipy import stats
 
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_share
+from softgap.inputs import check_share
 from softgap.stats.design import Design
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast
 from softgap.stats.permutation import StatisticTerms, numerator_and_error
@@ -83,7 +83,7 @@ def equivalence(contrast: Contrast, margin: float, *, standardized: bool = True,
     >>> found.equivalent.tolist()
     [True, False]
     """
-    alpha = checked_share("alpha", alpha, 0.05)
+    alpha = check_share("alpha", alpha, 0.05)
     if not (np.isfinite(margin) and margin > 0):
         raise ValueInputError(f"margin must be a positive number, got {margin!r}; 0.2 standard deviations are small")
     scale = contrast.deviation if standardized else np.ones_like(contrast.deviation)

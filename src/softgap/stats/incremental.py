@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
 from softgap.stats.design import row_exchange
 from softgap.stats.permutation import Null, null_of
@@ -188,11 +188,11 @@ def incremental_auroc(
             f"baselines must have one row per sample, got {len(free)} for {len(table)} samples; "
             "give each sample its own row"
         )
-    sizes = sorted({0, *(checked_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
-    checked_count("folds", folds, least=2)
-    count = checked_count("permutations", permutations, least=19)
+    sizes = sorted({0, *(check_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
+    check_count("folds", folds, least=2)
+    count = check_count("permutations", permutations, least=19)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    plan = _outer_folds(in_first, codes, folds, checked_rng(rng))
+    plan = _outer_folds(in_first, codes, folds, check_rng(rng))
     y = np.where(in_first, 1.0, -1.0)
     table = _standardise(table)
     free = _standardise(free)

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError, unknown_name
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.stats.design import design_of, mixed_clusters
 from softgap.stats.effects import centred_rows, weights_of
 from softgap.stats.validation import check_codes, check_labels, check_strata, check_values
@@ -93,7 +93,7 @@ def match(
         raise ValueInputError(
             f"caliper must be a positive number of standard deviations, got {caliper!r}; 0.1 is usual"
         )
-    checked_count("bins", bins, least=2)
+    check_count("bins", bins, least=2)
     codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
     within = bool(mixed_clusters(in_first, codes).any())
     matching_unit = np.arange(len(in_first)) if within else codes

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int64
 
 from softgap.errors import ShapeError
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.stats.design import design_of
 from softgap.stats.effects import contrast_of
 from softgap.stats.permutation import numerator_and_error, statistic_terms
@@ -67,9 +67,9 @@ def recurrence(
     if len(shape) != 2:
         raise ShapeError(f"values must be [sample, mode, head], got {1 + len(shape)} axes; put other axes into one")
     modes, heads = shape
-    checked_count("top", top, least=1, most=max(1, heads - 1), remedy="with all heads on top nothing can recur")
-    count = checked_count("permutations", permutations, least=19)
-    checked_rng(rng)
+    check_count("top", top, least=1, most=max(1, heads - 1), remedy="with all heads on top nothing can recur")
+    count = check_count("permutations", permutations, least=19)
+    check_rng(rng)
     in_first, groups = check_labels(labels, len(table), first)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
     design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from softgap.deprecation import DeprecatedAttribute, deprecated_keywords
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import mixed_clusters
 from softgap.stats.validation import check_codes, check_labels
 from softgap.stats.verdict import OUTCOMES, Verdict
@@ -83,7 +83,7 @@ def cohens_kappa(first_labels: Any, second_labels: Any, *, level: float = 0.95) 
             f"both scorers must label the same samples, got {list(first.shape)} and {list(second.shape)} labels; "
             "leave out samples that one of them skipped"
         )
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     n = len(first)
     codes = check_codes("labels", np.concatenate([first, second]), 2 * n)
     categories = np.unique(np.concatenate([first, second]))
@@ -126,10 +126,10 @@ def label_noise(
     """
     values = np.asarray(labels)
     in_first, _ = check_labels(values, len(values) if values.ndim else 0, first)
-    checked_rng(rng)
-    checked_count("draws", draws)
+    check_rng(rng)
+    check_count("draws", draws)
     for rate in rates:
-        checked_share("each of rates", rate, 0.1)
+        check_share("each of rates", rate, 0.1)
     codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
     clusters_to_flip = np.arange(len(in_first)) if mixed_clusters(in_first, codes).any() else codes
     observed_units = set(decide(in_first).units)

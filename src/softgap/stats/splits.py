@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import checked_share, refuse_string
+from softgap.inputs import check_share, refuse_string
 
 __all__ = ["Split", "cluster_folds", "confirmation_split"]
 
@@ -35,7 +35,7 @@ def confirmation_split(
     sample added later moves no other. With ``clusters`` their names decide, and samples of one cluster stay together.
     ``hash`` is SHA-256 of everything that the split depends on: write it down before looking.
     """
-    share = checked_share("fraction", fraction, 0.3)
+    share = check_share("fraction", fraction, 0.3)
     refuse_string("ids", ids, "one name per sample")
     refuse_string("clusters", clusters, "one name per sample")
     names = [str(name) for name in ids]

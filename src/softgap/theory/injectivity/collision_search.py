@@ -13,7 +13,7 @@ from softgap.attention import Mechanism, resolve
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.theory.injectivity.collisions import EXACT, Collision, certify, mechanism_weights
-from softgap.theory.injectivity.inversion import checked_keys
+from softgap.theory.injectivity.inversion import check_keys
 
 __all__ = ["Search", "find_collision", "outside_proposition"]
 
@@ -113,7 +113,7 @@ def find_collision(
     tolerance
         Largest difference of a weight, over the largest weight, up to which two distributions are one.
     """
-    matrix, mechanism = checked_keys(keys), resolve(mechanism)
+    matrix, mechanism = check_keys(keys), resolve(mechanism)
     if queries < 1 or starts < 1:
         raise ValueInputError(f"queries and starts must be at least 1, got {queries} and {starts}; raise them")
     if mechanism.kind == "constant":

@@ -14,7 +14,7 @@ from softgap.attention import Mechanism, attention_weights, resolve
 from softgap.attention.feature_maps import seeded_affine
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError
 from softgap.theory.injectivity.inversion import (
-    checked_keys,
+    check_keys,
     key_condition,
     null_direction,
     softmax_query,
@@ -93,7 +93,7 @@ def mechanism_weights(
     Every query stands at the position of the last key: as many heads that share one KV head.
     """
     q = torch.as_tensor(np.atleast_2d(np.asarray(queries, dtype=np.float64)))
-    k = torch.as_tensor(checked_keys(keys))
+    k = torch.as_tensor(check_keys(keys))
     weights = attention_weights(mechanism, q[None, :, None], k[None, None], scale=scale, dtype=torch.float64)
     return np.asarray(weights[0, :, 0].numpy())
 
@@ -166,7 +166,7 @@ def affine_collision(
         In degrees, between any two of the queries. u is drawn again until w and -h leave room for it; they never do if
         b = 0, where all p_c are multiples.
     """
-    matrix = checked_keys(keys)
+    matrix = check_keys(keys)
     a, b = _affine_parameters(resolve(mechanism), matrix.shape[1])
     h = np.linalg.solve(a, b)
     for _ in range(attempts):
