@@ -32,9 +32,9 @@ from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
 from softgap.models import load_model
-from softgap.models.calibrations import equip_mechanism
+from softgap.models.tensor_files import equip_mechanism
 from softgap.probe import read_ids
-from softgap.probe.tensors import visit_layers
+from softgap.probe.layout import visit_layers
 
 POSITIONS = 8192
 # Held-out sequences by length: short ones for the mean, long ones for far positions.

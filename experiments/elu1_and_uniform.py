@@ -29,7 +29,7 @@ from held_out import sequences
 from softgap.attention import attend, divergence
 from softgap.calibration.conditions import DOMAINS
 from softgap.models import load_model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 
 FEWEST = 3
 

@@ -33,8 +33,7 @@ from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
 from softgap.linearize.sequences import Sequences, digest_of_sequences
 from softgap.models import load_model
-from softgap.report.figures import draw_frontier
-from softgap.report.files import save_figure
+from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.

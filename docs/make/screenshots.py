@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from softgap.models import load_model
-from softgap.models.calibrations import default_mechanisms
+from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import generate, read
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest

@@ -28,8 +28,7 @@ from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
-from softgap.models.calibrations import calibration_path, default_mechanisms
-from softgap.models.tensor_files import load_calibration, save_calibration
+from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
 from softgap.report.columns import study_calibration

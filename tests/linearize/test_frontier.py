@@ -29,8 +29,7 @@ from softgap.linearize import (
 from softgap.linearize.frontier import first_heads, order_units, random_order, units_of
 from softgap.linearize.search import _largest_set
 from softgap.linearize.sequences import read_swapped
-from softgap.report.figures import draw_frontier, draw_plan
-from softgap.report.files import save_figure
+from softgap.report.figures import draw_frontier, draw_plan, save_figure
 from support.linearize_cases import sharp_llama
 from support.model_examples import byte_tokenizer
 

@@ -12,8 +12,7 @@ from softgap.attention import attend, attention_weights, compare_outputs
 from softgap.errors import SoftgapError
 from softgap.intervene.swap import swap
 from softgap.linearize import heads_of_layer
-from softgap.linearize.ranking import rank_agreement, split_half
-from softgap.linearize.scores import SCORES, add_recall_scores, head_scores
+from softgap.linearize.scores import SCORES, add_recall_scores, head_scores, rank_agreement, split_half
 from softgap.linearize.sequences import Sequences
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from support.linearize_cases import sharp_llama, with_random_parameters

@@ -42,7 +42,7 @@ from softgap.linearize import (
 from softgap.linearize.sequences import read_swapped
 from softgap.models.support import check_measurable, untappable_reason
 from softgap.probe import read_ids
-from softgap.probe.tensors import visit_layers
+from softgap.probe.layout import visit_layers
 from softgap.theory import focus_in_model, injectivity_in_model, position_in_model
 from support.model_examples import byte_tokenizer, tiny_llama
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from softgap import stats
-from softgap.stats.splits import cluster_folds
+from softgap.stats.design import cluster_folds
 from support.stats_cases import RNG, heads, labels_of, length_confound, planted, questions
 
 

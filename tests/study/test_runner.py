@@ -16,8 +16,7 @@ import pytest
 
 from softgap.cli import main
 from softgap.study import StudySettings, run_study
-from softgap.study.batches import plan_batches
-from softgap.study.files import read_failures
+from softgap.study.batches import plan_batches, read_failures
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder

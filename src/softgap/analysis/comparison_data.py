@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float64
 from softgap.analysis.features import FeatureTable, feature_table
 from softgap.analysis.preregistration import Preregistration
 from softgap.errors import ValueInputError
-from softgap.tasks.stored import stored_prompts
+from softgap.tasks.sources import stored_prompts
 from softgap.trajectories import Study
 from softgap.trajectories.folder import Folder
 

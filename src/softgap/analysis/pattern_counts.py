@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int, Int64
 
-from softgap.analysis.dynamics_findings import SystemPoint
 from softgap.analysis.series import Cut, Samples, Settings, transform_series
 from softgap.progress import Progress
 from softgap.signal import ordinal_patterns, pattern_counts, simulate, systems
@@ -22,6 +21,7 @@ __all__ = [
     "Geometry",
     "HeadPatternCounts",
     "Moments",
+    "SystemPoint",
     "count_patterns",
     "known_points",
     "moments_of",
@@ -171,6 +171,16 @@ def _entropies(counts: np.ndarray) -> Float64[np.ndarray, " row"]:
     entropies = np.empty(len(counts))
     shannon_rows(counts, entropies)
     return entropies
+
+
+@dataclass(frozen=True)
+class SystemPoint:
+    """Where a known system of the data's length lies in the complexity-entropy plane, after the same transform."""
+
+    name: str
+    kind: str
+    entropy: float
+    complexity: float
 
 
 def known_points(geometry: Geometry, rng: np.random.Generator) -> tuple[SystemPoint, ...]:

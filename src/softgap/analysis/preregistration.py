@@ -13,11 +13,10 @@ from typing import Any
 
 from softgap.analysis.series import Cut
 from softgap.errors import StoreError, ValueInputError, unknown_name
-from softgap.inputs import as_items, check_count, check_share
+from softgap.inputs import as_items, check_count, check_share, file_text
 from softgap.signal.patterns import least_windows
 from softgap.signal.validation import check_order
 from softgap.stats import EXCHANGES, Split
-from softgap.tasks.text_files import file_text
 from softgap.trajectories import QUANTITIES
 from softgap.trajectories.folder import Folder, add_line, read_lines
 from softgap.trajectories.validation import PARTS

@@ -15,7 +15,7 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.fit import LayerText
 from softgap.errors import UnsupportedError
 from softgap.models.loading import Model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 
 __all__ = ["Activations", "LayerSample", "LayerSite", "gather"]
 

@@ -14,7 +14,7 @@ from softgap.calibration.held_out import gap_closed, measure_sequence
 from softgap.calibration.texts import Corpus
 from softgap.intervals import Interval
 from softgap.models.loading import Model, Tokenizer
-from softgap.probe.arguments import takes_positions
+from softgap.probe.tap import takes_positions
 from softgap.trajectories.validation import BASELINE
 
 __all__ = ["DOMAINS", "evaluate_conditions"]

@@ -21,9 +21,9 @@ from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import takes_positions
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import record
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
 from softgap.trajectories.validation import BASELINE

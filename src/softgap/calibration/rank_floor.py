@@ -28,7 +28,7 @@ from softgap.attention.rank import (
 )
 from softgap.calibration.held_out import FIRST
 from softgap.models.loading import Model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Ladders", "Rung", "ladders"]

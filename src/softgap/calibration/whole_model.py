@@ -29,12 +29,12 @@ from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
-from softgap.models.calibrations import calibration_path
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import (
     StoredCalibration,
+    calibration_path,
     digest_of,
     held_out_summary,
     load_calibration,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from softgap.cli.options import Attn, Device, Dtype, Json, check_new, read_text_argument
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import has_colour
+from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def _fit(
 ) -> tuple[Calibration, Path]:
     from softgap.calibration import Recipe, calibrate
     from softgap.models import load_model
-    from softgap.models.calibrations import calibration_path
-    from softgap.models.verbosity import quiet_transformers
+    from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import calibration_path
     from softgap.progress import show_progress
 
     recipe = Recipe(**settings)
@@ -116,7 +116,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     import numpy as np
 
     from softgap.analysis.headline import held_out_sentence
-    from softgap.cli.render.heatmap import heat_map
+    from softgap.cli.render.output import heat_map
     from softgap.models.tensor_files import held_out_summary
 
     console = output.console()

@@ -174,7 +174,8 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
             f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
         )
     if picture is not None:
-        from softgap.report.files import check_ending, check_output_file, require_matplotlib
+        from softgap.report.figures import check_ending, require_matplotlib
+        from softgap.trajectories.folder import check_output_file
 
         check_ending(picture)
         check_output_file(picture, "--picture")
@@ -194,8 +195,8 @@ def _search(
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
-    from softgap.models.calibrations import calibrated_mechanisms
-    from softgap.models.verbosity import quiet_transformers
+    from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import calibrated_mechanisms
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
@@ -227,8 +228,7 @@ def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None
 
 
 def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:
-    from softgap.report.figures import draw_plan
-    from softgap.report.files import save_figure
+    from softgap.report.figures import draw_plan, save_figure
 
     save_figure(draw_plan(plan, *_shape(layers)), picture)
 

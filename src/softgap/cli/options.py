@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.tasks.text_files import check_text, decode_utf8, file_text
+from softgap.inputs import check_text, decode_utf8, file_text
 
 if TYPE_CHECKING:
     from softgap.study import StudySettings
@@ -232,7 +232,7 @@ class StudyOptions:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Refuse a folder, an existing file unless it may be replaced, and a place that cannot be written to."""
-    from softgap.report.files import check_output_file
+    from softgap.trajectories.folder import check_output_file
 
     check_output_file(path)
     if os.path.lexists(path) and not overwrite:

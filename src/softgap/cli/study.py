@@ -75,7 +75,7 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options:
 
 
 def _estimate_cost(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
-    from softgap.models.verbosity import quiet_transformers
+    from softgap.models.loading import quiet_transformers
     from softgap.progress import show_waiting
     from softgap.study import estimate_study, plan_study
     from softgap.trajectories.folder import Folder

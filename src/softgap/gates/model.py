@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.errors import SoftgapError
-from softgap.models.calibrations import DEFAULT_MECHANISMS
 from softgap.models.support import attention_modules
-from softgap.probe.arguments import takes_positions
+from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.capture import read_ids
 from softgap.probe.recording import record
 from softgap.probe.softmax import softmax_output
-from softgap.probe.tap import AttentionCall, observe_attention, overridden_names
+from softgap.probe.tap import AttentionCall, observe_attention, overridden_names, takes_positions
 from softgap.probe.visibility import VisibleSets, seen_by_mask
 from softgap.trajectories import Trajectories
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
 from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
-from softgap.intervene.forward import Forward, follow_forwards
+from softgap.intervene.layerwise import Forward, follow_forwards
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers

@@ -36,9 +36,8 @@ from softgap.linearize.sequences import (
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
-from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.layout import AttentionLayer, LayerTensors, attention_layers, visit_layers
 from softgap.probe.tap import AttentionCall, replace_attention
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 

@@ -1,4 +1,4 @@
-"""Score how costly the swap of each head will be, from a few forward and backward passes."""
+"""Score how costly the swap of each head will be, and measure how well a score ranks heads by that cost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.stats import rankdata
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,17 +17,18 @@ from softgap.attention import Mechanism, compare_outputs
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
+from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
-from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.softmax import softmax_rows
+from softgap.probe.layout import attention_layers, output_weight
+from softgap.probe.softmax import head_shapes
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["SCORES", "Scores", "add_recall_scores", "head_scores"]
+__all__ = ["SCORES", "Ranking", "Scores", "add_recall_scores", "head_scores", "rank_agreement", "split_half"]
 
 
 SHAPES: Mapping[str, str] = {
@@ -34,49 +36,6 @@ SHAPES: Mapping[str, str] = {
     "logit_variance": "variance of the scores over the visible keys, mean over queries",
     "block_rank": "effective rank of the weights of the second half of the queries on the first half of the keys",
 }
-
-
-_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
-
-
-def head_shapes(call: AttentionCall) -> dict[str, Float[Tensor, " head"]]:
-    """The three numbers for every head of one call."""
-    visible = VisibleSets().of(call)
-    batch, heads, n, _ = call.query.shape
-    focus, spread, queries = torch.zeros(heads), torch.zeros(heads), 0
-    corner = torch.zeros(heads, n - n // 2, n // 2)
-    for block in softmax_rows(call, visible):
-        a = block.weights.float().cpu()
-        seen = visible.fitted_to(batch, heads, n, call.key.shape[2]).rows(
-            block.rows.start, block.rows.stop, (block.keys.start, block.keys.stop), call.query.device
-        )
-        count = seen.sum(dim=-1).clamp(min=1).cpu()
-        focus += (1 - a.sum(-1) / (count * a.square().sum(-1)).sqrt().clamp(min=1e-12)).sum(dim=(0, 2))
-        # log a is the score up to a constant per row.
-        logs = a.clamp(min=1e-30).log().masked_fill(~seen.cpu(), 0)
-        mean = logs.sum(-1) / count
-        spread += (logs.square().sum(-1) / count - mean.square()).sum(dim=(0, 2))
-        queries += a.shape[0] * a.shape[2]
-        first = max(block.rows.start, n // 2)
-        if block.rows.stop > first and block.keys.start == 0:
-            corner[:, first - n // 2 : block.rows.stop - n // 2] = a[0, :, first - block.rows.start :, : n // 2]
-    energy = torch.linalg.svdvals(corner).square()
-    share = energy / energy.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    rank = (-(share * share.clamp(min=1e-30).log()).sum(dim=-1)).exp()
-    return {"focus": focus / queries, "logit_variance": spread / queries, "block_rank": rank}
-
-
-def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head value_dim model_dim"] | None:
-    """The rows of the output projection that each head writes with; None where the module has none of a known name."""
-    for name in _PROJECTIONS:
-        weight = getattr(getattr(layer.module, name, None), "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            continue
-        for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
-            if matrix.shape[0] == layer.heads * value_dim:
-                weights: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
-                return weights
-    return None
 
 
 SAMPLES = 4
@@ -413,3 +372,66 @@ def _forward_scores(
         model(ids[:, :-1], use_cache=False)
     columns = [rows[id(part.layer.module)] for part in parts]
     return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+
+SPLITS = 100
+
+
+RESAMPLES = 999
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Spearman's correlation of a score with measured costs.
+
+    Attributes
+    ----------
+    correlation
+        With its middle 95 % over resampled heads. Texts stay: drawing them anew would add their noise once more, and
+        what it does is what the ceiling says.
+    half
+        Correlation of the costs measured on two halves of the texts, mean over random splits.
+    ceiling
+        What the true costs would reach: sqrt(2 half / (1 + half)); 0 where the halves do not agree at all.
+    disattenuated
+        correlation / ceiling; NaN where there is no ceiling.
+    """
+
+    correlation: Interval
+    half: float
+    ceiling: float
+    disattenuated: float
+
+
+def rank_agreement(
+    score: Float[np.ndarray, " head"], costs: Float[np.ndarray, "head text"], *, rng: np.random.Generator
+) -> Ranking:
+    """How well a score, taken elsewhere, ranks the costs measured on these texts."""
+    measured = costs.mean(axis=-1)
+    draws = rng.integers(len(score), size=(RESAMPLES, len(score)))
+    low, high = np.nanquantile([_spearman(score[rows], measured[rows]) for rows in draws], [0.025, 0.975])
+    value = _spearman(score, measured)
+    half, ceiling = split_half(costs, rng=rng)
+    corrected = value / ceiling if ceiling > 0 else float("nan")
+    return Ranking(Interval(value, float(low), float(high)), half, ceiling, corrected)
+
+
+def split_half(costs: Float[np.ndarray, "head text"], *, rng: np.random.Generator) -> tuple[float, float]:
+    """Mean correlation of two halves of the texts over random splits, and the ceiling that follows."""
+    texts = costs.shape[1]
+    if texts < 2:
+        return float("nan"), 0.0
+    correlations = []
+    for _ in range(SPLITS):
+        order = rng.permutation(texts)
+        first, second = order[: texts // 2], order[texts // 2 :]
+        correlations.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
+    half = float(np.mean(correlations))
+    return half, float(np.sqrt(2 * half / (1 + half))) if half > 0 else 0.0
+
+
+def _spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
+    x, y = rankdata(a), rankdata(b)
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])

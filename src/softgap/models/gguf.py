@@ -30,8 +30,8 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 from softgap.errors import ModelError
 from softgap.models.cache import CopyRecord, build_copy, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256, embedded_copy, package_file
+from softgap.models.loading import quiet_transformers
 from softgap.models.support import refusal
-from softgap.models.verbosity import quiet_transformers
 from softgap.progress import Progress
 
 __all__ = [

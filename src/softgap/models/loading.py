@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub.utils
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -21,6 +24,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -30,23 +34,48 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from softgap.errors import ModelError
 from softgap.models.cache import copy_folder, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256
-from softgap.models.gguf import (
-    LARGEST_CACHED,
-    convert,
-    embedded_folder,
-    file_hash,
-    gguf_metadata,
-    read_gguf,
-)
 from softgap.models.support import TAPPED_ATTENTION, refusal
-from softgap.models.verbosity import quiet_transformers
 from softgap.progress import Progress, bar_or_callback
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "quiet_transformers"]
+
+
+_QUIET = threading.RLock()
+
+
+@contextlib.contextmanager
+def quiet_transformers(*, downloads: bool) -> Iterator[None]:
+    """Silence the warnings and bars of transformers and the hub, then restore them; `downloads` keeps download bars.
+
+    What those warnings tell (missing weights, unknown types) is checked by the caller and raised instead. The lock
+    keeps two threads from restoring each other's settings.
+    """
+    with _QUIET:
+        level = logging.get_verbosity()
+        hub_level = hub_logging.get_verbosity()
+        bars = logging.is_progress_bar_enabled()
+        hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
+        logging.set_verbosity_error()
+        hub_logging.set_verbosity(hub_logging.ERROR)
+        logging.disable_progress_bar()
+        if downloads and hub_bars:
+            huggingface_hub.utils.enable_progress_bars()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            hub_logging.set_verbosity(hub_level)
+            if bars:
+                logging.enable_progress_bar()
+            if hub_bars:
+                huggingface_hub.utils.enable_progress_bars()
+            else:
+                huggingface_hub.utils.disable_progress_bars()
 
 
 def explain(name: str, error: Exception) -> ModelError:
@@ -200,6 +229,8 @@ def load_model(
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
         if source.kind == "embedded":
+            from softgap.models.gguf import embedded_folder
+
             return _load_pretrained(source, embedded_folder(report), options)
         if source.kind == "gguf":
             return _load_gguf(source, Path(source.name), options, report)
@@ -262,6 +293,8 @@ def _require_model_folder(folder: Path) -> None:
 
 def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress) -> Loaded:
     """A GGUF file by way of its converted copy; a large one directly."""
+    from softgap.models.gguf import LARGEST_CACHED, convert, file_hash, gguf_metadata, read_gguf
+
     if path.stat().st_size > LARGEST_CACHED:
         model, tokenizer = read_gguf(path, report)
         if options.attn is not None:

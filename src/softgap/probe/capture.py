@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.models.calibrations import DEFAULT_MECHANISMS
 from softgap.models.fingerprint import live_options, manifest_of, replay_options
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import takes_positions
+from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.recording import BLOCK, Step, record
+from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Manifest, Trajectories, inputs_digest
 

@@ -17,10 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.calibrations import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import (
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
+from softgap.probe.meter import Meter
+from softgap.probe.stream import Stream
+from softgap.probe.tap import (
+    AttentionCall,
     by_name,
     cache_length,
     cached_keys,
@@ -28,12 +31,10 @@ from softgap.probe.arguments import (
     generation_config,
     grows_by_copies,
     new_valid,
+    observe_attention,
     prompt_length,
     row_lengths,
 )
-from softgap.probe.meter import Meter
-from softgap.probe.stream import Stream
-from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 

@@ -140,7 +140,7 @@ def study_calibration(manifest: Manifest) -> Path | None:
         return None
     # Only now: they bring torch with them.
     from softgap.calibration import Calibration
-    from softgap.models.calibrations import calibration_path
+    from softgap.models.tensor_files import calibration_path
 
     path = calibration_path(manifest.weights)
     if not path.is_file():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.report.figures import draw_plan
-from softgap.report.files import figure_bytes, written_whole
+from softgap.report.figures import draw_plan, figure_bytes
+from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings
@@ -38,8 +38,6 @@ __all__ = [
 
 
 FORMAT = "softgap-findings"
-
-
 VERSION = 1
 
 

@@ -23,10 +23,10 @@ from softgap.report.documents import (
     read_documents,
     read_lab,
 )
-from softgap.report.files import check_output_file, written_whole
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
+from softgap.trajectories.folder import check_output_file, written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings

@@ -1,7 +1,8 @@
-"""Figures of results: the complexity-entropy plane, comparisons, plans and frontiers."""
+"""Figures of results (the complexity-entropy plane, comparisons, plans and frontiers), and their files."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from softgap.errors import ValueInputError
-from softgap.report.files import new_figure, save_figure
+from softgap.errors import UnsupportedError, ValueInputError
 from softgap.signal import complexity_bounds
+from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,66 @@ if TYPE_CHECKING:
     from softgap.linearize.frontier import Frontier, Point
     from softgap.linearize.plan import Plan
 
-__all__ = ["draw_comparison", "draw_frontier", "draw_plan", "draw_plane", "save_plane"]
+__all__ = [
+    "PICTURES",
+    "check_ending",
+    "draw_comparison",
+    "draw_frontier",
+    "draw_plan",
+    "draw_plane",
+    "figure_bytes",
+    "new_figure",
+    "require_matplotlib",
+    "save_figure",
+    "save_plane",
+]
+
+
+PICTURES = (".png", ".svg")
+
+
+def require_matplotlib() -> None:
+    """Matplotlib is an extra: say so where it is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError("a figure needs matplotlib; install it with: pip install 'softgap[plot]'") from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure, as its path ends."""
+    target = Path(path)
+    content = figure_bytes(figure, check_ending(target))
+    with written_whole(target) as partial:
+        partial.write_bytes(content)
+    return target
+
+
+def check_ending(path: Path) -> str:
+    """The ending of a picture's name, if it is one."""
+    ending = path.suffix.lower()
+    if ending not in PICTURES:
+        raise ValueInputError(f"the file of a figure must end in .png or .svg, got '{path.name}'; choose one of them")
+    return ending
+
+
+def figure_bytes(figure: Figure, ending: str) -> bytes:
+    """A figure as the bytes of a file with this ending."""
+    import matplotlib
+
+    content = io.BytesIO()
+    metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
+        figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
+    return content.getvalue()
 
 
 Points = Float[np.ndarray, "point 2"]

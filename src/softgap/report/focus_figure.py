@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from softgap.report.files import new_figure
+from softgap.report.figures import new_figure
 from softgap.theory.focus.concentration import AMOUNTS, FAMILIES
 from softgap.theory.focus.synthetic import BETAS
 from softgap.trajectories.validation import BASELINE

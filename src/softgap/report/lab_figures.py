@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.report.files import new_figure
+from softgap.report.figures import new_figure
 from softgap.theory.injectivity.model import ModelInjectivity
 from softgap.theory.injectivity.synthetic import Injectivity
 from softgap.theory.position.drift import TERMS

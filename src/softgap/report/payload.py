@@ -16,8 +16,10 @@ from softgap.inputs import as_items
 from softgap.progress import Progress, silent
 from softgap.report.columns import Column
 from softgap.report.documents import Document
-from softgap.report.groups import LEVEL, Group, Groups
 from softgap.report.samples import (
+    LEVEL,
+    Group,
+    Groups,
     PackedArray,
     Selection,
     array_keys,

@@ -13,9 +13,8 @@ from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.inputs import check_count, check_rng
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
-from softgap.stats.design import row_exchange
+from softgap.stats.design import cluster_folds, row_exchange
 from softgap.stats.permutation import Null, null_of
-from softgap.stats.splits import cluster_folds
 from softgap.stats.validation import check_codes, check_labels, check_values
 
 __all__ = ["Incremental", "incremental_auroc"]

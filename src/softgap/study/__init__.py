@@ -3,9 +3,7 @@
 from typing import TYPE_CHECKING
 
 from softgap.deprecation import deprecated_names as _deprecated_names
-from softgap.study.batches import Failure, Observer, StudySettings
-from softgap.study.estimate import Estimate, estimate_study
-from softgap.study.files import LabelCounts, label_study
+from softgap.study.batches import Estimate, Failure, Observer, StudySettings, estimate_study
 from softgap.study.measurement import (
     ENGINES,
     Planned,
@@ -15,6 +13,7 @@ from softgap.study.measurement import (
     plan_study,
     run_study,
 )
+from softgap.trajectories.writer import LabelCounts, label_study
 
 __all__ = [
     "ENGINES",

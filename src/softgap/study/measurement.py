@@ -17,10 +17,9 @@ import torch
 from softgap.attention import Mechanism, resolve
 from softgap.errors import SoftgapError, StoreError, ValueInputError, unknown_name
 from softgap.inputs import refuse_string
-from softgap.models.calibrations import DEFAULT_MECHANISMS, default_mechanisms
 from softgap.models.fingerprint import manifest_of
-from softgap.models.tensor_files import load_calibration
-from softgap.models.verbosity import quiet_transformers
+from softgap.models.loading import quiet_transformers
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, default_mechanisms, load_calibration
 from softgap.probe import Interrupted, Recording
 from softgap.progress import Progress, silent
 from softgap.study.batches import (
@@ -33,12 +32,14 @@ from softgap.study.batches import (
     measure_batch,
     plan_batches,
     plan_singles,
+    read_failures,
     token_count,
+    write_failures,
+    write_prompts,
 )
-from softgap.study.files import read_failures, write_failures, write_prompts
 from softgap.tasks import Prompt, Scorer, resolve_scorer
 from softgap.tasks.prompts import check_ids
-from softgap.tasks.stored import PROMPTS, UNPLANNED, stored_prompts
+from softgap.tasks.sources import PROMPTS, UNPLANNED, stored_prompts
 from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import check_new_study

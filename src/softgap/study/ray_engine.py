@@ -14,9 +14,8 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
-from softgap.models.verbosity import quiet_transformers
-from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch
-from softgap.study.files import write_failures
+from softgap.models.loading import quiet_transformers
+from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch, write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import publish_batch, published_ids

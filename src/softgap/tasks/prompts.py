@@ -8,8 +8,7 @@ from typing import Any
 
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
-from softgap.inputs import as_items, refuse_string
-from softgap.tasks.text_files import check_text, encodable, shortened
+from softgap.inputs import as_items, check_text, encodable, refuse_string, shortened
 
 __all__ = ["Prompt", "check_ids", "prompt_from"]
 

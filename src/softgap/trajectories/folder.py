@@ -1,4 +1,4 @@
-"""The folder of a study, local or remote, with atomic writes."""
+"""The folder of a study, local or remote, and files beside it, with atomic writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import posixpath
 import re
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from softgap.errors import StoreError
 
-__all__ = ["Folder", "add_line", "json_lines", "new_name", "read_lines", "slug"]
+__all__ = ["Folder", "add_line", "check_output_file", "json_lines", "new_name", "read_lines", "slug", "written_whole"]
 
 
 _PARTIAL = ".partial"
@@ -277,3 +277,34 @@ def new_name(parent: Path, words: str, reserved: Container[str] = ()) -> str:
     while name in reserved or (parent / name).exists():
         name, number = f"{base}-{number}", number + 1
     return name
+
+
+def check_output_file(path: str | os.PathLike[str], option: str = "--out") -> None:
+    """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
+    name = os.fspath(path)
+    target = Path(name).expanduser()
+    if not name or "\0" in name:
+        raise StoreError(f"{option} must name a file, got {name!r}; give a file name")
+    try:
+        folder = target.is_dir()
+    except OSError as error:
+        raise StoreError(f"cannot write '{name}': {error.strerror or error}; choose another path") from error
+    if folder:
+        raise StoreError(f"{option} must name a file, but '{name}' is a folder; add a file name")
+    Folder.at(target.parent).try_writing("files are")
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write to: it takes the place of ``path`` when the block ends well, and is gone if it does not."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another path") from error
+    finally:
+        if target.parent.is_dir():
+            partial.unlink(missing_ok=True)

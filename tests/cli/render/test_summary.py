@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli.render.heatmap import heat_map, shade, strip_control_characters
+from softgap.cli.render.output import heat_map, shade, strip_control_characters
 from softgap.cli.render.run import show_run, show_study
 from softgap.cli.render.summary import merge_summaries, summarise
 from softgap.trajectories import QUANTITIES, Trajectories

@@ -14,7 +14,7 @@ import torch
 from softgap.attention import attend, attention_weights, mechanisms, resolve
 from softgap.cli import main
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.report.focus_figure import draw_focus, draw_focus_in_model
 from softgap.theory.focus import focus_lab, synthetic_claims
 from softgap.theory.focus.model import ModelFocus, focus_in_model

@@ -18,7 +18,7 @@ from softgap.calibration import Recipe, calibrate
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.theory.injectivity.confusion import confusion_rate, first_injective
 from softgap.theory.injectivity.inversion import key_condition
 from softgap.theory.injectivity.model import ModelInjectivity, injectivity_in_model

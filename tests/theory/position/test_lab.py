@@ -15,7 +15,7 @@ from softgap.attention.outputs import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.position.drift import TERMS, layer_series, log_slopes, normaliser_effect, predicted, synthetic_layer
 from softgap.theory.position.lab import Position, position_in_model, position_lab
 from support.cli_examples import failure, loads_once

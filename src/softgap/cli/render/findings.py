@@ -13,12 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.render.heatmap import has_colour, heat_map
-from softgap.cli.render.output import finite
+from softgap.cli.render.output import finite, has_colour, heat_map
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
-from softgap.report.files import check_output_file
-from softgap.trajectories.folder import Folder
+from softgap.trajectories.folder import Folder, check_output_file
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, Findings, HeadFinding
@@ -231,8 +229,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
 
 
 def _comparison_svg(findings: ComparisonFindings) -> bytes:
-    from softgap.report.figures import draw_comparison
-    from softgap.report.files import figure_bytes
+    from softgap.report.figures import draw_comparison, figure_bytes
 
     return figure_bytes(draw_comparison(findings), ".svg")
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
+from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
@@ -293,7 +293,7 @@ def _by_head(summary: Summary) -> dict[str, Any]:
 
 def _steps(run: Trajectories) -> list[dict[str, Any]]:
     """Per step the token and its scores, with the mean divergence over all heads by mechanism."""
-    from softgap.cli.render.heatmap import mean
+    from softgap.cli.render.output import mean
 
     divergence = mean(run.quantities["divergence"], axis=(1, 2))
     return [

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.analysis.headline import FITTED, GapSums, Headline, gap_sums, headline
-from softgap.cli.render.heatmap import mean
+from softgap.cli.render.output import mean
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.validation import BASELINE
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from softgap.attention import mechanisms
 from softgap.errors import SoftgapError, ValueInputError
-from softgap.models.calibrations import default_mechanisms
 from softgap.models.loading import Loaded
+from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import prepare_mechanism

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
 from softgap.attention.rank import BlockSpectra, block_error, block_spectra, numerical_rank, without_sink
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.focus.concentration import (
     Effect,
     FamilyPoint,

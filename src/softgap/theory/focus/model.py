@@ -16,11 +16,11 @@ from softgap.attention.rank import ENERGIES, capacity_exponent
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, rank_correlation
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import GaussianTable, sparsity

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, attend, attention_weights, compare_outputs, resolve
 from softgap.errors import ValueInputError
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.injectivity.inversion import key_condition, weight_margin
 
 __all__ = ["LayerMeasures", "LayerPlan", "common_weights", "confusion_rate", "first_injective", "measure_layer"]

@@ -14,11 +14,11 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer

@@ -16,7 +16,7 @@ from softgap.attention.feature_maps import featurise
 from softgap.attention.quadratic import weight_blocks
 from softgap.errors import ValueInputError
 from softgap.intervals import ArrayInterval
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.trajectories.validation import BASELINE
 
 __all__ = [

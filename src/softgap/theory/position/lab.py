@@ -15,11 +15,11 @@ from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, ratio
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim
 from softgap.theory.position.claims import position_claims
