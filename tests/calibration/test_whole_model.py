@@ -22,7 +22,7 @@ from softgap.calibration import (
     evaluate_held_out,
     fit_maps,
     gap_closed,
-    whole_model,
+    layers,
 )
 from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
@@ -277,7 +277,7 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
             raise KeyboardInterrupt
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", interrupted)
+    monkeypatch.setattr(layers, "fit_maps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "resumed.safetensors")
     assert not (tmp_path / "resumed.safetensors").exists()
@@ -295,7 +295,7 @@ def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytes
             raise KeyboardInterrupt
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", once)
+    monkeypatch.setattr(layers, "fit_maps", once)
     with pytest.raises(KeyboardInterrupt):
         made(path)
     layers: list[int] = []
@@ -304,7 +304,7 @@ def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytes
         layers.append(kwargs["layer"])
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", noted)
+    monkeypatch.setattr(layers, "fit_maps", noted)
     calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
     assert sorted(layers) == [0, 1]
 
