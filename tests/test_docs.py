@@ -96,7 +96,7 @@ def test_no_page_of_the_reference_shows_markup(site: Path) -> None:
 def test_docstrings_hold_no_sphinx_roles() -> None:
     source = sorted((REPOSITORY / "src").rglob("*.py"))
     assert [path.name for path in source if ROLES.search(path.read_text(encoding="utf-8"))] == []
-    assert ROLES.findall("see ``read`` and ``Step``") == [":func:", ":class:"]
+    assert ROLES.findall("see :func:`read` and :class:`Step`") == [":func:", ":class:"]
 
 
 def test_a_docstring_is_rendered_as_sections(site: Path) -> None:

@@ -298,15 +298,15 @@ def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(layers, "fit_maps", once)
     with pytest.raises(KeyboardInterrupt):
         made(path)
-    layers: list[int] = []
+    numbers: list[int] = []
 
     def noted(*args: Any, **kwargs: Any) -> Maps:
-        layers.append(kwargs["layer"])
+        numbers.append(kwargs["layer"])
         return fit_maps(*args, **kwargs)
 
     monkeypatch.setattr(layers, "fit_maps", noted)
     calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
-    assert sorted(layers) == [0, 1]
+    assert sorted(numbers) == [0, 1]
 
 
 def test_minutes_choose_the_steps_and_record_them(tmp_path: Path) -> None:
