@@ -61,9 +61,9 @@ def ready_after(browser: Browser, path: Path) -> float:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(path.absolute().as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
-    found = float(page.evaluate("Number(document.documentElement.dataset.ready)"))
+    milliseconds = float(page.evaluate("Number(document.documentElement.dataset.ready)"))
     page.close()
-    return found
+    return milliseconds
 
 
 def measure(browser: Browser, folder: Path, rounds: int) -> list[Row]:

@@ -104,6 +104,11 @@ def peak_of_process() -> int | None:
     return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
 
 
+def field_words(name: str) -> str:
+    """The name of a substitute as tables show it, where files still say repaired and tuned."""
+    return name.replace(", repaired", ", corrected").replace(", tuned", ", distilled")
+
+
 def write_section(name: str, title: str, text: str, page: Path = DOCS) -> None:
     """Replace one section of docs/benchmarks.md, or of another page, or add it; all other sections stay.
 

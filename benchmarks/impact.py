@@ -32,17 +32,17 @@ SAME = 1e-5
 
 def plain_loop(model: Any, read: Sequences, heads: list[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Change in loss, KL and accuracy for every head, by whole forwards."""
-    ids, wanted = read.ids[:, :-1], read.ids[:, 1:]
+    ids, targets = read.ids[:, :-1], read.ids[:, 1:]
     rows: dict[str, list[float]] = {"loss": [], "kl": [], "accuracy": []}
     with torch.inference_mode():
         base = model(ids, use_cache=False).logits.log_softmax(-1)
-        base_loss = functional.nll_loss(base.flatten(0, 1), wanted.flatten())
+        base_loss = functional.nll_loss(base.flatten(0, 1), targets.flatten())
         for head in heads:
             with swap(model, [head], "elu1"):
                 logs = model(ids, use_cache=False).logits.log_softmax(-1)
-            rows["loss"].append(float(functional.nll_loss(logs.flatten(0, 1), wanted.flatten()) - base_loss))
-            rows["kl"].append(float(functional.kl_div(logs, base, reduction="sum", log_target=True)) / wanted.numel())
-            right = (logs.argmax(-1) == wanted).float().mean() - (base.argmax(-1) == wanted).float().mean()
+            rows["loss"].append(float(functional.nll_loss(logs.flatten(0, 1), targets.flatten()) - base_loss))
+            rows["kl"].append(float(functional.kl_div(logs, base, reduction="sum", log_target=True)) / targets.numel())
+            right = (logs.argmax(-1) == targets).float().mean() - (base.argmax(-1) == targets).float().mean()
             rows["accuracy"].append(float(right))
     return {name: np.array(values) for name, values in rows.items()}
 
@@ -62,13 +62,13 @@ def main() -> None:
     ids = torch.randint(10, 40000, (1, options.length), generator=generator)
     read = Sequences(ids, torch.ones(1, options.length - 1, dtype=torch.bool))
     heads = [head for layer in options.layers for head in heads_of_layer(model, layer)]
-    found = impact_on(model, read, None, "elu1", controls=[], heads=heads)
+    impact = impact_on(model, read, None, "elu1", baselines=[], heads=heads)
     truth = plain_loop(model, read, heads)
-    apart = max(float(np.abs(found.change[name][0, :, 0] - values).max()) for name, values in truth.items())
+    apart = max(float(np.abs(impact.change[name][0, :, 0] - values).max()) for name, values in truth.items())
     if apart > SAME:
         raise SystemExit(f"the two sides must agree to {SAME:g}, got a difference of {apart:g}")
     sides = (
-        lambda: impact_on(model, read, None, "elu1", controls=[], heads=heads),
+        lambda: impact_on(model, read, None, "elu1", baselines=[], heads=heads),
         lambda: plain_loop(model, read, heads),
     )
     reused, plain = interleaved(sides, options.pairs, warm_up=0)

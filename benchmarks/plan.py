@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from harness import machine, peak_memory, peak_of_process, ratio, require_quiet_machine, write_section
+from harness import field_words, machine, peak_memory, peak_of_process, ratio, require_quiet_machine, write_section
 from softgap.intervene.state_cache import cache_bytes
 from softgap.linearize import Plan, apply, load_plan
 from softgap.models import load_model
@@ -57,8 +57,8 @@ def described(plan: Plan) -> str:
     """What the plan swaps, and what it says that this costs."""
     costs = " and ".join(f"{name} by {plan.expected[name]}" for name in ("loss", "recall") if name in plan.expected)
     return (
-        f"The plan frees {len(plan.groups)} KV groups ({len(plan.heads)} heads, {plan.substitute.name}) and, on text "
-        f"that its search never saw, changes {costs}."
+        f"The plan frees {len(plan.groups)} KV groups ({len(plan.heads)} heads, "
+        f"{field_words(plan.substitute.name)}) and, on text that its search never saw, changes {costs}."
     )
 
 

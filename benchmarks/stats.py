@@ -1,4 +1,4 @@
-"""Max-T over many units by relabelling, against a loop over scipy.stats.permutation_test: time and memory.
+"""Max-T over many units by permutation, against a loop over scipy.stats.permutation_test: time and memory.
 
 Run: python benchmarks/stats.py [--pairs 5]; --small to see that it works, without writing anything
 """
@@ -81,16 +81,16 @@ def rival(size: Size, units: int) -> list[float]:
 
 def agree(size: Size) -> None:
     """Raise unless both give the same p-values, up to the chance in each."""
-    found = ours(size).p.ravel()[:RIVAL_UNITS]
-    np.testing.assert_allclose(found, rival(size, RIVAL_UNITS), rtol=0, atol=4 / np.sqrt(2 * size.permutations))
+    p = ours(size).p.ravel()[:RIVAL_UNITS]
+    np.testing.assert_allclose(p, rival(size, RIVAL_UNITS), rtol=0, atol=4 / np.sqrt(2 * size.permutations))
 
 
 def measure(size: Size, pairs: int) -> str:
     """One row of the table."""
     agree(size)
-    mine, some = interleaved([lambda: ours(size), lambda: rival(size, RIVAL_UNITS)], pairs)
+    our_times, some = interleaved([lambda: ours(size), lambda: rival(size, RIVAL_UNITS)], pairs)
     loop = [seconds * size.units / RIVAL_UNITS for seconds in some]
-    times = " | ".join(f"{statistics.median(seconds):,.1f}" for seconds in (mine, loop))
+    times = " | ".join(f"{statistics.median(seconds):,.1f}" for seconds in (our_times, loop))
     memory = []
     for permutations in (size.permutations // 5, size.permutations):
         shape = map(str, (permutations, size.heads, size.features, size.samples))
@@ -98,7 +98,7 @@ def measure(size: Size, pairs: int) -> str:
         memory.append("n/a" if peak is None else f"{peak / 1e6:.0f}")
     return (
         f"| {size.permutations:,} | {size.heads:,} × {size.features} | {size.samples} | {times} | "
-        f"{ratio(loop, mine)} | {', '.join(memory)} |"
+        f"{ratio(loop, our_times)} | {', '.join(memory)} |"
     )
 
 
@@ -114,8 +114,8 @@ def main() -> None:
         print(added_memory(lambda: ours(Size(*arguments.peak))))
         return
     lines = [
-        "| relabellings | heads × features | samples | softgap, s | scipy loop, s | scipy / softgap | "
-        "added memory, MB: a fifth of the relabellings, all |",
+        "| permutations | heads × features | samples | softgap, s | scipy loop, s | scipy / softgap | "
+        "added memory, MB: a fifth of the permutations, all |",
         "|---|---|---|---|---|---|---|",
     ]
     if arguments.small:
@@ -134,7 +134,7 @@ def main() -> None:
         f"t, which gives neither max-T nor the rest, timed on {RIVAL_UNITS} units and scaled to all. Their p-values "
         f"agree within the chance of both. At least {LEAST_RATIO} times faster was asked for. Memory is what one call "
         "adds to the peak of a process of its own, the copies of the table included: it does not grow with the "
-        "relabellings.\n\n" + "\n".join(lines),
+        "permutations.\n\n" + "\n".join(lines),
     )
 
 

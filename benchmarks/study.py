@@ -70,7 +70,7 @@ def main() -> None:
     settings = StudySettings(max_new_tokens=options.tokens, scoring="contains")
     loaded = settings.load()
     loaded[0].generation_config.eos_token_id = None
-    planned = plan_study(generate_prompts("lookup", options.samples), loaded, settings)
+    planned = plan_study(generate_prompts("recall", options.samples), loaded, settings)
     with tempfile.TemporaryDirectory() as place:
         sides = [lambda: plainly(planned, loaded), lambda: as_study(planned, loaded, Path(place) / "study")]
         plain, study = interleaved(sides, pairs=options.pairs)
@@ -83,10 +83,10 @@ def main() -> None:
         "study",
         "A study against plain generation",
         f"`python benchmarks/study.py --samples {options.samples} --tokens {options.tokens} --pairs {options.pairs}` "
-        f"on the embedded model; {machine()}. Both sides answer the same lookup prompts in the same batches of 8, "
-        f"greedily, with exactly {options.tokens} tokens each; the study also measures elu1 and uniform in every head, "
-        "prompts included, and writes it to disk. Samples a minute are medians, the ratio is that of pairs, with its "
-        "range; the aim is at least 0.9.\n\n"
+        f"on the embedded model; {machine()}. Both sides answer the same associative recall prompts in the same "
+        f"batches of 8, greedily, with exactly {options.tokens} tokens each; the study also measures elu1 and uniform "
+        "in every head, prompts included, and writes it to disk. Samples a minute are medians, the ratio is that of "
+        "pairs, with its range; the aim is at least 0.9.\n\n"
         "| plain, samples a minute | study, samples a minute | study / plain |\n|---|---|---|\n"
         f"| {speeds[0]:.1f} | {speeds[1]:.1f} | {against} |",
     )

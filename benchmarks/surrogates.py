@@ -38,9 +38,11 @@ def data(series: int) -> np.ndarray:
 
 def batched(x: np.ndarray, count: int, workers: int) -> float:
     """Surrogates in one call; iterations made per surrogate."""
-    found = surrogates(x, "iaaft", count, rng=np.random.default_rng(0), max_iterations=MOST_ITERATIONS, workers=workers)
-    assert found.convergence is not None
-    return float(found.convergence.iterations.mean())
+    result = surrogates(
+        x, "iaaft", count, rng=np.random.default_rng(0), max_iterations=MOST_ITERATIONS, workers=workers
+    )
+    assert result.convergence is not None
+    return float(result.convergence.iterations.mean())
 
 
 def lean_loop(x: np.ndarray, start: np.ndarray) -> np.ndarray:

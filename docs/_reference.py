@@ -1,10 +1,11 @@
-"""Writes the pages of the command line and of the public names while MkDocs builds, from the code itself."""
+"""Writes the pages of the reference while MkDocs builds: the command line, and what mkdocstrings renders of Python.
+
+mkdocstrings reads signatures and docstrings from the source. The pages written here list the public names for it.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import textwrap
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +19,10 @@ from softgap.cli.app import app
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the two generated pages."""
-    for name, content in (("reference/cli.md", cli_page()), ("reference/api.md", api_page())):
-        files.append(File.generated(config, name, content=content))
+    """Add the generated pages."""
+    files.append(File.generated(config, "reference/cli.md", content=cli_page()))
+    for where, module in [("softgap", softgap), *_packages("softgap", softgap)]:
+        files.append(File.generated(config, page_of(where), content=python_page(where, module)))
     return files
 
 
@@ -63,59 +65,43 @@ def _row(parameter: Any) -> str:
     return f"| {shown} | {_plain(meaning).replace('|', '&#124;')} |"
 
 
-def api_page() -> str:
-    """Every public name of softgap and of its rooms, with signature and docstring."""
-    lines = ["# Python", "", "The names of `softgap`, then those of its rooms."]
-    lines += _entries("softgap", softgap, [name for name in softgap.__all__ if name[0] != "_"])
-    for where, module in _rooms("softgap", softgap):
-        lines += ["", f"## {where}", "", _plain((module.__doc__ or "").strip())]
-        lines += _entries(where, module, getattr(module, "__all__", ()))
+def page_of(where: str) -> str:
+    """The page of a package: of ``softgap.theory.focus``, reference/theory.focus.md."""
+    return f"reference/{where.removeprefix('softgap.') if where != 'softgap' else 'api'}.md"
+
+
+def python_page(where: str, module: ModuleType) -> str:
+    """The docstring of a package, links to the packages inside, and a block of mkdocstrings for each public name."""
+    options = ["    options:", "      members: false", "      show_root_heading: false"]
+    lines = [f"# {where}", "", f"::: {where}", *options, ""]
+    inner = [(name, part) for name, part in _packages(where, module) if name.rpartition(".")[0] == where]
+    for name, part in inner:
+        first = _plain((part.__doc__ or "").strip().splitlines()[0])
+        lines.append(f"- [`{name}`]({page_of(name).removeprefix('reference/')}): {first}")
+    for name in module.__all__:
+        value = getattr(module, name)
+        if not isinstance(value, ModuleType) and not name.startswith("_"):
+            lines += ["", *_block(where, name, value)]
     return "\n".join(lines) + "\n"
 
 
-def _rooms(where: str, module: ModuleType) -> list[tuple[str, ModuleType]]:
-    """The modules among the public names of a module, and those among theirs."""
-    found = []
+def _block(where: str, name: str, value: Any) -> list[str]:
+    """What mkdocstrings is to render for one name."""
+    if f"{where}.{name}" not in sys.modules:
+        return [f"::: {where}.{name}"]
+    # A module of the same name hides the function from mkdocstrings, which reads files.
+    heading = ["    options:", f"      heading: {where}.{name}", f"      toc_label: {name}"]
+    return [f'<a id="{where}.{name}"></a>', "", f"::: {value.__module__}.{name}", *heading]
+
+
+def _packages(where: str, module: ModuleType) -> list[tuple[str, ModuleType]]:
+    """The packages among the public names of a module, and those among theirs."""
+    packages = []
     for name in getattr(module, "__all__", ()):
         inner = getattr(module, name)
         if isinstance(inner, ModuleType):
-            found += [(f"{where}.{name}", inner), *_rooms(f"{where}.{name}", inner)]
-    return found
-
-
-def _entries(where: str, module: ModuleType, names: Any) -> list[str]:
-    lines: list[str] = []
-    for name in names:
-        value = getattr(module, name)
-        if isinstance(value, ModuleType):
-            continue
-        lines += ["", f"### {where}.{name}", ""]
-        if callable(value):
-            lines += ["```python", _signature(name, value), "```", ""]
-            lines += ["```text", textwrap.dedent(inspect.getdoc(value) or "").strip(), "```"]
-            lines += _members(value) if inspect.isclass(value) else []
-        else:
-            lines += [f"`{type(value).__name__}`"]
-    return lines
-
-
-def _members(kind: type) -> list[str]:
-    """The methods and properties of a class that have a docstring of their own, each with its first line."""
-    rows = []
-    for name, member in inspect.getmembers(kind):
-        described = inspect.isroutine(member) or isinstance(member, (property, functools.cached_property))
-        if name.startswith("_") or not described or not member.__doc__:
-            continue
-        shown = _signature(name, member).replace("(self, ", "(").replace("(self)", "()") if callable(member) else name
-        rows.append(f"| `{shown.replace('|', 'or')}` | {_plain(member.__doc__.strip().splitlines()[0])} |")
-    return ["", "| member | |", "|---|---|", *rows] if rows else []
-
-
-def _signature(name: str, value: Any) -> str:
-    try:
-        return f"{name}{inspect.signature(value)}"
-    except (TypeError, ValueError):
-        return f"{name}(...)"
+            packages += [(f"{where}.{name}", inner), *_packages(f"{where}.{name}", inner)]
+    return packages
 
 
 def _plain(text: str) -> str:

@@ -24,37 +24,37 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import numpy as np
 import torch
 
-from harness import machine, peak_memory, peak_of_process, require_quiet_machine, write_section
+from harness import FINDINGS, machine, peak_memory, peak_of_process, require_quiet_machine, write_section
 from held_out import halves, sequences
 from softgap.attention import Mechanism
-from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, judge, ladders
+from softgap.calibration import Calibration, HeldOut, Ladders, Recipe, calibrate, evaluate_held_out, ladders
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
 from softgap.models import load_model
-from softgap.models.calibrations import equip_mechanism
+from softgap.models.tensor_files import equip_mechanism
 from softgap.probe import read_ids
-from softgap.probe.tensors import visit_layers
+from softgap.probe.layout import visit_layers
 
 POSITIONS = 8192
 # Held-out sequences by length: short ones for the mean, long ones for far positions.
-JUDGED = {2048: 8, 8192: 2}
+HELD_OUT = {2048: 8, 8192: 2}
 SWAPPED = {512: 8, 2048: 4}
 LADDER = 1024
 SHARES = (0.10, 0.25, 0.50, 0.75, 1.00)
 
 
-def fitted(file: str | None, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
+def fit_calibration(file: str | None, features: int, steps: int, path: Path) -> tuple[Calibration, float]:
     """A calibration of the embedded model on the first half of a file, or on its own text, and its minutes."""
     model, tokenizer = load_model()
     start = time.perf_counter()
     recipe = Recipe(features=features, steps=steps)
     texts, positions = (None, None) if file is None else ([halves(Path(file).read_text())[0]], POSITIONS)
-    found = calibrate(model, tokenizer, texts, recipe=recipe, positions=positions, out=path)
-    return found, (time.perf_counter() - start) / 60
+    calibration = calibrate(model, tokenizer, texts, recipe=recipe, positions=positions, out=path)
+    return calibration, (time.perf_counter() - start) / 60
 
 
-def kept(options: argparse.Namespace, file: str | None, features: int) -> Path:
+def fit_path(options: argparse.Namespace, file: str | None, features: int) -> Path:
     """Where a fit is kept."""
     options.fits.mkdir(parents=True, exist_ok=True)
     text = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] if file else "own"
@@ -63,10 +63,10 @@ def kept(options: argparse.Namespace, file: str | None, features: int) -> Path:
 
 def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
     """What held-out text says, at positions up to 8,192."""
-    texts = sequences(ids, JUDGED)
+    texts = sequences(ids, HELD_OUT)
     controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
     first = calibration.tensors["profile.first"].numpy()
-    return judge(
+    return evaluate_held_out(
         model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], far=texts[8192], first=first
     )
 
@@ -124,7 +124,7 @@ def report_peak(file: str, features: int, side: str) -> None:
         visit_layers(model, ids, lambda layer: None)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            fitted(file, features, 5, Path(folder) / "calibration.safetensors")
+            fit_calibration(file, features, 5, Path(folder) / "calibration.safetensors")
     print(peak_of_process())
 
 
@@ -140,16 +140,16 @@ def described(source: str, features: int, steps: int, held_out: HeldOut) -> str:
     )
 
 
-def climb(found: Ladders) -> str:
+def ladder_tables(ladders: Ladders) -> str:
     """The ladders as a table, and the capacity exponent."""
     rows = [
         f"| {rung.mechanism} | {rung.features or ''} | {rung.divergence:.3f} | {rung.weight_error:.3f} | "
         f"{'' if rung.floor is None else f'{rung.floor:.3f}'} |"
-        for rung in found.rungs
+        for rung in ladders.rungs
     ]
-    sizes = " | ".join(f"block of {size}" for size in found.sizes)
+    sizes = " | ".join(f"block of {size}" for size in ladders.sizes)
     grown = []
-    for growth in found.growth:
+    for growth in ladders.growth:
         # Adding 0 turns a rounded -0 into 0.
         low, middle, high = (round(x, 2) + 0.0 for x in growth.exponent or (float("nan"),) * 3)
         cells = " | ".join(f"{rank:.0f}" for rank in growth.ranks)
@@ -160,36 +160,39 @@ def climb(found: Ladders) -> str:
         + "\n".join(rows)
         + "\n\nRank that holds a share of the energy of softmax's off-diagonal blocks, without the column of the first "
         "key (the sink) and with it: median over heads, and the exponent in the length (10 % to 90 % of the heads).\n\n"
-        + f"| sink | energy | {sizes} | exponent |\n|---|---|{'---|' * len(found.sizes)}---|\n"
+        + f"| sink | energy | {sizes} | exponent |\n|---|---|{'---|' * len(ladders.sizes)}---|\n"
         + "\n".join(grown)
     )
 
 
 def write_reach(options: argparse.Namespace) -> None:
-    """Fit, judge and swap: numbers that do not depend on how busy the machine is."""
+    """Fit, evaluate and swap: numbers that do not depend on how busy the machine is."""
     model, tokenizer = load_model()
     fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
     rows: list[str] = []
     tables: list[str] = []
-    own = [] if options.no_own_text else [(None, options.features[0])]
-    for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *own]):
-        path = kept(options, file, features)
-        found = Calibration.load(path) if path.exists() else fitted(file, features, options.steps, path)[0]
+    model_text = [] if options.no_own_text else [(None, options.features[0])]
+    for number, (file, features) in enumerate([*((options.text, n) for n in options.features), *model_text]):
+        path = fit_path(options, file, features)
+        calibration = (
+            Calibration.load(path) if path.exists() else fit_calibration(file, features, options.steps, path)[0]
+        )
         source = "the file" if file else "the model's own"
-        rows.append(described(source, features, options.steps, gaps(found, model, held)))
+        rows.append(described(source, features, options.steps, gaps(calibration, model, held)))
         print(rows[-1], flush=True)
         if number == 0:
-            tables = swaps(found, model, tokenizer, fit, held)
+            tables = swaps(calibration, model, tokenizer, fit, held)
     write_section(
         "calibration-reach",
         "What a calibration reaches",
         f"{command(options, 'reach')} on the embedded model, float32; {machine()}. Gap closed on held-out text by "
-        f"positions, {JUDGED[2048]} sequences of 2,048 tokens and {JUDGED[8192]} of 8,192.\n\n"
+        f"positions, {HELD_OUT[2048]} sequences of 2,048 tokens and {HELD_OUT[8192]} of 8,192.\n\n"
         "| text of the fit | features | steps | gap closed (95 % over texts) | 64-512 | 512-1024 | 1024-2048 | "
         "2048-4096 | 4096-8192 | against profile | against mean output | sink heads / others | explained energy |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         f"Rise of the loss in nats when heads are swapped ({options.features[0]} features), on held-out text:\n\n"
         "| mechanism and order | tokens | texts | rise by share of heads |\n|---|---|---|---|\n" + "\n".join(tables),
+        page=FINDINGS,
     )
 
 
@@ -203,38 +206,40 @@ def write_elsewhere(options: argparse.Namespace) -> None:
     for name, closed in evaluate_conditions(model, tokenizer, corpus, mechanism).items():
         spread = "one text" if closed.low == closed.high else f"{closed.low:.3f} to {closed.high:.3f}"
         rows.append(f"| {name} | {closed.value:.3f} | {spread} |")
-    climbed = climb(ladders(model, tokenizer(held, verbose=False)["input_ids"][:LADDER], mechanism))
+    tables = ladder_tables(ladders(model, tokenizer(held, verbose=False)["input_ids"][:LADDER], mechanism))
     write_section(
         "calibration-elsewhere",
         "A calibration elsewhere",
         "`python experiments/calibration.py --text FILE --only elsewhere --calibration FITTED` on the embedded model, "
         f"calibrated on the first half of the file with the default recipe; {machine()}. Share of the gap closed on "
-        f"passages of 512 tokens.\n\n| condition | gap closed | 95 % over texts |\n|---|---|---|\n"
+        f"sequences of 512 tokens.\n\n| condition | gap closed | 95 % over texts |\n|---|---|---|\n"
         + "\n".join(rows)
-        + f"\n\nTwo ladders over {LADDER} held-out tokens, in means over heads:\n\n{climbed}",
+        + f"\n\nTwo ladders over {LADDER} held-out tokens, in means over heads:\n\n{tables}",
+        page=FINDINGS,
     )
-    print("\n".join(rows), climbed, sep="\n")
+    print("\n".join(rows), tables, sep="\n")
 
 
 def write_cost(options: argparse.Namespace) -> None:
     """Minutes and memory of one calibration, on a quiet machine."""
     require_quiet_machine()
     features = options.features[0]
-    path = kept(options, options.text, features)
+    path = fit_path(options, options.text, features)
     path.unlink(missing_ok=True)
-    _, minutes = fitted(options.text, features, options.steps, path)
+    _, minutes = fit_calibration(options.text, features, options.steps, path)
     common = ("--text", options.text, "--features", str(features), "--peak")
     used, plain = (peak_memory(__file__, *common, side) for side in ("calibrate", "forward"))
     ratio = f"{used / plain:.2f} ({used / 1e6:.0f} MB / {plain / 1e6:.0f} MB)" if used and plain else "not known here"
     line = (
         f"{features} features, {options.steps} steps: {minutes:.1f} minutes from loaded model to saved file, reading "
-        f"and judging included. Peak memory, calibration / plain forward over {POSITIONS} tokens: {ratio}."
+        f"and evaluation included. Peak memory, calibration / plain forward over {POSITIONS} tokens: {ratio}."
     )
     print(line)
     write_section(
         "calibration-cost",
         "What a calibration takes",
         f"{command(options, 'cost')} on the embedded model, float32; {machine()}.\n\n{line}",
+        page=FINDINGS,
     )
 
 
@@ -246,7 +251,7 @@ def command(options: argparse.Namespace, only: str) -> str:
 
 
 def main() -> None:
-    """Fit, judge, swap, and write the tables."""
+    """Fit, evaluate, swap, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--features", type=int, nargs="+", default=[128, 256])

@@ -1,10 +1,10 @@
 """How near elu1 is to the mean of values in the embedded model, by its divergence and by its output.
 
-Run: python experiments/elu1_and_uniform.py --text FILE [--passages 4] [--tokens 1024]
+Run: python experiments/elu1_and_uniform.py --text FILE [--sequences 4] [--tokens 1024]
 
 Two numbers were once confused: how far the *divergences* of elu1 and uniform lie apart, |D(elu1) - D(uniform)|, and how
-far their *outputs* do, 1 - cos(elu1, uniform). Passages are spread evenly over the file; the four short texts that come
-with softgap are read too.
+far their *outputs* do, 1 - cos(elu1, uniform). Sequences are spread evenly over the file; the four short texts
+that come with softgap are read too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from held_out import sequences
 from softgap.attention import attend, divergence
 from softgap.calibration.conditions import DOMAINS
 from softgap.models import load_model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 
 FEWEST = 3
 
@@ -59,8 +59,8 @@ class Nearness:
 
 def nearness(model: Any, name: str, ids: Sequence[int]) -> Nearness:
     """Read one text; every head counts, every token but the first, which sees only itself."""
-    found = visit_layers(model, ids, _compared)
-    elu1, uniform, outputs = (np.concatenate([layer[i] for layer in found])[:, 1:] for i in range(3))
+    by_layer = visit_layers(model, ids, _layer_divergences)
+    elu1, uniform, outputs = (np.concatenate([layer[i] for layer in by_layer])[:, 1:] for i in range(3))
     apart = np.abs(elu1 - uniform).mean(axis=1)
     between = outputs.mean(axis=1)
     return Nearness(
@@ -74,25 +74,25 @@ def nearness(model: Any, name: str, ids: Sequence[int]) -> Nearness:
     )
 
 
-def _compared(layer: LayerTensors) -> list[Float[np.ndarray, "head token"]]:
+def _layer_divergences(layer: LayerTensors) -> list[Float[np.ndarray, "head token"]]:
     q, k, v = (x[None] for x in (layer.query, layer.key, layer.value))
     elu1, uniform = (
         attend(name, q, k, v, visible=layer.visible, scale=layer.scale).output[0] for name in ("elu1", "uniform")
     )
     pairs = ((layer.output, elu1), (layer.output, uniform), (elu1, uniform))
-    return [divergence(one, other).double().numpy() for one, other in pairs]
+    return [divergence(output, other).double().numpy() for output, other in pairs]
 
 
-def table(found: Sequence[Nearness]) -> str:
+def table(rows: Sequence[Nearness]) -> str:
     """One line per text."""
     lines = [
         "| text | tokens | D(elu1) | D(uniform) | mean difference of D | worst head | 1 − cos of the outputs "
         "| worst head | rank correlation of heads |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in found:
-        numbers = (one.elu1, one.uniform, *one.divergences, *one.outputs, one.ranks)
-        cells = (one.text, f"{one.tokens:,}", *(f"{number:.4f}" for number in numbers))
+    for row in rows:
+        numbers = (row.elu1, row.uniform, *row.divergences, *row.outputs, row.ranks)
+        cells = (row.text, f"{row.tokens:,}", *(f"{number:.4f}" for number in numbers))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -102,9 +102,9 @@ def span(values: Sequence[float], digits: int = 3) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
-def words(found: Sequence[Nearness]) -> str:
+def words(rows: Sequence[Nearness]) -> str:
     """What was measured, and what came out over all texts."""
-    outputs, divergences = ([getattr(one, name) for one in found] for name in ("outputs", "divergences"))
+    outputs, divergences = ([getattr(row, name) for row in rows] for name in ("outputs", "divergences"))
     return (
         "D is the divergence from softmax, 1 − cos of the two outputs. Means are over heads and all tokens but the "
         "first; the worst head is the one with the largest mean over tokens.\n\n"
@@ -121,25 +121,25 @@ def main() -> None:
     """Measure and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text file")
-    parser.add_argument("--passages", type=int, default=4, help="passages of the file")
+    parser.add_argument("--sequences", "--passages", type=int, default=4, help="sequences of the file")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each")
     options = parser.parse_args()
-    if options.passages < FEWEST:
-        parser.error(f"--passages must be at least {FEWEST}, got {options.passages}: one text says little")
+    if options.sequences < FEWEST:
+        parser.error(f"--sequences must be at least {FEWEST}, got {options.sequences}: one text says little")
     model, tokenizer = load_model()
     ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False)["input_ids"]
-    if len(ids) < options.passages * options.tokens:
+    if len(ids) < options.sequences * options.tokens:
         parser.error(
-            f"the file must hold at least {options.passages * options.tokens:,} tokens, got {len(ids):,}; ask for "
-            "fewer or shorter passages"
+            f"the file must hold at least {options.sequences * options.tokens:,} tokens, got {len(ids):,}; ask for "
+            "fewer or shorter sequences"
         )
-    passages = sequences(ids, {options.tokens: options.passages})[options.tokens]
-    texts = {f"passage {number + 1}": passage for number, passage in enumerate(passages)}
+    parts = sequences(ids, {options.tokens: options.sequences})[options.tokens]
+    texts = {f"sequence {number + 1}": part for number, part in enumerate(parts)}
     texts |= {name: tokenizer(text)["input_ids"] for name, text in DOMAINS.items()}
-    found = [nearness(model, name, text) for name, text in texts.items()]
-    command = f"--passages {options.passages} --tokens {options.tokens}"
+    rows = [nearness(model, name, text) for name, text in texts.items()]
+    command = f"--sequences {options.sequences} --tokens {options.tokens}"
     text = f"`python experiments/elu1_and_uniform.py --text FILE {command}` on the embedded model; {machine()}. "
-    text += f"{words(found)}\n\n{table(found)}"
+    text += f"{words(rows)}\n\n{table(rows)}"
     title = "How near elu1 is to the mean of values"
     write_section("elu1_and_uniform", title, text, FINDINGS)
 

@@ -138,11 +138,11 @@ def make_models(folder: Path) -> dict[str, Path]:
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         query_pre_attn_scalar=16,
     )
-    made = {
+    by_name = {
         "llama": LlamaForCausalLM(LlamaConfig(**shared, num_hidden_layers=2)),
         "gemma3": Gemma3ForCausalLM(gemma),
     }
-    for seed, (name, model) in enumerate(made.items()):
+    for seed, (name, model) in enumerate(by_name.items()):
         _fill(model, seed)
         model.generation_config.eos_token_id = None
         model.save_pretrained(folder / name)
@@ -153,7 +153,7 @@ def make_models(folder: Path) -> dict[str, Path]:
             tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
         )
         tokenizer.save_pretrained(folder / name)
-    return {name: folder / name for name in made}
+    return {name: folder / name for name in by_name}
 
 
 def _fill(model: Any, seed: int) -> None:
@@ -323,14 +323,14 @@ def record(out: Path, only: str = "") -> None:
     _keep_files(work, out / "kept")
 
 
-def _keep_files(work: Path, kept: Path) -> None:
+def _keep_files(work: Path, folder: Path) -> None:
     """A study, a calibration and a plan as this version writes them."""
-    kept.mkdir()
+    folder.mkdir()
     for name in ("llama-read", "llama.safetensors", "llama-plan.json", "llama-plan.safetensors"):
         if (work / name).is_dir():
-            shutil.copytree(work / name, kept / name)
+            shutil.copytree(work / name, folder / name)
         elif (work / name).exists():
-            shutil.copy(work / name, kept / name)
+            shutil.copy(work / name, folder / name)
 
 
 def _keep(path: Path, name: str, document: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -406,7 +406,7 @@ def _keep_page(page: str, name: str, contents: dict[str, Any], arrays: dict[str,
 class Differences:
     """What differs between two recordings: numbers and structure, and sentences that read differently."""
 
-    found: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
 
@@ -416,12 +416,12 @@ def is_sentence(value: str) -> bool:
 
 
 def compare(first: Path, second: Path, *, rtol: float) -> Differences:
-    """Everything that differs between two folders that :func:`record` wrote."""
+    """Everything that differs between two folders that ``record`` wrote."""
     differences = Differences()
     names = [{path.stem for path in folder.glob("*.json")} for folder in (first, second)]
     for name in sorted(names[0] ^ names[1]):
         where = first if name in names[0] else second
-        differences.found.append(f"{name}: only in {where}")
+        differences.values.append(f"{name}: only in {where}")
     for name in sorted(names[0] & names[1]):
         documents = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for folder in (first, second)]
         for document in documents:
@@ -440,24 +440,24 @@ def _compare_values(where: str, a: Any, b: Any, *, rtol: float, differences: Dif
     if isinstance(a, dict) and isinstance(b, dict):
         a, b = _renamed(a), _renamed(b)
         for key in sorted(a.keys() ^ b.keys()):
-            differences.found.append(f"{where}.{key}: only in the {'first' if key in a else 'second'}")
+            differences.values.append(f"{where}.{key}: only in the {'first' if key in a else 'second'}")
         for key in a.keys() & b.keys():
             _compare_values(f"{where}.{key}", a[key], b[key], rtol=rtol, differences=differences)
     elif isinstance(a, list) and isinstance(b, list):
         if len(a) != len(b):
-            differences.found.append(f"{where}: {len(a)} items and {len(b)}")
+            differences.values.append(f"{where}: {len(a)} items and {len(b)}")
         for i, (x, y) in enumerate(zip(a, b, strict=False)):
             _compare_values(f"{where}[{i}]", x, y, rtol=rtol, differences=differences)
     elif isinstance(a, str) and isinstance(b, str):
         a, b = (_MOMENT.sub("<moment>", RENAMED_WORDS.get(text, text)) for text in (a, b))
         if a != b:
             prose = is_sentence(a) and is_sentence(b)
-            (differences.sentences if prose else differences.found).append(f"{where}: {a!r} and {b!r}")
+            (differences.sentences if prose else differences.values).append(f"{where}: {a!r} and {b!r}")
     elif isinstance(a, float) and isinstance(b, float):
         if not (math.isclose(a, b, rel_tol=rtol, abs_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))):
-            differences.found.append(f"{where}: {a!r} and {b!r}")
+            differences.values.append(f"{where}: {a!r} and {b!r}")
     elif type(a) is not type(b) or a != b:
-        differences.found.append(f"{where}: {a!r} and {b!r}")
+        differences.values.append(f"{where}: {a!r} and {b!r}")
 
 
 def _compare_arrays(
@@ -465,11 +465,11 @@ def _compare_arrays(
 ) -> None:
     first, second = ({_renamed_array(key): value for key, value in arrays.items()} for arrays in (a, b))
     for key in sorted(first.keys() ^ second.keys()):
-        differences.found.append(f"{where} {key}: only in the {'first' if key in first else 'second'}")
+        differences.values.append(f"{where} {key}: only in the {'first' if key in first else 'second'}")
     for key in sorted(first.keys() & second.keys()):
         x, y = first[key], second[key]
         if x.shape != y.shape or x.dtype != y.dtype:
-            differences.found.append(f"{where} {key}: {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+            differences.values.append(f"{where} {key}: {x.dtype} {x.shape} and {y.dtype} {y.shape}")
             continue
         # Relative to the largest value of the array: entries near 0 are differences of larger numbers.
         if np.issubdtype(x.dtype, np.floating):
@@ -479,7 +479,7 @@ def _compare_arrays(
             differ = x != y
         if differ.any():
             at = tuple(int(i) for i in np.argwhere(differ)[0])
-            differences.found.append(
+            differences.values.append(
                 f"{where} {key}: {int(differ.sum())} of {x.size} differ, first at {at}: {x[at]} and {y[at]}"
             )
 
@@ -501,18 +501,18 @@ def main() -> None:
     comparing.add_argument("second", type=Path)
     comparing.add_argument("--rtol", type=float, default=1e-6, help="relative error of floating-point numbers")
     comparing.add_argument("--strict", action="store_true", help="sentences that read differently count too")
-    given = parser.parse_args()
-    if given.command == "record":
-        record(given.out, given.only)
+    options = parser.parse_args()
+    if options.command == "record":
+        record(options.out, options.only)
         return
-    differences = compare(given.first, given.second, rtol=given.rtol)
-    for line in differences.found:
+    differences = compare(options.first, options.second, rtol=options.rtol)
+    for line in differences.values:
         print(line)
     if differences.sentences:
         print(f"\n{len(differences.sentences)} sentences read differently:")
         for line in differences.sentences:
             print(f"  {line}")
-    counted = len(differences.found) + (len(differences.sentences) if given.strict else 0)
+    counted = len(differences.values) + (len(differences.sentences) if options.strict else 0)
     print(f"{counted} differences" if counted else "no difference")
     sys.exit(1 if counted else 0)
 

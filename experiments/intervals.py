@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
-from harness import write_section
+from harness import FINDINGS, write_section
 from softgap.signal import corrected_entropy, entropy_interval, permutation_entropy, simulate
 
 SIZES = ((3, 130), (3, 400), (4, 400), (5, 1000))
@@ -26,13 +26,13 @@ def described(order: int, steps: int, coefficient: float, series: int) -> str:
     long = simulate("ar1", LONG, rng=np.random.default_rng(1), phi=coefficient)
     truth = float(permutation_entropy(long, order).value)
     x = simulate("ar1", steps, rng=np.random.default_rng(2), size=series, phi=coefficient)
-    found = entropy_interval(x, order, rng=np.random.default_rng(3), replicates=399)
-    covered = ((found.low <= truth) & (truth <= found.high)).mean()
-    low, high = np.quantile(found.samples, [0.025, 0.975], axis=-1)
+    interval = entropy_interval(x, order, rng=np.random.default_rng(3), replicates=399)
+    covered = ((interval.low <= truth) & (truth <= interval.high)).mean()
+    low, high = np.quantile(interval.samples, [0.025, 0.975], axis=-1)
     percentile = ((low <= truth) & (truth <= high)).mean()
-    bias = found.value.mean() - truth
+    bias = interval.value.mean() - truth
     left = corrected_entropy(x, order).value.mean() - truth
-    error = found.value.std() / np.sqrt(series)
+    error = interval.value.std() / np.sqrt(series)
     return (
         f"| {order} | {steps} | {coefficient:g} | {truth:.4f} | {covered:.3f} | {percentile:.3f} | {bias:+.5f} | "
         f"{left:+.5f} | {error:.5f} |"
@@ -59,6 +59,7 @@ def main() -> None:
         f"`python experiments/intervals.py --series {series}`: AR(1) series, their entropy taken from {LONG:,} steps. "
         "Coverage is that of `entropy_interval` at level 0.95, next to the plain percentile interval of the same "
         "resamples; bias is that of `permutation_entropy` and of `corrected_entropy`.\n\n" + "\n".join(lines),
+        page=FINDINGS,
     )
 
 

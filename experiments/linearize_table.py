@@ -1,10 +1,11 @@
-"""Which heads of the embedded model can go without softmax: scores, repair and the frontier, into docs/findings.md.
+"""Which heads of the embedded model can go without softmax: scores, output correction and the frontier.
 
 Run: python experiments/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
 
-The first half of the file is what the calibration was fitted on; scores and repairs use `--fit-tokens` of it. Every
-cost is measured on `--tokens` of the second half: 16384 for the final table. The work is kept in `--parts`, so an
-interrupted run goes on. An estimate of the time is printed first.
+The first half of the file is what the calibration was fitted on; scores and output corrections use
+`--fit-tokens` of it. Every cost is measured on `--tokens` of the second half: 16384 for the final table. The tables go
+into docs/findings.md. The work is saved in `--parts`, so an interrupted run goes on. An estimate of the time is printed
+first.
 """
 
 from __future__ import annotations
@@ -23,23 +24,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import numpy as np
 import torch
 
-from harness import FINDINGS, machine, write_section
+from harness import FINDINGS, field_words, machine, write_section
 from held_out import halves
 from softgap.intervene.swap import Head, Substitute
 from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequences, split_sequences, substitute
-from softgap.linearize.finite_step import with_finite_steps
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
 from softgap.linearize.sequences import Sequences, digest_of_sequences
 from softgap.models import load_model
-from softgap.report.figures import draw_frontier
-from softgap.report.files import save_figure
+from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"
-TOP = 16
 # What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
-LOOKUPS = 192
+RECALL_LISTS = 192
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -67,43 +65,45 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     each = (time.perf_counter() - begun) / 512
     points = len(options.shares)
     each_sweep, each_scores = REUSE * options.heads * options.tokens, 40 * options.fit_tokens
-    judged = len(options.mechanisms) * (each_sweep + each_scores) * ("scores" in options.only)
+    scoring = len(options.mechanisms) * (each_sweep + each_scores) * ("scores" in options.only)
     curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
     curve *= len(options.windows)
-    total = each * (judged + (curve if "frontier" in options.only else 0))
+    total = each * (scoring + (curve if "frontier" in options.only else 0))
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)
 
 
-def kept_as(read: Sequences, one: Substitute) -> str:
-    """A name for what was measured on passages with a substitute."""
-    return f"{one.mechanism.name}-{one.digest[:8]}-{digest_of_sequences(read)[:8]}"
+def file_stem(read: Sequences, rival: Substitute) -> str:
+    """A name for what was measured on sequences with a substitute."""
+    return f"{rival.mechanism.name}-{rival.digest[:8]}-{digest_of_sequences(read)[:8]}"
 
 
 def measured(
-    model: Any, held: Sequences, one: Substitute, heads: Sequence[Head], options: argparse.Namespace
+    model: Any, held: Sequences, rival: Substitute, heads: Sequence[Head], options: argparse.Namespace
 ) -> Impact:
-    """Heads swapped one at a time over held-out text, kept on disk passage by passage."""
-    found = []
+    """Heads swapped one at a time over held-out text, saved sequence by sequence."""
+    parts = []
     for number in range(len(held)):
-        path = options.parts / f"impact-{kept_as(held, one)}-{len(heads)}-{number}.npz"
+        path = options.parts / f"impact-{file_stem(held, rival)}-{len(heads)}-{number}.npz"
         if not path.exists():
-            impact_on(model, held.part(slice(number, number + 1)), None, one, controls=[], heads=heads).save(path)
-            print(f"{time.strftime('%H:%M:%S')} {one.mechanism.name}: passage {number + 1} of {len(held)}", flush=True)
-        found.append(Impact.load(path))
-    first = found[0]
-    change = {name: np.concatenate([x.change[name] for x in found], axis=-1) for name in first.change}
-    original = {name: np.concatenate([x.original[name] for x in found], axis=-1) for name in first.original}
+            impact_on(model, held.part(slice(number, number + 1)), None, rival, baselines=[], heads=heads).save(path)
+            print(
+                f"{time.strftime('%H:%M:%S')} {rival.mechanism.name}: sequence {number + 1} of {len(held)}", flush=True
+            )
+        parts.append(Impact.load(path))
+    first = parts[0]
+    change = {name: np.concatenate([x.change[name] for x in parts], axis=-1) for name in first.change}
+    original = {name: np.concatenate([x.original[name] for x in parts], axis=-1) for name in first.original}
     return Impact(first.mechanisms, first.heads, original, change, first.settings)
 
 
-def scored(model: Any, fit: Sequences, one: Substitute, parts: Path) -> Scores:
+def scored(model: Any, fit: Sequences, rival: Substitute, parts: Path) -> Scores:
     """All scores of one substitute, kept on disk."""
-    path = parts / f"scores-{kept_as(fit, one)}.npz"
+    path = parts / f"scores-{file_stem(fit, rival)}.npz"
     if not path.exists():
-        found = with_finite_steps(model, fit, one, head_scores(model, fit, one, progress=say), top=TOP, progress=say)
-        passes = np.array([found.passes[name] for name in found.values])
-        np.savez(path, heads=np.array(found.heads), names=np.array(list(found.values)), passes=passes,
-                 values=np.stack(list(found.values.values())))  # fmt: skip
+        scores = head_scores(model, fit, rival, progress=say)
+        passes = np.array([scores.passes[name] for name in scores.values])
+        np.savez(path, heads=np.array(scores.heads), names=np.array(list(scores.values)), passes=passes,
+                 values=np.stack(list(scores.values.values())))  # fmt: skip
     stored = np.load(path)
     names = [str(name) for name in stored["names"]]
     heads = tuple((int(a), int(b)) for a, b in stored["heads"])
@@ -112,23 +112,23 @@ def scored(model: Any, fit: Sequences, one: Substitute, parts: Path) -> Scores:
     )
 
 
-def score_table(scores: Scores, found: Impact, text: float) -> str:
+def score_table(scores: Scores, impact: Impact, text: float) -> str:
     """Each score's rank correlation with the measured costs, over the heads that were measured.
 
     ``text`` is how long the text of the scores is, in lengths of the text that was measured on.
     """
     rng = np.random.default_rng(0)
-    places = [scores.heads.index(head) for head in found.heads]
+    places = [scores.heads.index(head) for head in impact.heads]
     lines = [
         "| score | loss | disattenuated | KL | disattenuated | costliest tenth in top fifth | of the time of a sweep |",
         "|---|---|---|---|---|---|---|",
     ]
-    top = max(1, len(found.heads) // 10)
-    costliest = set(np.argsort(found.mean("loss"))[::-1][:top])
+    top = max(1, len(impact.heads) // 10)
+    costliest = set(np.argsort(impact.mean("loss"))[::-1][:top])
     rows = []
     for name in scores.values:
         score = scores.mean(name)[places]
-        by_loss, by_kl = (rank_agreement(score, found.change[q][0], rng=rng) for q in ("loss", "kl"))
+        by_loss, by_kl = (rank_agreement(score, impact.change[q][0], rng=rng) for q in ("loss", "kl"))
         caught = len(costliest & set(np.argsort(score)[::-1][: 2 * top]))
         rows.append(
             (
@@ -137,28 +137,28 @@ def score_table(scores: Scores, found: Impact, text: float) -> str:
                 f"{by_kl.disattenuated:.3f} | {caught} of {top} | {scores.passes[name] * text / SWEEP:.1%} |",
             )
         )
-    ceiling = rank_agreement(found.mean("loss"), found.change["loss"][0], rng=rng)
-    kl = rank_agreement(found.mean("kl"), found.change["kl"][0], rng=rng)
+    ceiling = rank_agreement(impact.mean("loss"), impact.change["loss"][0], rng=rng)
+    kl = rank_agreement(impact.mean("kl"), impact.change["kl"][0], rng=rng)
     note = (
-        f"Two halves of the held-out passages agree to {ceiling.half:.3f} in loss and {kl.half:.3f} in KL: the "
+        f"Two halves of the held-out sequences agree to {ceiling.half:.3f} in loss and {kl.half:.3f} in KL: the "
         f"ceilings are {ceiling.ceiling:.3f} and {kl.ceiling:.3f}."
     )
     return "\n".join([*lines, *(row for _, row in sorted(rows)), "", note])
 
 
-def frontier_table(found: Frontier) -> str:
+def frontier_table(result: Frontier) -> str:
     """One row per order and substitute, one column per share."""
-    shares = sorted({point.share for point in found.points})
+    shares = sorted({point.share for point in result.points})
     lines = [
         "| order | substitute | quantity | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
         "|---|---|---|" + "---|" * len(shares),
     ]
-    for key in dict.fromkeys((point.order, point.mechanism) for point in found.points):
-        row = {p.share: p for p in found.points if (p.order, p.mechanism) == key}
+    for key in dict.fromkeys((point.order, point.mechanism) for point in result.points):
+        row = {p.share: p for p in result.points if (p.order, p.mechanism) == key}
         for quantity in ("loss", "recall"):
             cells = [str(row[share].change[quantity]) if share in row else "" for share in shares]
-            lines.append(f"| {key[0]} | {key[1]} | {quantity} | " + " | ".join(cells) + " |")
-    original = ", ".join(f"{name} {value:.3f}" for name, value in found.original.items())
+            lines.append(f"| {key[0]} | {field_words(key[1])} | {quantity} | " + " | ".join(cells) + " |")
+    original = ", ".join(f"{name} {value:.3f}" for name, value in result.original.items())
     return "\n".join([*lines, "", f"Of the model as it is: {original}."])
 
 
@@ -169,19 +169,19 @@ def command(options: argparse.Namespace) -> str:
 
 
 def write_scores(
-    model: Any, fit: Sequences, held: Sequences, options: argparse.Namespace, chosen: list[Substitute]
+    model: Any, fit: Sequences, held: Sequences, options: argparse.Namespace, rivals: list[Substitute]
 ) -> None:
     """The tables of scores."""
     everything = [(layer, head) for layer in range(30) for head in range(9)]
     drawn = np.random.default_rng(0).choice(len(everything), size=min(options.heads, len(everything)), replace=False)
     heads = [everything[i] for i in sorted(drawn)]
-    for one in chosen:
-        scores = scored(model, fit, one, options.parts)
-        table = score_table(scores, measured(model, held, one, heads, options), fit.tokens / held.tokens)
+    for rival in rivals:
+        scores = scored(model, fit, rival, options.parts)
+        table = score_table(scores, measured(model, held, rival, heads, options), fit.tokens / held.tokens)
         write_section(
-            f"linearize_table-scores-{one.mechanism.name}",
-            f"Which score predicts what a head's swap costs: {one.mechanism.name}",
-            f"`{command(options)} --only scores --mechanisms {one.mechanism.name} --heads {len(heads)}` on the "
+            f"linearize_table-scores-{rival.mechanism.name}",
+            f"Which score predicts what a head's swap costs: {rival.mechanism.name}",
+            f"`{command(options)} --only scores --mechanisms {rival.mechanism.name} --heads {len(heads)}` on the "
             f"embedded model; {machine()}. Spearman's correlation over {len(heads)} of 270 heads, drawn at random, "
             f"between a score from {fit.tokens:,} tokens and the rise in loss (and the KL divergence) measured on "
             f"{held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
@@ -191,29 +191,30 @@ def write_scores(
         )
 
 
-def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, one: Substitute) -> None:
+def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, rival: Substitute) -> None:
     """The frontier at every length, by heads and by groups, and with a window."""
     fit = split_sequences(model, options.tokenizer, text[:1], tokens=options.fit_tokens)
     for length in options.lengths:
         held = split_sequences(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
         for by in options.by:
             for window in options.windows:
-                used = substitute(one, model, window=window or None)
-                found = frontier(
-                    model, fit, held, recall_sequences(model, options.tokenizer, LOOKUPS), used, by=by,
+                used = substitute(rival, model, window=window or None)
+                result = frontier(
+                    model, fit, held, recall_sequences(model, options.tokenizer, RECALL_LISTS), used, by=by,
                     shares=options.shares, orders=options.orders, folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
-                save_figure(draw_frontier(found), IMAGES / f"{name}.svg")
+                save_figure(draw_frontier(result), IMAGES / f"{name}.svg")
                 extra = f", softmax kept on the nearest {window} keys" if window else ""
                 write_section(
                     f"linearize_table-{name}",
                     f"The frontier by {by}, {length:,} tokens{extra}",
                     f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window}`, "
-                    f"{machine()}. The embedded model with its calibration ({one.mechanism.name}); scores and repairs "
-                    f"from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out tokens and {LOOKUPS} "
-                    f"lookups: rise in loss (nats per token) and change in recall, 95 % over texts.\n\n"
-                    f"![The frontier](images/{name}.svg)\n\n" + frontier_table(found),
+                    f"{machine()}. The embedded model with its calibration ({rival.mechanism.name}); scores "
+                    f"and output corrections from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out "
+                    f"tokens and {RECALL_LISTS} recall lists: rise in loss (nats per token) and change in "
+                    f"recall, 95 % over texts.\n\n"
+                    f"![The frontier](images/{name}.svg)\n\n" + frontier_table(result),
                     page=FINDINGS,
                 )
 
@@ -224,12 +225,14 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
-    parser.add_argument("--fit-tokens", type=int, default=4096, help="tokens that scores and repairs come from")
+    parser.add_argument(
+        "--fit-tokens", type=int, default=4096, help="tokens that scores and output corrections come from"
+    )
     parser.add_argument("--heads", type=int, default=270, help="heads whose cost is measured alone, drawn at random")
-    parser.add_argument("--passages", type=int, help="stop after so many held-out passages")
+    parser.add_argument("--sequences", "--passages", type=int, help="stop after so many held-out sequences")
     parser.add_argument("--parts", type=Path, default=Path("runs/linearize-table"))
     parser.add_argument("--only", nargs="+", choices=("scores", "frontier"), default=["scores", "frontier"])
-    parser.add_argument("--mechanisms", nargs="+", default=[FITTED, "elu1"], help="whose scores are judged")
+    parser.add_argument("--mechanisms", nargs="+", default=[FITTED, "elu1"], help="whose scores are evaluated")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--by", nargs="+", default=["heads", "groups"])
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 64])
@@ -240,17 +243,17 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     model, options.tokenizer = load_model()
     text = halves(Path(options.text).read_text())
-    one = substitute(f"{FITTED}@{options.calibration}", model)
+    rival = substitute(f"{FITTED}@{options.calibration}", model)
     estimate(model, options)
     if "scores" in options.only:
         sizes = (options.fit_tokens, options.tokens)
         fit, held = (
             split_sequences(model, options.tokenizer, [part], tokens=n) for part, n in zip(text, sizes, strict=True)
         )
-        chosen = [one if name == FITTED else substitute(name, model) for name in options.mechanisms]
-        write_scores(model, fit, held.part(slice(0, options.passages)), options, chosen)
+        rivals = [rival if name == FITTED else substitute(name, model) for name in options.mechanisms]
+        write_scores(model, fit, held.part(slice(0, options.sequences)), options, rivals)
     if "frontier" in options.only:
-        write_frontier(model, text, options, one)
+        write_frontier(model, text, options, rival)
 
 
 if __name__ == "__main__":

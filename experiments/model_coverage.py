@@ -76,7 +76,7 @@ def page(rows: list[Row]) -> str:
         f"**{len(whole)} types pass every gate.** Rows: "
         + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         + ". `model` means that the model's own outputs differ between the two sides of a gate, so that the instrument "
-        "cannot be judged by it; the reason gives its difference.",
+        "cannot be evaluated by it; the reason gives its difference.",
         "",
         "| type | attention | verdict | " + " | ".join(GATES) + " | reason |",
         "|---|---|---|" + "---|" * len(GATES) + "---|",
@@ -107,13 +107,13 @@ def main() -> None:
     """Examine, print a line each, and write the page when all types were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
-    asked = parser.parse_args().types
+    types = parser.parse_args().types
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     signal.signal(signal.SIGALRM, _too_long)
     rows = []
-    for model_type in asked or [t for t in causal_types() if goes_through_registry(t)]:
+    for model_type in types or [t for t in causal_types() if goes_through_registry(t)]:
         for attn in attention_names(model_type):
             start = time.perf_counter()
             signal.alarm(SECONDS)
@@ -124,7 +124,7 @@ def main() -> None:
             print(
                 f"{model_type:24} {attn:6} {row.verdict:9} {seconds:5.1f} s  {row.reason}", file=sys.stderr, flush=True
             )
-    if not asked:
+    if not types:
         DOCS.write_text(page(rows))
         print(DOCS.relative_to(DOCS.parent.parent))
 

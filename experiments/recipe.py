@@ -87,8 +87,10 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
 Layers = Sequence[tuple[list[LayerText], HeldLayer]]
 
 
-def judged(variant: Variant, layers: Layers, seconds: list[float], rotations: Sequence[Rotation] | None = None) -> str:
-    """One row of the table, of layers with the texts to fit on and those to judge by; adds the time of each fit.
+def table_row(
+    variant: Variant, layers: Layers, seconds: list[float], rotations: Sequence[Rotation] | None = None
+) -> str:
+    """One row of the table, of layers with the texts to fit on and those to evaluate on; adds the time of each fit.
 
     With rotations the features see vectors before rotary embedding too, as those of a calibration do.
     """
@@ -101,28 +103,28 @@ def judged(variant: Variant, layers: Layers, seconds: list[float], rotations: Se
         start = started(variant, texts, scale)
         maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=start, rotation=rotation)
         seconds.append(time.process_time() - begun)
-        for found, uniform in zip(divergences(maps.mechanism(rotation), layer.texts), layer.uniform, strict=True):
+        for divergence, uniform in zip(divergences(maps.mechanism(rotation), layer.texts), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
                 # Long texts judge far positions only, so that near ones weigh equally in all rows.
-                if (found.shape[-1] >= bounds.stop) and (found.shape[-1] <= 2048 or bounds.start >= 2048):
+                if (divergence.shape[-1] >= bounds.stop) and (divergence.shape[-1] <= 2048 or bounds.start >= 2048):
                     part = slice(bounds.start, bounds.stop)
-                    sums[i] += found[:, part].sum().item(), uniform[:, part].sum().item()
+                    sums[i] += divergence[:, part].sum().item(), uniform[:, part].sum().item()
     cells = " | ".join(f"{1 - top / bottom:.3f}" for top, bottom in sums)
     return f"| {variant.name} | {cells} |"
 
 
-def write_minutes(layers: Layers, own: Layers, model: Model, options: argparse.Namespace) -> None:
+def write_minutes(layers: Layers, model_layers: Layers, model: Model, options: argparse.Namespace) -> None:
     """The gap closed against the time of the fit, with the default recipe, and on text that the model wrote itself."""
     rows = []
     rotations, whole = layer_rotations(model), model.config.num_hidden_layers
     for steps in (75, 150, 300, 600, 1200):
         variant = Variant("the file", replace(Recipe(), steps=steps))
         fits: list[float] = []
-        row = judged(variant, layers, fits, rotations)
+        row = table_row(variant, layers, fits, rotations)
         rows.append(f"| {steps:,} | {sum(fits) / len(layers) * whole / 60:.1f} {row}")
         print(rows[-1], flush=True)
-    for name, texts in (("the file, 2,048 tokens at most", layers), ("the model's own, as long", own)):
-        rows.append(f"| {Recipe().steps} |  {judged(Variant(name, Recipe(), longest=2048), texts, [], rotations)}")
+    for name, texts in (("the file, 2,048 tokens at most", layers), ("the model's own, as long", model_layers)):
+        rows.append(f"| {Recipe().steps} |  {table_row(Variant(name, Recipe(), longest=2048), texts, [], rotations)}")
         print(rows[-1], flush=True)
     write_section(
         "recipe-minutes",
@@ -138,13 +140,13 @@ def write_minutes(layers: Layers, own: Layers, model: Model, options: argparse.N
 
 
 def layers_of(model: Model, tokenizer: Tokenizer, text: str, numbers: Sequence[int]) -> Layers:
-    """Some layers with the texts of the first half of a file to fit on, and those of the second to judge by."""
+    """Some layers with the texts of the first half of a file to fit on, and those of the second to evaluate on."""
     fit, held = halves(text)
     held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
     fitted = held_layers(model, corpus_of(model, tokenizer, [fit], positions=8192).fitted, numbers)
     return [
-        ([LayerText(x.query, x.key) for x in one.texts], other)
-        for one, other in zip(fitted, held_layers(model, held_out, numbers), strict=True)
+        ([LayerText(x.query, x.key) for x in fit_layer.texts], held_out_layer)
+        for fit_layer, held_out_layer in zip(fitted, held_layers(model, held_out, numbers), strict=True)
     ]
 
 
@@ -160,16 +162,16 @@ def main() -> None:
     if options.only == "minutes":
         torch.set_num_threads(1)
         texts = generate_texts(model, tokenizer, 3 * tokens_needed(2048))
-        mine = held_layers(model, corpus_of(model, tokenizer, texts, positions=2048).fitted, options.layers)
-        own = [
-            ([LayerText(x.query, x.key) for x in one.texts], other)
-            for one, (_, other) in zip(mine, layers, strict=True)
+        fit_layers = held_layers(model, corpus_of(model, tokenizer, texts, positions=2048).fitted, options.layers)
+        model_layers = [
+            ([LayerText(x.query, x.key) for x in fit_layer.texts], held_out_layer)
+            for fit_layer, (_, held_out_layer) in zip(fit_layers, layers, strict=True)
         ]
-        write_minutes(layers, own, model, options)
+        write_minutes(layers, model_layers, model, options)
         return
     rows = []
     for variant in VARIANTS:
-        rows.append(judged(variant, layers, []))
+        rows.append(table_row(variant, layers, []))
         print(rows[-1], flush=True)
     write_section(
         "recipe",

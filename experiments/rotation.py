@@ -88,13 +88,13 @@ def sums(rotation: Rotation, mechanism: Mechanism, layer: HeldLayer, offset: int
         )
         for x in layer.texts
     ]
-    found = np.zeros((len(BINS), 2))
-    for mine, uniform in zip(divergences(mechanism, texts), layer.uniform, strict=True):
+    totals = np.zeros((len(BINS), 2))
+    for divergence, uniform in zip(divergences(mechanism, texts), layer.uniform, strict=True):
         for i, bounds in enumerate(BINS):
-            if mine.shape[-1] >= bounds.stop and (mine.shape[-1] <= 2048 or bounds.start >= 2048):
+            if divergence.shape[-1] >= bounds.stop and (divergence.shape[-1] <= 2048 or bounds.start >= 2048):
                 part = slice(bounds.start, bounds.stop)
-                found[i] += mine[:, part].sum().item(), uniform[:, part].sum().item()
-    return found
+                totals[i] += divergence[:, part].sum().item(), uniform[:, part].sum().item()
+    return totals
 
 
 def main() -> None:

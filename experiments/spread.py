@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 
-from harness import write_section
+from harness import FINDINGS, write_section
 from softgap.signal import LEAST_WINDOWS, Spread, bias_factor, noise_spread
 
 # Windows simulated per row of the table.
@@ -57,6 +57,7 @@ def main() -> None:
         f"`python experiments/spread.py --seed {seed}`: normalised permutation entropy of simulated white noise at "
         "delay 1. The default rule, `spread`, asks that the 2.5 % quantile be at least 0.95. The bias factor is what "
         "the Miller-Madow correction is multiplied by.\n\n" + "\n".join(lines),
+        page=FINDINGS,
     )
 
 

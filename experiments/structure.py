@@ -60,11 +60,11 @@ class Imports:
 
 def module_names(root: Path) -> dict[str, Path]:
     """Every module of the package below ``root`` by its dotted name."""
-    found = {}
+    modules = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
 
 
 def imports_of(name: str, path: Path, names: dict[str, Path]) -> Imports:
@@ -201,17 +201,17 @@ def trace(commands: Sequence[Sequence[str]]) -> Trace:
 
     noted = Trace()
     for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said, noted:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors, noted:
             code = main(list(command))
         if code:
-            sys.exit(f"'softgap {' '.join(command)}' ended with exit code {code}: {said.getvalue()}")
+            sys.exit(f"'softgap {' '.join(command)}' ended with exit code {code}: {errors.getvalue()}")
     return noted
 
 
 def traces() -> dict[str, dict[str, Any]]:
     """Every trace, on a tiny model in a folder of its own."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    found = {}
+    by_name = {}
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SOFTGAP_CALIBRATIONS"] = str(Path(folder, "calibrations"))
@@ -221,7 +221,7 @@ def traces() -> dict[str, dict[str, Any]]:
             make_models(Path(folder, "models"))
             for name, commands in TRACES.items():
                 noted = trace(commands)
-                found[name] = {
+                by_name[name] = {
                     "files": len(noted.files),
                     "package_changes": noted.package_changes,
                     "functions": len(noted.order),
@@ -229,7 +229,7 @@ def traces() -> dict[str, dict[str, Any]]:
                 }
         finally:
             os.chdir(before)
-    return found
+    return by_name
 
 
 def main() -> None:
@@ -237,10 +237,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document, with the files of each trace")
     parser.add_argument("--no-traces", action="store_true", help="only read the source")
-    given = parser.parse_args()
+    options = parser.parse_args()
     numbers = layout(SOURCE)
-    passed = {} if given.no_traces else traces()
-    if given.json:
+    passed = {} if options.no_traces else traces()
+    if options.json:
         print(json.dumps({**asdict(numbers), "traces": passed}, indent=1))
         return
     rows = [

@@ -70,12 +70,12 @@ def layer_violations(root: Path) -> list[str]:
     """Imports that point down the list of layers, layers that are not in it, and ways around it."""
     found = []
     for module in modules(root):
-        if not module.room:  # the package's own __init__ names the surface of all layers
+        if not module.package:  # the package's own __init__ names the surface of all layers
             continue
-        if module.room not in LAYERS:
+        if module.package not in LAYERS:
             found.append(f"{module.name} belongs to no layer")
             continue
-        above = LAYERS[: LAYERS.index(module.room) + 1]
+        above = LAYERS[: LAYERS.index(module.package) + 1]
         for name in filter(is_ours, imported(module)):
             if room_of(name) not in above and name != "softgap.__version__":
                 found.append(f"{module.name} imports {name}")
@@ -88,9 +88,9 @@ def dependency_violations(root: Path) -> list[str]:
     for module in modules(root):
         for name in imported(module):
             top = name.split(".")[0]
-            outside = top == "transformers" and module.room not in WITH_TRANSFORMERS
+            outside = top == "transformers" and module.package not in WITH_TRANSFORMERS
             needs_torch = top == "torch" or (is_ours(name) and room_of(name) not in WITHOUT_TORCH | {"", "__version__"})
-            if outside or (needs_torch and module.room in WITHOUT_TORCH):
+            if outside or (needs_torch and module.package in WITHOUT_TORCH):
                 found.append(f"{module.name} imports {name}")
     return found
 
@@ -274,15 +274,15 @@ def test_surfaces_that_differ_are_found(tmp_path: Path, text: str, violation: st
     assert surface_violations(tree) == [violation]
 
 
-@pytest.mark.parametrize("room", ["signal", "stats", "tasks"])
-def test_rooms_import_with_torch_absent(room: str) -> None:
-    assert import_error(SOURCE, f"import softgap.{room}", absent=("torch", "transformers")) == ""
+@pytest.mark.parametrize("package", ["signal", "stats", "tasks"])
+def test_packages_import_with_torch_absent(package: str) -> None:
+    assert import_error(SOURCE, f"import softgap.{package}", absent=("torch", "transformers")) == ""
 
 
-@pytest.mark.parametrize("room", ["signal", "stats"])
-def test_rooms_that_need_torch_are_found(tmp_path: Path, room: str) -> None:
-    tree = plant(tmp_path, {f"softgap/{room}/__init__.py": "import torch.nn", "torch/__init__.py": ""})
-    assert import_error(tree, f"import softgap.{room}", absent=("torch",)) == "ImportError: torch is absent"
+@pytest.mark.parametrize("package", ["signal", "stats"])
+def test_packages_that_need_torch_are_found(tmp_path: Path, package: str) -> None:
+    tree = plant(tmp_path, {f"softgap/{package}/__init__.py": "import torch.nn", "torch/__init__.py": ""})
+    assert import_error(tree, f"import softgap.{package}", absent=("torch",)) == "ImportError: torch is absent"
 
 
 def test_softgap_alone_imports_nothing_heavy() -> None:
@@ -332,6 +332,26 @@ def test_the_page_names_files_that_are_there() -> None:
 def test_the_page_lists_every_module() -> None:
     wrong = unlisted_modules(PAGE.read_text(encoding="utf-8"), SOURCE / "softgap")
     assert wrong == [], "run: python docs/make/module_list.py"
+
+
+PATHS = ("One token", "One calibration", "One plan")
+
+
+def files_of_path(page: str, title: str) -> list[str]:
+    """The files that the table under a heading names, each once."""
+    section = page.partition(f"### {title}")[2].partition("\n##")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return sorted(set(re.findall(r"`([a-z0-9_/]+\.(?:py|js))`", "\n".join(rows))))
+
+
+@pytest.mark.parametrize("title", PATHS)
+def test_a_path_through_the_code_names_at_most_thirty_files(title: str) -> None:
+    assert 10 <= len(files_of_path(PAGE.read_text(encoding="utf-8"), title)) <= 30
+
+
+def test_the_files_of_a_path_are_counted_once() -> None:
+    page = "### One token\n`no.py`\n| `a/b.py`, `c.js` | `a/b.py` |\n### Two\n| `d.py` |"
+    assert files_of_path(page, "One token") == ["a/b.py", "c.js"]
 
 
 def test_a_page_that_is_out_of_date_is_found(tmp_path: Path) -> None:

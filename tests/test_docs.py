@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import softgap
+from support.public_names import EXPLAINED, NAMES, resolve_name
 
 REPOSITORY = Path(__file__).parents[1]
 PYTHON = Path(sys.executable)
+ROLES = re.compile(r":(?:func|class|meth|mod|data|attr|exc):")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +45,63 @@ def test_every_command_is_in_the_reference(site: Path) -> None:
     assert "softgap lab focus" in page
 
 
+def rendered(site: Path, where: str) -> str:
+    """The page of a package in the reference."""
+    page = "api" if where == "softgap" else where.removeprefix("softgap.")
+    return (site / "reference" / page / "index.html").read_text(encoding="utf-8")
+
+
+def unrendered(site: Path, where: str, module: ModuleType) -> list[str]:
+    """Public names of a package, and of the packages inside, without an entry on its page."""
+    page = rendered(site, where)
+    missing = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, ModuleType):
+            missing += [] if f">{where}.{name}</" in page else [f"{where}.{name}"]
+            missing += unrendered(site, f"{where}.{name}", value)
+        elif f'id="{where}.{name}"' not in page and not name.startswith("_"):
+            missing.append(f"{where}.{name}")
+    return missing
+
+
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    page = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
-    missing = [name for name in softgap.__all__ if not name.startswith("_") and f"softgap.{name}" not in page]
-    assert missing == []
+    assert unrendered(site, "softgap", softgap) == []
+
+
+def test_names_without_an_entry_are_found(site: Path) -> None:
+    planted = ModuleType("softgap.errors")
+    planted.__dict__.update(__all__=["ModelError", "Unheard"], ModelError=1, Unheard=2)
+    assert unrendered(site, "softgap.errors", planted) == ["softgap.errors.Unheard"]
+
+
+def page_with(name: str) -> str:
+    """The package whose page has the entry of a name; a member stands on the page of its class."""
+    owner = name.rpartition(".")[0]
+    return owner.rpartition(".")[0] if inspect.isclass(resolve_name(owner)) else owner
+
+
+def test_every_fixed_name_has_an_entry_of_its_own(site: Path) -> None:
+    names = [*NAMES, *EXPLAINED]
+    assert [name for name in names if f'id="{name}"' not in rendered(site, page_with(name))] == []
+
+
+def test_no_page_of_the_reference_shows_markup(site: Path) -> None:
+    pages = sorted((site / "reference").rglob("index.html"))
+    assert len(pages) > 20
+    shown = [role for page in pages for role in ROLES.findall(page.read_text(encoding="utf-8"))]
+    assert shown == []
+
+
+def test_docstrings_hold_no_sphinx_roles() -> None:
+    source = sorted((REPOSITORY / "src").rglob("*.py"))
+    assert [path.name for path in source if ROLES.search(path.read_text(encoding="utf-8"))] == []
+    assert ROLES.findall("see :func:`read` and :class:`Step`") == [":func:", ":class:"]
+
+
+def test_a_docstring_is_rendered_as_sections(site: Path) -> None:
+    entry = rendered(site, "softgap").partition('id="softgap.generate"')[2].partition("<h2")[0]
+    assert all(f">{section}:</" in entry for section in ("Parameters", "Returns", "Examples"))
 
 
 def test_every_page_is_in_the_navigation() -> None:

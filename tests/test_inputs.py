@@ -50,10 +50,10 @@ class _Reached(Exception):
 def sequences_of_strings() -> set[tuple[str, str]]:
     """Every parameter of a public function or class that takes several strings, by what its annotation says."""
     several = re.compile(r"(Sequence|Iterable|Collection|list|tuple|set|frozenset)\[[^\]]*\bstr\b|\bMechanisms\b")
-    rooms = [*softgap._ROOMS, *(f"theory.{lab}" for lab in ("focus", "injectivity", "separation", "position"))]
+    packages = [*softgap._PACKAGES, *(f"theory.{lab}" for lab in ("focus", "injectivity", "separation", "position"))]
     found = set()
-    for room in rooms:
-        module = importlib.import_module(f"softgap.{room}")
+    for package in packages:
+        module = importlib.import_module(f"softgap.{package}")
         for name in module.__all__:
             thing = getattr(module, name)
             if name in RESULTS or not callable(thing):
@@ -128,7 +128,7 @@ def wrong(make: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
     return check
 
 
-def arrived(room: str, name: str, call: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
+def arrived(package: str, name: str, call: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], None]:
     """The function inside that uses the items is given one of them."""
 
     def check(model: Any) -> None:
@@ -139,7 +139,7 @@ def arrived(room: str, name: str, call: Callable[[Any], Callable[[Any], Any]]) -
                 seen.append((given, settings))
                 raise _Reached
 
-            patch.setattr(importlib.import_module(f"softgap.{room}"), name, look)
+            patch.setattr(importlib.import_module(f"softgap.{package}"), name, look)
             for given in ("Boat 3", ["Boat 3"]):
                 with pytest.raises(_Reached):
                     call(model)(given)
@@ -232,8 +232,8 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: runs(UNTYPED.generate(model, byte_tokenizer(), given, 2)), "Boat"
     ),
     ("head_scores", "names"): wrong(lambda model: lambda given: head_scores(model, passages(), "elu1", names=given)),
-    ("impact", "controls"): wrong(
-        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, controls=given)
+    ("impact", "baselines"): wrong(
+        lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, baselines=given)
     ),
     ("impact", "texts"): arrived(
         "linearize.impact", "impact_on", lambda model: lambda given: impact(model, byte_tokenizer(), _as(given, TEXT))
@@ -241,8 +241,8 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("injectivity_in_model", "mechanisms"): in_model("injectivity_in_model"),
     ("injectivity_lab", "mechanisms"): theory("injectivity_lab", rng=RNG),
     ("inputs_digest", "texts"): same(lambda model: inputs_digest, "a text"),
-    ("judge", "mechanisms"): same(
-        lambda model: lambda given: words(lambda: softgap.calibration.judge(model, [IDS], given)), "fitted"
+    ("evaluate_held_out", "mechanisms"): same(
+        lambda model: lambda given: words(lambda: softgap.calibration.evaluate_held_out(model, [IDS], given)), "fitted"
     ),
     ("split_sequences", "texts"): same(ids_of, TEXT),
     ("phase_maps", "names"): wrong(

@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--only", help="names of figures that contain this")
     parser.add_argument("--text", help="text file of at least 4,096 tokens for lab-position-model")
     options = parser.parse_args()
-    wanted = options.only or ""
+    pattern = options.only or ""
     IMAGES.mkdir(exist_ok=True)
     too_large = []
     for name, arguments in FIGURES.items():
-        if wanted not in name:
+        if pattern not in name:
             continue
         if name in OVER_TEXTS:
             if options.text is None:

@@ -64,8 +64,8 @@ def shot(
     browser: Browser, address: str, name: str, *, second: str = "", tokens: int, until: str, **context: Any
 ) -> None:
     """The page from its top to a part of its first pane, when the last run has so many tokens."""
-    made = browser.new_context(**context)
-    page = made.new_page()
+    window = browser.new_context(**context)
+    page = window.new_page()
     page.goto(address)
     page.wait_for_selector("html[data-ready]", state="attached")
     page.locator("#prompt").fill(PROMPT)
@@ -84,7 +84,7 @@ def shot(
     for button in page.locator("#runs").get_by_role("button", name="Stop").all():
         button.click()
     waited(lambda: page.locator("#queue-state").inner_text() == "no run is active")
-    made.close()
+    window.close()
 
 
 def main() -> None:

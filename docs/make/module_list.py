@@ -39,8 +39,8 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     table = page.partition("| layer |")[2].partition("\n\n")[0]
     listed = module_list(SOURCE, re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
+    before, behind = page.split(BEGIN)
+    after = behind.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n```text\n{listed}\n```\n{END}{after}", encoding="utf-8")
 
 

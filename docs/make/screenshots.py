@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from softgap.models import load_model
-from softgap.models.calibrations import default_mechanisms
+from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import generate, read
 from softgap.report import write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest
@@ -109,8 +109,8 @@ def save(name: str, picture: bytes) -> None:
 
 def shot(browser: Browser, report: Path, name: str, *, until: str, **context: Any) -> None:
     """The page from its top to the end of one of its parts, with a few heads and a token chosen."""
-    made = browser.new_context(**context)
-    page = made.new_page()
+    window = browser.new_context(**context)
+    page = window.new_page()
     page.goto(report.absolute().as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
     prepare(page)
@@ -118,7 +118,7 @@ def shot(browser: Browser, report: Path, name: str, *, until: str, **context: An
     width = page.viewport_size["width"] if page.viewport_size else 0
     picture = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": width, "height": bottom + 12})
     save(name, picture)
-    made.close()
+    window.close()
 
 
 def prepare(page: Page) -> None:

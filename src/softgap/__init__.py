@@ -1,7 +1,7 @@
 """softgap measures the gap between softmax and linear attention, per head and per token.
 
-Importing this package loads nothing heavy: each public name is fetched from its room on first use, so that
-`softgap.signal` and `softgap.stats` work where torch is not installed.
+Importing this package loads nothing heavy: softgap imports the package of a public name when the name is first used.
+``softgap.signal`` and ``softgap.stats`` therefore work where torch is not installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         trajectories,
     )
     from softgap.attention import Mechanism, compare_outputs, mechanisms, register_mechanism
-    from softgap.attention.attend import attend  # by its file: the room has a module of that name too
+    from softgap.attention.attend import attend  # by its file: the package has a module of that name too
     from softgap.calibration import Calibration, calibrate
     from softgap.errors import SoftgapError
     from softgap.gates import Diagnosis, doctor
@@ -77,7 +77,7 @@ __all__ = [
     "trajectories",
 ]
 
-_ROOMS = (
+_PACKAGES = (
     "analysis",
     "attention",
     "calibration",
@@ -95,7 +95,7 @@ _ROOMS = (
     "theory",
     "trajectories",
 )
-_NAMES_BY_ROOM = {
+_NAMES_BY_PACKAGE = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "calibration": ("Calibration", "calibrate"),
     "errors": ("SoftgapError",),
@@ -104,19 +104,19 @@ _NAMES_BY_ROOM = {
     "probe": ("Recording", "generate", "read", "record"),
     "trajectories": ("Trajectories", "load", "open_study"),
 }
-_ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
+_PACKAGE_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
 # Hidden from the type checker, which would otherwise accept any attribute of softgap.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import the room that holds a public name, once (PEP 562)."""
+        """Import the package that holds a public name, once (PEP 562)."""
         from importlib import import_module
 
-        if name in _ROOMS:
+        if name in _PACKAGES:
             return import_module(f"softgap.{name}")
-        if name in _ROOM_OF:
-            value = getattr(import_module(f"softgap.{_ROOM_OF[name]}"), name)
+        if name in _PACKAGE_OF:
+            value = getattr(import_module(f"softgap.{_PACKAGE_OF[name]}"), name)
             globals()[name] = value
             return value
         raise AttributeError(f"module 'softgap' has no attribute '{name}'")

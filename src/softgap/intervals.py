@@ -13,6 +13,7 @@ from scipy.stats import rankdata
 from softgap.errors import ShapeError
 
 __all__ = [
+    "ArrayInterval",
     "ClusterInterval",
     "Interval",
     "cluster_interval",
@@ -63,14 +64,24 @@ class Interval:
         return f"{self.value:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
 
 
+@dataclass(frozen=True, eq=False)
+class ArrayInterval:
+    """An ``Interval`` for every entry of an array; ``value``, ``low`` and ``high`` have one shape."""
+
+    value: Float[np.ndarray, ...]
+    low: Float[np.ndarray, ...]
+    high: Float[np.ndarray, ...]
+    level: float = field(default=0.95, kw_only=True)
+
+
 def resampled(
     values: Float[np.ndarray, "*units text"], *, rng: np.random.Generator, resamples: int = RESAMPLES
 ) -> Float[np.ndarray, "*units resample"]:
     """Means over texts that are drawn with replacement, the same texts for all units."""
     n = values.shape[-1]
     counts = rng.multinomial(n, np.full(n, 1 / n), size=resamples)
-    found: np.ndarray = values @ counts.T / n
-    return found
+    means: np.ndarray = values @ counts.T / n
+    return means
 
 
 def interval_of(values: Float[np.ndarray, " text"], *, rng: np.random.Generator) -> Interval:
@@ -121,23 +132,24 @@ def rank_correlation(
     clusters: Any,
     *,
     rng: np.random.Generator,
-    given: Any | None = None,
+    covariate: Any | None = None,
     replicates: int = _REPLICATES,
     level: float = 0.95,
 ) -> ClusterInterval:
     """Spearman's correlation of x and y across heads, with an interval from drawing whole clusters.
 
-    With ``given`` it is the partial correlation, (r_xy - r_xg r_yg) / sqrt((1 - r_xg^2) (1 - r_yg^2)) on ranks. Heads
-    in which any of them is NaN are left out. Ranks are those of all heads; the draws weigh them and do not rank anew.
+    With a ``covariate`` g it is the partial correlation, (r_xy - r_xg r_yg) / sqrt((1 - r_xg^2) (1 - r_yg^2)) on ranks.
+    Heads in which any of them is NaN are left out. Ranks are those of all heads; the draws weigh them and do not rank
+    anew.
     """
-    columns = [np.asarray(c, dtype=np.float64) for c in ((x, y) if given is None else (x, y, given))]
+    columns = [np.asarray(c, dtype=np.float64) for c in ((x, y) if covariate is None else (x, y, covariate))]
     groups = np.asarray(clusters)
     if any(c.shape != groups.shape for c in columns):
         raise ShapeError(f"one value per head is needed, got {[list(c.shape) for c in (*columns, groups)]}")
     table = np.stack(columns)
-    kept = np.isfinite(table).all(axis=0)
-    ranks = np.stack([rankdata(row) for row in table[:, kept]])
-    return cluster_interval(ranks, groups[kept], _correlation, rng=rng, replicates=replicates, level=level)
+    finite = np.isfinite(table).all(axis=0)
+    ranks = np.stack([rankdata(row) for row in table[:, finite]])
+    return cluster_interval(ranks, groups[finite], _correlation, rng=rng, replicates=replicates, level=level)
 
 
 def cluster_interval(
@@ -160,12 +172,12 @@ def cluster_interval(
     draws = max(replicates, round(2 * _BEYOND / (1 - level)))
     times = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
     weights = np.concatenate([np.ones((1, table.shape[1])), times[:, place]])
-    found = statistic(table, weights)
-    drawn = found[1:][np.isfinite(found[1:])]
-    if not np.isfinite(found[0]) or not len(drawn):
+    statistics = statistic(table, weights)
+    replicated = statistics[1:][np.isfinite(statistics[1:])]
+    if not np.isfinite(statistics[0]) or not len(replicated):
         return nothing
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return ClusterInterval(float(found[0]), float(low), float(high), table.shape[1], len(names), level=level)
+    low, high = np.quantile(replicated, [(1 - level) / 2, (1 + level) / 2])
+    return ClusterInterval(float(statistics[0]), float(low), float(high), table.shape[1], len(names), level=level)
 
 
 def weighted_mean(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Float64[np.ndarray, " draw"]:
@@ -192,6 +204,6 @@ def _correlation(table: Table, weights: Float64[np.ndarray, "draw head"]) -> Flo
         if len(table) == 2:
             return np.asarray(np.where(spread.min(axis=1) > 0, r[:, 0, 1], np.nan))
         xy, xg, yg = r[:, 0, 1], r[:, 0, 2], r[:, 1, 2]
-        # What a given copy leaves of a row is rounding, not variation.
+        # What a copy as covariate leaves of a row is rounding, not variation.
         room = np.sqrt(np.maximum((1 - xg**2) * (1 - yg**2), 0))
         return np.asarray(np.where((spread.min(axis=1) > 0) & (room > 1e-6), (xy - xg * yg) / room, np.nan))

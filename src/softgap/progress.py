@@ -74,7 +74,7 @@ def show_waiting(stage: str) -> Iterator[None]:
 def bar_or_callback(progress: Progress | bool) -> Iterator[Progress]:
     """The given callback; for True a bar on standard error if that is a terminal; for False nothing.
 
-    This serves Python functions, which leave a log file alone. Commands use :func:`show_progress`.
+    This serves Python functions, which leave a log file alone. Commands use ``show_progress``.
     """
     if callable(progress):
         yield progress

@@ -31,7 +31,7 @@ def test_planted_effects_are_found_in_the_right_heads_and_no_others(tmp_path: Pa
     found = compare_study(str(study), replace(QUICK, first="wrong", margin=0.7))
     assert found.verdict.outcome == "separated"
     width = UNITS // LAYERS
-    assert {(unit["layer"], unit["head"]) for unit in found.found()} == {
+    assert {(unit["layer"], unit["head"]) for unit in found.surviving_units()} == {
         divmod(unit, width) for unit in (5, 60, 133, 200, 266)
     }
     assert found.incremental is not None
@@ -165,7 +165,7 @@ def test_an_effect_beyond_two_confounders_is_separated(tmp_path: Path) -> None:
     plan = replace(QUICK, match=("measured",), strata=("difficulty",), confirm=0.4, margin=0.9)
     found = compare_study(str(study), plan, open_confirmation=True)
     assert found.verdict.outcome == "separated"
-    assert found.found() == [{"mode": "elu1 mean", "layer": 2, "head": 2}]
+    assert found.surviving_units() == [{"mode": "elu1 mean", "layer": 2, "head": 2}]
 
 
 @pytest.mark.parametrize("copies", ["identical", "nearly identical"])
@@ -210,7 +210,7 @@ def test_a_later_look_at_other_samples_is_not_planned(tmp_path: Path) -> None:
         if log is not None:
             (folder / "comparisons").mkdir()
             (folder / "comparisons/log.jsonl").write_bytes(log)
-        return compare_study(study, plan, planned="plan.toml")
+        return compare_study(study, plan, preregistration_file="plan.toml")
 
     plan = replace(QUICK, match=())
     assert look(plan, 60).status == "planned"
@@ -222,20 +222,20 @@ def test_a_later_look_at_other_samples_is_not_planned(tmp_path: Path) -> None:
     second = look(several, 90)
     assert second.status == "planned, look 2 of 3"
     assert second.comparison.alpha == pytest.approx(0.05 / 3)
-    assert [entry["samples"] for entry in second.tried if entry["event"] == "looked"] == [60, 90]
+    assert [entry["samples"] for entry in second.log_entries if entry["event"] == "looked"] == [60, 90]
 
 
 def test_a_plan_is_planned_only_before_the_labels_are_read(tmp_path: Path) -> None:
     x, labels = planted(0, 60, 30, {})
     study = str(simulated_study(tmp_path / "a", x, named(labels)))
-    first = compare_study(study, QUICK, planned="plan.toml")
+    first = compare_study(study, QUICK, preregistration_file="plan.toml")
     assert first.status == "planned"
-    assert [entry["event"] for entry in first.tried] == ["plan", "looked"]
-    assert compare_study(study, QUICK, planned="plan.toml").status == "planned"
-    other = compare_study(study, replace(QUICK, margin=0.4), planned="other.toml")
+    assert [entry["event"] for entry in first.log_entries] == ["plan", "looked"]
+    assert compare_study(study, QUICK, preregistration_file="plan.toml").status == "planned"
+    other = compare_study(study, replace(QUICK, margin=0.4), preregistration_file="other.toml")
     assert other.status.startswith("exploratory: the labels were looked at on ")
     assert compare_study(study, QUICK).status.startswith("exploratory: no plan")
-    assert len(other.tried) == 5
+    assert len(other.log_entries) == 5
 
 
 def test_the_confirmation_split_is_locked_and_opened_once(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_comparison_that_is_refused_opens_nothing(tmp_path: Path) -> None:
         with pytest.raises(SoftgapError, match=r"no sample has a field 'lable'|must label at least 2 of the samples"):
             compare_study(study, replace(plan, **change), open_confirmation=True, second=second)  # type: ignore[arg-type]
     opened = compare_study(study, plan, open_confirmation=True)
-    assert [entry["event"] for entry in opened.tried] == ["locked", "opened", "looked"]
+    assert [entry["event"] for entry in opened.log_entries] == ["locked", "opened", "looked"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_heads_are_named_in_the_order_of_the_share_that_the_sentence_speaks_of()
     found = headline(gap, (4, 7))
     assert found is not None
     assert found.stubborn == ((7, 1), (7, 0), (4, 1), (4, 0))
-    assert found.kept == pytest.approx((1.11, 0.95, 0.8, 0.6))
+    assert found.gap_left == pytest.approx((1.11, 0.95, 0.8, 0.6))
     assert found.sentence.endswith("most of all 7.1 (111 %), 7.0 (95 %) and 4.1 (80 %).")
 
 

@@ -81,7 +81,7 @@ def teacher(seed: int, features: int = 4) -> Maps:
 def test_a_head_that_is_linear_attention_is_found_again() -> None:
     texts, truth = [random_text(seed) for seed in range(4)], teacher(5)
     recipe = Recipe(features=16, steps=800, learning_rate=0.03, rows=PLAN)
-    found = fit_maps(texts, recipe, scale=SCALE, wanted=lambda rows: log_weights(truth, rows))
+    found = fit_maps(texts, recipe, scale=SCALE, target_scores=lambda rows: log_weights(truth, rows))
     held_out = random_text(100)
     assert mean_divergence(as_mechanism(truth), as_mechanism(found), held_out) < 1e-3
     assert mean_divergence(as_mechanism(truth), "uniform", held_out) > 0.05
@@ -97,7 +97,7 @@ def test_a_head_that_sees_vectors_before_rotation_is_found_again() -> None:
     behind = {name: functional.pad(getattr(truth, name), (DIM, 0)) for name in ("query_weight", "key_weight")}
     truth = replace(truth, **behind)
     recipe = Recipe(features=16, steps=800, learning_rate=0.05, rows=PLAN)
-    found = fit_maps(texts, recipe, scale=SCALE, rotation=ROTATION, wanted=lambda rows: log_weights(truth, rows))
+    found = fit_maps(texts, recipe, scale=SCALE, rotation=ROTATION, target_scores=lambda rows: log_weights(truth, rows))
     held_out = random_text(100)
     assert mean_divergence(truth.mechanism(ROTATION), found.mechanism(ROTATION), held_out) < 1e-3
     assert mean_divergence(truth.mechanism(ROTATION), "uniform", held_out) > 0.05

@@ -14,13 +14,21 @@ import torch
 from transformers import LlamaForCausalLM
 
 import softgap
-from softgap.calibration import Calibration, HeldOut, Recipe, calibrate, fit_maps, gap_closed, judge, whole_model
+from softgap.calibration import (
+    Calibration,
+    HeldOut,
+    Recipe,
+    calibrate,
+    evaluate_held_out,
+    fit_maps,
+    gap_closed,
+    layers,
+)
 from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
-from softgap.models.calibrations import calibration_path, default_mechanisms
-from softgap.models.tensor_files import load_calibration, save_calibration
+from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
 from softgap.report.columns import study_calibration
@@ -111,7 +119,7 @@ def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
     found = made(tmp_path / "tiny.safetensors")
     assert Calibration.load(tmp_path / "tiny.safetensors").report() == found.report()
     passages = ["text of the fit", "held-out text", "after a BOS token", "at random offsets"]
-    assert list(found.elsewhere) == [*passages, "prose", "dialogue", "code", "lists"]
+    assert list(found.conditions) == [*passages, "prose", "dialogue", "code", "lists"]
     assert list(found.curve) == ["16", "32", "64", "128", "256"]
     rungs = {rung.mechanism: rung for rung in found.ladders.rungs}
     assert {"uniform", "elu1", "fitted"} < set(rungs)
@@ -145,17 +153,19 @@ def test_the_conditions_are_what_they_say(tmp_path: Path) -> None:
     mine, uniform = (
         sum(run.select(name).divergence[..., 64:].sum(dtype=float) for run in runs) for name in ("fitted", "uniform")
     )
-    assert found.elsewhere["held-out text"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
+    assert found.conditions["held-out text"].value == pytest.approx(1 - mine / uniform, abs=1e-5)
     # A rotary model does not see where its text begins, and a map of rotated vectors does.
-    assert found.elsewhere["at random offsets"].value != pytest.approx(found.elsewhere["held-out text"].value, abs=1e-6)
+    assert found.conditions["at random offsets"].value != pytest.approx(
+        found.conditions["held-out text"].value, abs=1e-6
+    )
 
 
 def test_one_long_text_tells_of_the_positions_that_no_other_reaches(tmp_path: Path) -> None:
     fitted = made(tmp_path / "tiny.safetensors").mechanism()
     ids = TOKENIZER(written())["input_ids"]
     near, far = [ids[:100], ids[100:200]], ids[200:800]
-    alone = judge(model(), near, [fitted, "uniform"])
-    found = judge(model(), near, [fitted, "uniform"], far=[far])
+    alone = evaluate_held_out(model(), near, [fitted, "uniform"])
+    found = evaluate_held_out(model(), near, [fitted, "uniform"], far=[far])
     assert list(alone.by_position) == ["0-16", "16-64", "64-512"]
     assert list(found.by_position) == ["0-16", "16-64", "64-512", "512-1024"]
     assert found.gap_closed == alone.gap_closed
@@ -267,7 +277,7 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
             raise KeyboardInterrupt
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", interrupted)
+    monkeypatch.setattr(layers, "fit_maps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "resumed.safetensors")
     assert not (tmp_path / "resumed.safetensors").exists()
@@ -285,18 +295,18 @@ def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytes
             raise KeyboardInterrupt
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", once)
+    monkeypatch.setattr(layers, "fit_maps", once)
     with pytest.raises(KeyboardInterrupt):
         made(path)
-    layers: list[int] = []
+    numbers: list[int] = []
 
     def noted(*args: Any, **kwargs: Any) -> Maps:
-        layers.append(kwargs["layer"])
+        numbers.append(kwargs["layer"])
         return fit_maps(*args, **kwargs)
 
-    monkeypatch.setattr(whole_model, "fit_maps", noted)
+    monkeypatch.setattr(layers, "fit_maps", noted)
     calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
-    assert sorted(layers) == [0, 1]
+    assert sorted(numbers) == [0, 1]
 
 
 def test_minutes_choose_the_steps_and_record_them(tmp_path: Path) -> None:

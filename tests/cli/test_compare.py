@@ -12,7 +12,7 @@ import pytest
 
 from softgap.analysis import Preregistration, compare_study
 from softgap.cli import main
-from softgap.cli.compare import PlanOptions
+from softgap.cli.compare import PreregistrationOptions
 from support.cli_examples import contents, failure, script, without_progress
 from support.stats_cases import planted
 from support.study_examples import named, simulated_study
@@ -106,7 +106,7 @@ def test_a_comparison_shows_itself_in_a_notebook(study: Path) -> None:
 
 
 def test_options_are_fields_of_the_plan() -> None:
-    options, plan = ({field.name for field in fields(kind)} for kind in (PlanOptions, Preregistration))
+    options, plan = ({field.name for field in fields(kind)} for kind in (PreregistrationOptions, Preregistration))
     assert options <= plan
-    given = PlanOptions(features=["mean"], orders=[4], margin=0.3, collapse=True, match=[])
-    assert given.plan(None) == Preregistration(features=("mean",), orders=(4,), margin=0.3, collapse=True)
+    given = PreregistrationOptions(features=["mean"], orders=[4], margin=0.3, collapse=True, match=[])
+    assert given.preregistration(None) == Preregistration(features=("mean",), orders=(4,), margin=0.3, collapse=True)

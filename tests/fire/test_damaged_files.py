@@ -25,10 +25,9 @@ from softgap.models.gguf import gguf_metadata
 from softgap.report.columns import calibration_columns, read_columns
 from softgap.report.documents import Document, Picture, Table, read_documents, read_lab, save_document, sections
 from softgap.report.live.requests import Limits, parse_requests
-from softgap.study.files import read_failures
+from softgap.study.batches import read_failures
 from softgap.tasks import read_labels, read_prompts
-from softgap.tasks.sources import TRUTHFULQA
-from softgap.tasks.stored import stored_prompts
+from softgap.tasks.sources import TRUTHFULQA, stored_prompts
 from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder, slug
 from support.fire_examples import LAB, calibration

@@ -14,7 +14,7 @@ from softgap.attention import Visible
 from softgap.errors import UnknownNameError
 from softgap.gates import doctor
 from softgap.gates.model import GATES, Gate
-from softgap.probe import arguments, meter, recording, stream, tap, visibility
+from softgap.probe import meter, recording, stream, tap, visibility
 from support.tiny_models import attention_names, tiny_model
 
 TYPES = """llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite cohere2 deepseek_v3 gpt_oss
@@ -106,7 +106,7 @@ def shuffled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation whose steps begin one query late."""
-    honest = arguments.prompt_length
+    honest = tap.prompt_length
     monkeypatch.setattr(recording, "prompt_length", lambda *args: honest(*args) + 1)
 
 

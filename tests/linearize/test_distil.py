@@ -103,15 +103,15 @@ def test_only_the_numbers_of_swapped_heads_move(small: Any) -> None:
         assert parameter.grad is None
 
 
-def test_lookups_are_learnt_beside_the_text(small: Any) -> None:
+def test_recall_lists_are_learnt_beside_the_text(small: Any) -> None:
     """Trained on tokens of its own kind only, a substitute gets better where only the last ones count."""
-    asked = Sequences(UNSEEN.ids.flip(1), (torch.arange(39) > 29).expand(4, 39))
+    recall_lists = Sequences(UNSEEN.ids.flip(1), (torch.arange(39) > 29).expand(4, 39))
     begin = fit_output_correction(small, FIT, HEADS, with_random_parameters("fitted", 2, 4, 2, 8, 8))
     without, beside = (
-        distil_substitute(small, FIT.part(slice(0, 2)), HEADS, begin, asked=more, steps=24, learning_rate=0.02)
-        for more in (None, asked)
+        distil_substitute(small, FIT.part(slice(0, 2)), HEADS, begin, recall_lists=more, steps=24, learning_rate=0.02)
+        for more in (None, recall_lists)
     )
-    assert divergence(small, asked, beside) < 0.8 * divergence(small, asked, without)
+    assert divergence(small, recall_lists, beside) < 0.8 * divergence(small, recall_lists, without)
 
 
 def test_a_seed_decides_the_order_and_every_round_reads_everything() -> None:

@@ -29,8 +29,7 @@ from softgap.linearize import (
 from softgap.linearize.frontier import first_heads, order_units, random_order, units_of
 from softgap.linearize.search import _largest_set
 from softgap.linearize.sequences import read_swapped
-from softgap.report.figures import draw_frontier, draw_plan
-from softgap.report.files import save_figure
+from softgap.report.figures import draw_frontier, draw_plan, save_figure
 from support.linearize_cases import sharp_llama
 from support.model_examples import byte_tokenizer
 
@@ -64,8 +63,8 @@ def test_orders_put_the_cheapest_first_and_keep_groups_together(small: Any) -> N
 
 
 def test_every_point_is_what_a_plain_forward_says(small: Any, texts: Any) -> None:
-    fit, held_out, asked = texts
-    found = frontier(small, fit, held_out, asked, "elu1", orders=["divergence", "random"], shares=[0.5, 1.0])
+    fit, held_out, recall_lists = texts
+    found = frontier(small, fit, held_out, recall_lists, "elu1", orders=["divergence", "random"], shares=[0.5, 1.0])
     lines = {(p.order, p.mechanism) for p in found.points}
     assert lines == {
         ("divergence", "elu1"), ("divergence", "elu1, repaired"), ("divergence", "mean_ablation"), ("random", "elu1"),
@@ -159,7 +158,7 @@ def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_pat
 
 def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
     fit, held_out, _ = texts
-    settings: dict[str, Any] = {"greedy": False, "repair": False, "ablation": False, "tune": 2}
+    settings: dict[str, Any] = {"greedy": False, "correct": False, "ablation": False, "distil": 2}
     found = frontier(small, fit, held_out, None, "elu1", orders=["divergence"], shares=[1.0], **settings)
     plain, trained = found.points
     assert (plain.mechanism, trained.mechanism) == ("elu1", "elu1, tuned")
@@ -175,7 +174,7 @@ def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
 
 def test_a_plan_of_tuned_heads_is_tuned_on_the_half_that_fits(small: Any) -> None:
     tokenizer = byte_tokenizer()
-    plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, length=64, recalls=0, score="divergence", tune=2)
+    plan = find_plan(small, tokenizer, [TEXT], "elu1", budget=10.0, length=64, recalls=0, score="divergence", distil=2)
     read = split_sequences(small, tokenizer, [TEXT], length=64)
     by_hand = distil_substitute(small, read.part(slice(0, len(read) // 2)), plan.heads, "elu1", steps=2)
     assert plan.provenance["tune"] == 2
@@ -200,7 +199,7 @@ def largest(budget: float, recall_budget: float | None = None) -> int:
 def test_a_plan_of_heads_without_a_state_frees_no_memory(small: Any) -> None:
     settings: dict[str, Any] = {"budget": 10.0, "by": "groups", "length": 64, "recalls": 0, "score": "divergence"}
     kept, freed = (
-        find_plan(small, byte_tokenizer(), [TEXT], name, repair=False, **settings) for name in ("top_k:k=3", "elu1")
+        find_plan(small, byte_tokenizer(), [TEXT], name, correct=False, **settings) for name in ("top_k:k=3", "elu1")
     )
     assert kept.heads
     assert kept.groups == ()
@@ -227,32 +226,32 @@ def test_the_budget_that_nothing_meets_is_named(monkeypatch: pytest.MonkeyPatch)
         largest(0.005, 0.1)
 
 
-def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookups(
+def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lists(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, Any]] = []
 
-    def watched(model: Any, read: Any, asked: Any, heads: Any, chosen: Any) -> Any:
-        seen.append((len(heads), asked.ids))
-        return read_swapped(model, read, asked, heads, chosen)
+    def watched(model: Any, read: Any, recall_lists: Any, heads: Any, chosen: Any) -> Any:
+        seen.append((len(heads), recall_lists.ids))
+        return read_swapped(model, read, recall_lists, heads, chosen)
 
     scored_on: list[Any] = []
 
-    def scored(*given: Any, asked: Any = None, **settings: Any) -> Any:
-        scored_on.append(None if asked is None else asked.ids)
-        return head_scores(*given, asked=asked, **settings)
+    def scored(*given: Any, recall_lists: Any = None, **settings: Any) -> Any:
+        scored_on.append(None if recall_lists is None else recall_lists.ids)
+        return head_scores(*given, recall_lists=recall_lists, **settings)
 
     check, choose, fit = (recall_sequences(small, byte_tokenizer(), 2, seed=seed).ids for seed in range(3))
     monkeypatch.setattr("softgap.linearize.recall.read_swapped", watched)
     monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
-    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
+    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "correct": False, "recalls": 2}
     plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=0.5, **settings)
     assert (plan.provenance["budget"], plan.provenance["recall_budget"]) == (10.0, 0.5)
     assert torch.equal(scored_on[0], fit)
     *choosing, (_, before), (_, after) = seen
     assert torch.equal(before, after)
     assert torch.equal(before, check)
-    assert all(torch.equal(asked, choose) for _, asked in choosing)
+    assert all(torch.equal(recall_lists, choose) for _, recall_lists in choosing)
     assert (plan.recall["lists"], plan.recall["questions"], plan.recall["decided_on"]) == (2, 24, 2)
     # Every set that was tried was asked, and the plan is the one that both limits allow.
     assert [n for n, _ in choosing] == [0, 1, 5, 7, 8]
@@ -261,7 +260,7 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lookup
     free = find_plan(small, byte_tokenizer(), [TEXT], "elu1", **settings)
     assert free.provenance["recall_budget"] is None
     assert scored_on[1] is None
-    assert all(torch.equal(asked, check) for _, asked in seen), "nothing is decided by recall"
+    assert all(torch.equal(recall_lists, check) for _, recall_lists in seen), "nothing is decided by recall"
     assert [n for n, _ in seen] == [0, 8]
     assert free.expected == plan.expected
 
@@ -293,22 +292,22 @@ def test_the_largest_point_within_both_budgets() -> None:
 
 
 def test_pictures_are_drawn(small: Any, texts: Any, tmp_path: Path) -> None:
-    fit, held_out, asked = texts
+    fit, held_out, recall_lists = texts
     found = frontier(
         small,
         fit,
         held_out,
-        asked,
+        recall_lists,
         "uniform",
         by="groups",
         orders=["divergence"],
         shares=[0.5],
         greedy=False,
-        repair=False,
+        correct=False,
     )
     assert save_figure(draw_frontier(found), tmp_path / "frontier.svg").read_text().count("mean_ablation") == 1
     plan = find_plan(
-        small, byte_tokenizer(), [TEXT], "uniform", budget=9.0, length=64, recalls=0, score="divergence", repair=False
+        small, byte_tokenizer(), [TEXT], "uniform", budget=9.0, length=64, recalls=0, score="divergence", correct=False
     )
     drawn = save_figure(draw_plan(plan, [4, 4], [2, 2], [0, 1]), tmp_path / "plan.svg").read_text()
     assert "8 of 8 heads without softmax, 4 KV groups freed" in drawn
@@ -324,8 +323,8 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, recall_budget=0.1, recalls=0, length=64)
     with pytest.raises(SoftgapError, match="at least 2048 tokens"):
         find_plan(small, byte_tokenizer(), ["short"], "elu1", budget=1)
-    with pytest.raises(SoftgapError, match="needs the output correction, got tune=3 and repair=False"):
-        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, tune=3, repair=False)
+    with pytest.raises(SoftgapError, match="needs the output correction, got distil=3 and correct=False"):
+        find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, distil=3, correct=False)
     with pytest.raises(SoftgapError, match="unknown score"):
         find_plan(small, byte_tokenizer(), [TEXT], "elu1", budget=1, score="luck")
     with pytest.raises(SoftgapError, match="by must be 'heads' or 'groups', got 'layers'"):

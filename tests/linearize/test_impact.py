@@ -75,9 +75,9 @@ def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
         truth = plain_loop(small, read, heads, mechanism)
         for name, values in truth.items():
             np.testing.assert_allclose(found.change[name][place], values, atol=1e-9)
-    asked = plain_loop(small, recall_sequences(small, tokenizer, 3), heads, "elu1")
+    recall_lists = plain_loop(small, recall_sequences(small, tokenizer, 3), heads, "elu1")
     for name in ("recall", "whole_answers"):
-        np.testing.assert_allclose(found.change[name][0], asked[name], atol=1e-9)
+        np.testing.assert_allclose(found.change[name][0], recall_lists[name], atol=1e-9)
     assert np.abs(found.change["loss"]).max() > 1e-3
     assert found.settings["tokens"] == read.ids.numel() - len(read)
 
@@ -87,7 +87,7 @@ def test_reuse_equals_the_loop_in_every_family(model_type: str) -> None:
     model = tiny_with(model_type, attn=attention_names(model_type)[-1])
     ids = torch.randint(3, 100, (3, 21), generator=torch.Generator().manual_seed(1))
     read = Sequences(ids, torch.ones(3, 20, dtype=torch.bool))
-    both = [impact_on(model, read, None, "elu1", controls=["zero"], reuse=reuse) for reuse in (True, False)]
+    both = [impact_on(model, read, None, "elu1", baselines=["zero"], reuse=reuse) for reuse in (True, False)]
     for name in ("loss", "kl", "accuracy"):
         np.testing.assert_allclose(both[0].change[name], both[1].change[name], atol=1e-5)
 
@@ -100,7 +100,7 @@ def test_reuse_computes_no_block_below(small: Any) -> None:
         for number, layer in enumerate(small.model.layers)
     ]
     read = split_sequences(small, byte_tokenizer(), [TEXT], length=48).part(slice(0, 3))
-    impact_on(small, read, None, "elu1", controls=["zero"], heads=heads)
+    impact_on(small, read, None, "elu1", baselines=["zero"], heads=heads)
     for hook in hooks:
         hook.remove()
     assert ran.count(0) == ran.count(1) == 1
@@ -119,7 +119,7 @@ def test_heads_are_linearizable_where_they_beat_the_control() -> None:
 
 
 def test_an_impact_is_saved_and_read_back(small: Any, tmp_path: Path) -> None:
-    found = impact(small, byte_tokenizer(), [TEXT], "uniform", controls=["zero"], length=48, recalls=1)
+    found = impact(small, byte_tokenizer(), [TEXT], "uniform", baselines=["zero"], length=48, recalls=1)
     again = Impact.load(found.save(tmp_path / "impact.npz"))
     assert (again.mechanisms, again.heads, again.settings) == (found.mechanisms, found.heads, found.settings)
     for name, values in found.change.items():
@@ -136,15 +136,15 @@ def test_the_map_of_the_report_takes_an_impact(tmp_path: Path) -> None:
         found.write_heads(tmp_path / "nowhere" / "impact.csv")
 
 
-def test_lookups_ask_for_what_stands_in_their_context(small: Any) -> None:
+def test_recall_lists_ask_for_what_stands_in_their_context(small: Any) -> None:
     tokenizer = byte_tokenizer()
-    asked = recall_sequences(small, tokenizer, 4, pairs=5, seed=3)
-    for row, scored in zip(asked.ids, asked.scored, strict=True):
+    recall_lists = recall_sequences(small, tokenizer, 4, pairs=5, seed=3)
+    for row, scored in zip(recall_lists.ids, recall_lists.scored, strict=True):
         lines = str(tokenizer.decode(row)).split("\n")[1:11]
         assert sorted(lines[:5]) == sorted(lines[5:10])
         answers = tokenizer.decode(row[1:][scored])
         assert answers == "".join(line.split(":")[1] for line in lines[5:10])
-    assert not torch.equal(asked.ids[0], asked.ids[1])
+    assert not torch.equal(recall_lists.ids[0], recall_lists.ids[1])
 
 
 def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
     with pytest.raises(SoftgapError, match="heads of layer 1 are 0 to 3, got"):
         impact(small, tokenizer, [TEXT], "elu1", length=48, heads=[(1, 9)])
     with pytest.raises(SoftgapError, match="must differ, got elu1, elu1"):
-        impact(small, tokenizer, [TEXT], "elu1", controls=["elu1"], length=48)
+        impact(small, tokenizer, [TEXT], "elu1", baselines=["elu1"], length=48)
     with pytest.raises(SoftgapError, match="context of 512 tokens, got 4000"):
         impact(small, tokenizer, [TEXT], "elu1", length=4000)
     (tmp_path / "no.npz").write_text("no")

@@ -33,16 +33,16 @@ def small() -> Any:
 
 
 @pytest.fixture(scope="module")
-def asked(small: Any) -> Sequences:
+def recall_lists(small: Any) -> Sequences:
     return recall_sequences(small, byte_tokenizer(), 5, pairs=6, seed=1)
 
 
-def knowing(small: Any, asked: Sequences, known: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
+def knowing(small: Any, recall_lists: Sequences, known: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A forward whose top token is the right one where ``known``, and another one elsewhere."""
 
     def forward(input_ids: Any, **settings: Any) -> Any:
-        rows = [int((asked.ids[:, :-1] == ids).all(dim=-1).int().argmax()) for ids in input_ids]
-        wanted = asked.ids[rows, 1:]
+        rows = [int((recall_lists.ids[:, :-1] == ids).all(dim=-1).int().argmax()) for ids in input_ids]
+        wanted = recall_lists.ids[rows, 1:]
         said = torch.where(known[rows], wanted, (wanted + 1) % small.config.vocab_size)
         logits = torch.nn.functional.one_hot(said, small.config.vocab_size).float()
         return type("Output", (), {"logits": logits, "past_key_values": None})()
@@ -52,48 +52,48 @@ def knowing(small: Any, asked: Sequences, known: torch.Tensor, monkeypatch: pyte
 
 
 def test_first_tokens_alone_are_recall_without_whole_answers(
-    small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch
+    small: Any, recall_lists: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert asked.first is not None
-    assert (asked.scored.sum() > 2 * asked.first.sum()).item(), "words are several bytes"
-    model = knowing(small, asked, asked.first, monkeypatch)
-    found = read_swapped(model, None, asked, [], None)
+    assert recall_lists.first is not None
+    assert (recall_lists.scored.sum() > 2 * recall_lists.first.sum()).item(), "words are several bytes"
+    model = knowing(small, recall_lists, recall_lists.first, monkeypatch)
+    found = read_swapped(model, None, recall_lists, [], None)
     assert found.recall.tolist() == [1] * 5
     assert found.whole_answers.tolist() == [0] * 5
 
 
-def test_later_tokens_alone_are_no_recall(small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = knowing(small, asked, asked.scored & ~asked.first, monkeypatch)  # type: ignore[operator]
-    found = read_swapped(model, None, asked, [], None)
+def test_later_tokens_alone_are_no_recall(small: Any, recall_lists: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = knowing(small, recall_lists, recall_lists.scored & ~recall_lists.first, monkeypatch)  # type: ignore[operator]
+    found = read_swapped(model, None, recall_lists, [], None)
     assert found.recall.tolist() == [0] * 5
     assert found.whole_answers.tolist() == [0] * 5
 
 
-def test_answers_count_one_by_one(small: Any, asked: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_count_one_by_one(small: Any, recall_lists: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
     """All right in the first list; half of the answers whole in the second; one wrong last token in the third."""
-    assert asked.first is not None
-    known = asked.scored.clone()
-    number = asked.first.cumsum(dim=-1)
+    assert recall_lists.first is not None
+    known = recall_lists.scored.clone()
+    number = recall_lists.first.cumsum(dim=-1)
     known[1] &= number[1] <= 3
-    last = int(asked.scored[2].nonzero()[-1])
+    last = int(recall_lists.scored[2].nonzero()[-1])
     known[2, last] = False
     known[3] = False
-    found = read_swapped(knowing(small, asked, known, monkeypatch), None, asked, [], None)
+    found = read_swapped(knowing(small, recall_lists, known, monkeypatch), None, recall_lists, [], None)
     np.testing.assert_allclose(found.recall, [1, 3 / 6, 1, 0, 1])
     np.testing.assert_allclose(found.whole_answers, [1, 3 / 6, 5 / 6, 0, 1])
 
 
-def test_every_answer_begins_once(asked: Sequences) -> None:
-    assert asked.first is not None
-    assert asked.first.sum(dim=-1).tolist() == [6] * 5
-    assert not (asked.first & ~asked.scored).any()
-    before = torch.nn.functional.pad(asked.scored, (1, 0))[:, :-1]
-    assert torch.equal(asked.first, asked.scored & ~before), "a line break stands between two answers"
+def test_every_answer_begins_once(recall_lists: Sequences) -> None:
+    assert recall_lists.first is not None
+    assert recall_lists.first.sum(dim=-1).tolist() == [6] * 5
+    assert not (recall_lists.first & ~recall_lists.scored).any()
+    before = torch.nn.functional.pad(recall_lists.scored, (1, 0))[:, :-1]
+    assert torch.equal(recall_lists.first, recall_lists.scored & ~before), "a line break stands between two answers"
 
 
-def test_right_tokens_are_those_of_a_whole_forward(small: Any, asked: Sequences) -> None:
-    whole = score_forward(small, asked.ids, None).right * asked.scored
-    assert torch.equal(correct_tokens(small, asked), whole)
+def test_right_tokens_are_those_of_a_whole_forward(small: Any, recall_lists: Sequences) -> None:
+    whole = score_forward(small, recall_lists.ids, None).right * recall_lists.scored
+    assert torch.equal(correct_tokens(small, recall_lists), whole)
 
 
 def test_further_lists_are_others(small: Any) -> None:
@@ -170,17 +170,17 @@ def test_lists_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     test.report = told.append
     first = test.compare([(0, 0)], lambda: None)
-    asked = len(told)
+    recall_lists = len(told)
     again = test.compare([(0, 0)], lambda: None)
     np.testing.assert_array_equal(first[1].recall, again[1].recall)
-    assert len(told) == asked
+    assert len(told) == recall_lists
     more = test.compare([(0, 0)], lambda: None, fewest=len(first[0].recall) + 1)
     assert len(more[0].recall) == len(first[0].recall) + BLOCK_LISTS
 
 
 def test_a_plan_says_how_well_it_knows_recall(tmp_path: Path) -> None:
     small = sharp_llama(max_position_embeddings=512, num_hidden_layers=1).float()
-    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "by": "groups"}
+    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "correct": False, "by": "groups"}
     plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=1.0, **settings)
     assert plan.recall["decided_on"] >= FEWEST_LISTS, "a decision rests on as many lists as the report"
     assert plan.recall["lists"] >= plan.recall["decided_on"]
@@ -195,7 +195,7 @@ def test_a_plan_says_how_well_it_knows_recall(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_version_0_1_still_loads(small: Any, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "repair": False, "recalls": 2}
+    settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "correct": False, "recalls": 2}
     path = find_plan(small, byte_tokenizer(), [TEXT], "elu1", **settings).save(tmp_path / "plan.json")
     document = json.loads(path.read_text())
     del document["recall"], document["original"]["whole_answers"], document["expected"]["whole_answers"]

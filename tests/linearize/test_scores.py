@@ -12,10 +12,7 @@ from softgap.attention import attend, attention_weights, compare_outputs
 from softgap.errors import SoftgapError
 from softgap.intervene.swap import swap
 from softgap.linearize import heads_of_layer
-from softgap.linearize.finite_step import with_finite_steps
-from softgap.linearize.impact import impact_on
-from softgap.linearize.ranking import rank_agreement, split_half
-from softgap.linearize.scores import SCORES, Scores, add_recall_scores, head_scores
+from softgap.linearize.scores import SCORES, add_recall_scores, head_scores, rank_agreement, split_half
 from softgap.linearize.sequences import Sequences
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from support.linearize_cases import sharp_llama, with_random_parameters
@@ -80,15 +77,15 @@ def test_only_the_tokens_that_count_are_scored(small: Any, read: Sequences) -> N
         assert np.abs(first[name] - second[name]).max() > 1e-3
 
 
-def test_lookups_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
-    asked = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
+def test_recall_lists_are_scored_beside_the_text(small: Any, read: Sequences) -> None:
+    recall_lists = Sequences(read.ids[:, :17].flip(1), (torch.arange(16) > 9).expand(2, 16))
     names = ["gradient+fisher", "divergence"]
-    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, asked)]
-    both = head_scores(small, read, "elu1", asked=asked, names=names, seed=3)
+    apart = [head_scores(small, part, "elu1", names=names, seed=3) for part in (read, recall_lists)]
+    both = head_scores(small, read, "elu1", recall_lists=recall_lists, names=names, seed=3)
     for name in names:
-        text, lookup = (found.mean(name) for found in apart)
-        weight = np.abs(text).sum() / np.abs(lookup).sum()
-        np.testing.assert_allclose(both.mean(name), text + weight * lookup, atol=1e-12)
+        text, recall = (found.mean(name) for found in apart)
+        weight = np.abs(text).sum() / np.abs(recall).sum()
+        np.testing.assert_allclose(both.mean(name), text + weight * recall, atol=1e-12)
         assert not np.array_equal(np.argsort(both.mean(name)), np.argsort(text))
     nothing = add_recall_scores(np.ones((3, 2)), np.zeros(3))
     assert np.array_equal(nothing, np.ones((3, 2)))
@@ -164,17 +161,6 @@ def test_what_is_looked_at_is_what_the_definitions_say(small: Any, read: Sequenc
             assert 1 <= found.values["block_rank"][place, 0] <= 11
 
 
-def test_the_costliest_heads_are_measured(small: Any, read: Sequences) -> None:
-    scores = head_scores(small, read, "elu1", names=["gradient+fisher"])
-    found = with_finite_steps(small, read, "elu1", scores, top=3)
-    truth = impact_on(small, read, None, "elu1", controls=[]).mean()
-    top = np.argsort(scores.mean("gradient+fisher"))[::-1][:3]
-    corrected = found.mean("gradient+fisher corrected")
-    np.testing.assert_allclose(corrected[top], truth[top], atol=1e-9)
-    rest = np.setdiff1d(np.arange(8), top)
-    np.testing.assert_array_equal(corrected[rest], scores.mean("gradient+fisher")[rest])
-
-
 def test_a_ranking_is_held_against_its_ceiling() -> None:
     rng = np.random.default_rng(1)
     true = rng.standard_normal(2000)
@@ -194,6 +180,4 @@ def test_bad_input_is_one_sentence(small: Any, read: Sequences) -> None:
         head_scores(small, read, "elu1", names=["gradent"])
     with pytest.raises(SoftgapError, match="at least 1, got 0"):
         head_scores(small, read, "elu1", samples=0)
-    with pytest.raises(SoftgapError, match="between 1 and the 1 heads, got 5"):
-        with_finite_steps(small, read, "elu1", Scores(((0, 0),), {"fisher": np.zeros((1, 1))}), top=5)
     assert set(SCORES) >= {"divergence", "gradient+fisher", "integrated"}

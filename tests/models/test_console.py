@@ -17,8 +17,7 @@ from transformers.utils import logging
 
 from softgap import progress as progress_module
 from softgap.errors import ModelError
-from softgap.models.loading import load_model
-from softgap.models.verbosity import quiet_transformers
+from softgap.models.loading import load_model, quiet_transformers
 from softgap.progress import bar_or_callback, show_progress, show_waiting, silent
 from support import model_examples as examples
 from support.cli_examples import script, without_progress

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import GgufHeader
 
-from softgap.models import catalogue, loading
+from softgap.models import catalogue
 from softgap.models.catalogue import EMBEDDED, ModelInfo, available_models
 from softgap.models.loading import load_model
 from support import model_examples as examples
@@ -169,7 +169,7 @@ def test_a_gguf_file_is_converted_once(own_cache: Path, monkeypatch: pytest.Monk
     assert fractions == sorted(fractions)
     assert stages[-1] == ("converted", 1.0)
 
-    monkeypatch.setattr(loading, "convert", lambda *_: pytest.fail("converted twice"))
+    monkeypatch.setattr("softgap.models.gguf.convert", lambda *_: pytest.fail("converted twice"))
     moved = path.rename(own_cache / "moved.gguf")
     load_model(moved)
     examples.write_gguf(path, examples.tiny_llama(seed=1))
@@ -178,7 +178,7 @@ def test_a_gguf_file_is_converted_once(own_cache: Path, monkeypatch: pytest.Monk
 
 
 def test_a_large_gguf_file_is_read_without_a_copy(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LARGEST_CACHED", 1000)
+    monkeypatch.setattr("softgap.models.gguf.LARGEST_CACHED", 1000)
     original = examples.tiny_llama()
     path = examples.write_gguf(own_cache / "tiny.gguf", original)
     model, tokenizer = load_model(path, dtype="bfloat16", attn="eager")

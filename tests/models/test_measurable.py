@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import softgap
-from softgap.calibration import judge
+from softgap.calibration import evaluate_held_out
 from softgap.errors import ModelError
 from softgap.linearize import (
     Sequences,
@@ -42,7 +42,7 @@ from softgap.linearize import (
 from softgap.linearize.sequences import read_swapped
 from softgap.models.support import check_measurable, untappable_reason
 from softgap.probe import read_ids
-from softgap.probe.tensors import visit_layers
+from softgap.probe.layout import visit_layers
 from softgap.theory import focus_in_model, injectivity_in_model, position_in_model
 from support.model_examples import byte_tokenizer, tiny_llama
 
@@ -67,7 +67,7 @@ ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "read_ids": lambda model: read_ids(model, [IDS]),
     "doctor": softgap.doctor,
     "calibrate": lambda model: softgap.calibrate(model, byte_tokenizer(), ["Boat 3 left"]),
-    "judge": lambda model: judge(model, [IDS], ["fitted", "uniform"]),
+    "judge": lambda model: evaluate_held_out(model, [IDS], ["fitted", "uniform"]),
     "visit_layers": lambda model: visit_layers(model, IDS, lambda layer: layer.layer),
     "impact": lambda model: impact(model, byte_tokenizer(), ["Boat 3 left"]),
     "head_scores": lambda model: head_scores(model, PASSAGES, "elu1"),

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from softgap.errors import ModelError
-from softgap.models.support import attention_modules, attention_registries, check_tappable, untappable_reason
+from softgap.models.support import attention_modules, check_tappable, untappable_reason
 from support import model_examples as examples
+from support.linearize_cases import attention_registries
 from support.tiny_models import attention_names, causal_types, tiny_config, tiny_model
 
 # What transformers 5.22 computes outside its registry.

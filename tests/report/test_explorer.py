@@ -21,10 +21,9 @@ from scipy.stats import t as student
 
 from softgap.errors import UnknownNameError
 from softgap.report import explorer
-from softgap.report.groups import Groups
 from softgap.report.page import render
 from softgap.report.payload import Payload, payload
-from softgap.report.samples import array_keys, head_means, pack, select_samples, unpack
+from softgap.report.samples import Groups, array_keys, head_means, pack, select_samples, unpack
 from softgap.trajectories import Study, Trajectories, open_study
 from support.explorer_examples import HOSTILE, labelled_runs, save_study, story
 

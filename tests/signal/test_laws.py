@@ -122,17 +122,6 @@ def test_renyi_entropy_falls_with_q(case: Case, grid: list[float]) -> None:
         assert (np.diff(found.value) <= 1e-10).all()
 
 
-@given(case=cases(), q=st.floats(0, 20))
-def test_tsallis_and_renyi_are_functions_of_each_other(case: Case, q: float) -> None:
-    """S_q = (exp((1 - q) H_q) - 1) / (1 - q)."""
-    options: signal.Options = {"ties": case.ties, "eligibility": 1}
-    renyi = signal.renyi_entropy(case.x, q, case.order, case.delay, normalised=False, **options)
-    tsallis = signal.tsallis_entropy(case.x, q, case.order, case.delay, normalised=False, **options)
-    if renyi.eligible:
-        expected = renyi.value if q == 1 else np.expm1((1 - q) * renyi.value) / (1 - q)
-        np.testing.assert_allclose(tsallis.value, expected, rtol=1e-9, atol=1e-10)
-
-
 @given(case=cases())
 def test_links_have_the_entropy_of_nodes_and_sources(case: Case) -> None:
     found = signal.transition_entropy(case.x, case.order, case.delay, ties=case.ties, eligibility=1)

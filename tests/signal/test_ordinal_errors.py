@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable[[], object], type[SoftgapError], str]] = {
         "lengths must be whole numbers, got an array of float64",
     ),
     "negative q": (lambda: signal.renyi_entropy(x, [1, -2]), ValueInputError, "q must be between 0 and 500, got -2"),
-    "q that is NaN": (lambda: signal.tsallis_entropy(x, np.nan), ValueInputError, "got nan"),
+    "q that is NaN": (lambda: signal.renyi_entropy(x, np.nan), ValueInputError, "got nan"),
     "no q": (
         lambda: signal.renyi_complexity(x, []),
         ValueInputError,

@@ -162,5 +162,5 @@ def test_pairs_do_not_depend_on_which_group_is_first(seed: int, size: tuple[int,
     labels, on = np.arange(sum(size)) < size[0], rng.standard_normal(sum(size))
     on[:2], on[-2:] = (0.1, 0.2), (0.15, 0.25)  # two pairs at least
     one, other = (stats.match(y, on, caliper=1.5) for y in (labels, ~labels))
-    assert len(one.kept) == len(other.kept)
+    assert len(one.indices) == len(other.indices)
     np.testing.assert_allclose(np.abs(one.before), np.abs(other.before), rtol=1e-9)

@@ -120,7 +120,7 @@ def controlled_verdict(kind: str, rng: np.random.Generator, samples: int) -> tup
         if joint:
             given = {name: values[rows] for name, values in confounders.items()}
             control = stats.joint_control(labels[rows], given, strata=hard[rows])
-            rows, options = rows[control.kept], {"strata": control.stratum, "covariates": control.covariates}
+            rows, options = rows[control.indices], {"strata": control.stratum, "covariates": control.covariates}
         return stats.compare_table(x[rows], labels[rows], permutations=PERMUTATIONS, rng=rng, **options)
 
     explored, confirmed = np.arange(samples) < 0.6 * samples, np.arange(samples) >= 0.6 * samples
@@ -190,7 +190,7 @@ def test_five_heads_of_270_are_found() -> None:
     effects = {7: 0.8, 60: -0.8, 133: 0.7, 200: 0.9, 269: -0.7}
     x, labels = planted(0, 400, 270, effects)
     found = stats.compare_table(x.reshape(400, 30, 9), labels, permutations=1999, rng=RNG(1))
-    assert {9 * layer + head for layer, head in found.found()} == set(effects)
+    assert {9 * layer + head for layer, head in found.significant_units()} == set(effects)
     for unit, effect in effects.items():
         where = divmod(unit, 9)
         assert found.contrast.low[where] < effect < found.contrast.high[where]
@@ -214,12 +214,12 @@ def test_effects_of_both_signs_are_seen_by_higher_criticism() -> None:
     assert found.omnibus.mean_t.p > 0.05
 
 
-def matched_study(seed: int, samples: int, units: int) -> tuple[Comparison, Comparison, stats.Matched]:
+def matched_study(seed: int, samples: int, units: int) -> tuple[Comparison, Comparison, stats.MatchedSamples]:
     x, labels, length = length_confound(seed, samples, units)
     rng = RNG(seed)
     before = stats.compare_table(x, labels, permutations=199, rng=rng)
     like = stats.match(labels, np.log(length), caliper=0.1)
-    kept = like.kept
+    kept = like.indices
     after = stats.compare_table(x[kept], labels[kept], strata=like.stratum, permutations=199, rng=rng)
     return before, after, like
 
@@ -247,7 +247,7 @@ def test_an_effect_beyond_length_survives_matching() -> None:
     like = stats.match(labels, np.log(length), caliper=0.1)
     rng = RNG(7)
     before = stats.compare_table(x, labels, permutations=499, rng=rng)
-    after = stats.compare_table(x[like.kept], labels[like.kept], strata=like.stratum, permutations=499, rng=rng)
+    after = stats.compare_table(x[like.indices], labels[like.indices], strata=like.stratum, permutations=499, rng=rng)
     verdict = stats.verdict(before, margin=0.5, controls={"length matched": after})
     assert (verdict.outcome, verdict.units) == ("separated", ((3,),))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from softgap import stats
-from softgap.stats.splits import grouped_folds
+from softgap.stats.design import cluster_folds
 from support.stats_cases import RNG, heads, labels_of, length_confound, planted, questions
 
 
@@ -15,17 +15,17 @@ def test_pairs_are_one_of_each_group_and_near() -> None:
     like = stats.match(labels, length, caliper=0.05)
     within = np.sqrt(np.mean([length[side].var() for side in (labels, ~labels)]))
     for pair in np.unique(like.stratum):
-        members = like.kept[like.stratum == pair]
+        members = like.indices[like.stratum == pair]
         assert sorted(labels[members]) == [False, True]
         assert np.ptp(length[members]) <= 0.052 * within
-    assert len(like.kept) + like.dropped == 300
+    assert len(like.indices) + like.dropped == 300
     assert like.imbalance < 0.03 < abs(like.before[0])
 
 
 def test_as_many_pairs_as_possible_are_made() -> None:
     """Nearest first would take 1.0 for 0.95 and leave 0.9 without a partner."""
     like = stats.match([1, 1, 1, 0, 0, 0], [0.95, 0.9, 5.0, 1.0, 1.05, 5.0], caliper=0.06)
-    assert sorted(like.kept.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert sorted(like.indices.tolist()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_several_covariates_are_matched_together() -> None:
@@ -33,8 +33,8 @@ def test_several_covariates_are_matched_together() -> None:
     labels = labels_of(rng, 400, 150)
     on = rng.standard_normal((400, 2)) + 0.5 * labels[:, None]
     like = stats.match(labels, on, caliper=0.3)
-    first, second = (like.kept[labels[like.kept] == side] for side in (True, False))
-    order = [np.argsort(like.stratum[labels[like.kept] == side]) for side in (True, False)]
+    first, second = (like.indices[labels[like.indices] == side] for side in (True, False))
+    order = [np.argsort(like.stratum[labels[like.indices] == side]) for side in (True, False)]
     apart = np.abs(on[first[order[0]]] - on[second[order[1]]])
     assert apart.max() < 0.32 * 1.1
     assert like.after.shape == (2,)
@@ -53,7 +53,7 @@ def test_matching_respects_clusters(mixed: bool) -> None:
     x, labels, clusters = questions(rng, 60, 4, 3, mixed=mixed)
     length = 50 + 5 * rng.standard_normal(240) + 3 * labels
     like = stats.match(labels, length, clusters=clusters, caliper=0.5)
-    kept = like.kept
+    kept = like.indices
     if mixed:
         for pair in np.unique(like.stratum):
             assert len(set(clusters[kept[like.stratum == pair]])) == 1
@@ -71,7 +71,7 @@ def test_matching_respects_clusters(mixed: bool) -> None:
 @pytest.mark.parametrize("size", [1, 5])
 def test_folds_keep_clusters_and_balance_labels(size: int) -> None:
     _, labels, clusters = questions(RNG(4), 40, size, 1, mixed=size > 1)
-    fold = grouped_folds(labels, clusters, 5, RNG(5))
+    fold = cluster_folds(labels, clusters, 5, RNG(5))
     for cluster in range(40):
         assert len(set(fold[clusters == cluster])) == 1
     counts = np.array([[(labels & (fold == f)).sum(), (~labels & (fold == f)).sum()] for f in range(5)])
@@ -113,7 +113,7 @@ def test_a_head_that_knows_more_is_found() -> None:
     found = stats.incremental_auroc(x, labels, baselines=baselines, permutations=39, rng=RNG(11))
     assert found.null.p == pytest.approx(1 / 40)
     assert found.difference.low > 0.02
-    assert found.chosen[12] == 5
+    assert found.fold_counts[12] == 5
     assert found.combined.value > found.baseline.value
 
 
@@ -207,7 +207,7 @@ def test_wrong_labels_dilute_a_finding() -> None:
 
     found = stats.label_noise(judge, labels, rates=(0.01, 0.4), draws=8, rng=RNG(20))
     assert found.share("separated")[0] == 1
-    assert found.kept[0] == 1
+    assert found.replication_rate[0] == 1
     assert found.share("separated")[1] < 0.7
     np.testing.assert_allclose(sum(found.share(outcome) for outcome in stats.OUTCOMES), 1)
     assert np.median(found.p[1]) > np.median(found.p[0])

@@ -148,11 +148,11 @@ def test_a_store_that_cannot_be_written_is_said_before_a_model_is_loaded(
 
     monkeypatch.setattr("softgap.models.load_model", load)
     lost = re.sub("softgap-[0-9a-f]+", "softgap-elsewhere", uri.format("fox"))
-    said = failure(["study", "task", "lookup", "--n", "2", "--out", lost], capsys)
+    said = failure(["study", "task", "recall", "--n", "2", "--out", lost], capsys)
     assert said.startswith(f"cannot write to '{lost}': ")
     assert said.endswith("; choose a folder you may write to")
     secret = uri.format("fox").replace("s3://", "s3://key:hush@")
-    said = failure(["study", "task", "lookup", "--n", "2", "--out", secret], capsys)
+    said = failure(["study", "task", "recall", "--n", "2", "--out", secret], capsys)
     assert said.startswith("the URI of a study must not hold a password, since a study keeps the command that made it")
     assert "hush" not in said
     assert failure(["compare", uri.format("none")], capsys) == (
@@ -162,9 +162,9 @@ def test_a_store_that_cannot_be_written_is_said_before_a_model_is_loaded(
 
 def test_a_subfolder_keeps_the_options_of_its_uri(uri: str, tmp_path: Path) -> None:
     below = Folder.at(uri.format("fox")).below("comparisons/0001")
-    assert below.given == uri.format("fox/comparisons/0001")
-    assert Folder.at(below.given).root == below.root
+    assert below.address == uri.format("fox/comparisons/0001")
+    assert Folder.at(below.address).root == below.root
     odd = Folder.at(tmp_path / "what?").below("x")
-    assert (odd.given, odd.root) == (f"{tmp_path}/what?/x", f"{tmp_path}/what?/x")
+    assert (odd.address, odd.root) == (f"{tmp_path}/what?/x", f"{tmp_path}/what?/x")
     with pytest.raises(StoreError, match="must not hold a password"):
         Folder.at("s3://a:b@c/d")

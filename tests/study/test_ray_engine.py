@@ -157,7 +157,7 @@ def test_workers_write_straight_to_an_object_store(cluster: str, tmp_path: Path)
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert failure(["study", "task", "lookup", "--n", "2", "--engine", "ray", "--out", "x"], capsys) == (
+    assert failure(["study", "task", "recall", "--n", "2", "--engine", "ray", "--out", "x"], capsys) == (
         "the engine 'ray' needs Ray; install it with: pip install 'softgap[ray]'"
     )
     assert not Path("x").exists()

@@ -16,8 +16,7 @@ import pytest
 
 from softgap.cli import main
 from softgap.study import StudySettings, run_study
-from softgap.study.batches import plan_batches
-from softgap.study.files import read_failures
+from softgap.study.batches import plan_batches, read_failures
 from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
@@ -69,7 +68,7 @@ def test_one_module_builds_manifests_and_writes_studies() -> None:
     found = {
         module.name
         for module in modules(Path(__file__).parents[2] / "src")
-        if module.room in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
+        if module.package in ("cli", "study", "report") and not set(wanted).isdisjoint(imported(module))
     }
     assert found == {"softgap.study.measurement"}
 
@@ -233,14 +232,14 @@ BAD = {
         ["run", "bare.jsonl", "--score", "exact"],
         "'bare.jsonl', line 1: sample '0' has no reference, .*",
     ),
-    "an unknown task": (["task", "lockup"], r"unknown task 'lockup'; did you mean 'lookup'\?"),
+    "an unknown task": (["task", "recal"], r"unknown task 'recal'; did you mean 'recall'\?"),
     "too hard": (
         ["task", "statements", "--difficulty", "2"],
         "the difficulty of 'statements' is always 1, from 1 to 1, got 2; .*",
     ),
-    "a bad place": (["task", "lookup", "--out", "p.txt/x"], "cannot (write to|look at) 'p.txt/x': Not a directory; .*"),
+    "a bad place": (["task", "recall", "--out", "p.txt/x"], "cannot (write to|look at) 'p.txt/x': Not a directory; .*"),
     "a bad uri": (
-        ["task", "lookup", "--out", "nope://x/y"],
+        ["task", "recall", "--out", "nope://x/y"],
         r"cannot open 'nope://x/y' \(.*\); give a local folder or a URI .*",
     ),
     "no dataset": (["run", "no/such_set"], r"cannot load the dataset 'no/such_set' \(.*\); check its name, .*"),
@@ -322,6 +321,6 @@ def test_memory_is_flat_over_thousands_of_samples(folder: Path) -> None:
 
 
 def test_more_prompts_of_a_task_begin_with_the_same(folder: Path) -> None:
-    for name in ("lookup", "arithmetic", "copying", "statements"):
+    for name in ("recall", "arithmetic", "copying", "statements"):
         assert generate_prompts(name, 12, seed=1)[:5] == generate_prompts(name, 5, seed=1)
         assert generate_prompts(name, 5, seed=2) != generate_prompts(name, 5, seed=1)

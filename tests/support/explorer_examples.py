@@ -180,7 +180,7 @@ def settle(page: Page) -> None:
 
 
 def choose(page: Page, name: str, *, shift: bool = False) -> None:
-    """Click a head of the map of :func:`story`."""
+    """Click a head of the map of ``story``."""
     layer, head = map(int, name.split("."))
     page.locator(f'#map .cell[data-row="{6 * layer + head}"]').click(modifiers=["Shift"] if shift else [])
     settle(page)

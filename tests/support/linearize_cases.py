@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.attention.reference import reference_attention
-from softgap.models.support import attention_registries
+from softgap.models.support import attention_modules
 from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall, observe_attention
 from support.model_examples import tiny_llama
@@ -48,6 +49,11 @@ def some_heads(model: Any) -> list[tuple[int, int]]:
     """One head of the first layer, and all but one of the last: more of one KV group than of another."""
     first, last = attention_layers(model)[0], attention_layers(model)[-1]
     return [(first.number, 1), *((last.number, head) for head in range(last.heads) if head != 1)]
+
+
+def attention_registries(model: Any) -> tuple[AttentionInterface, ...]:
+    """The distinct registries this model's attention is looked up in; Doge, for one, has its own."""
+    return tuple({id(entry.registry): entry.registry for entry in attention_modules(model)}.values())
 
 
 @contextmanager

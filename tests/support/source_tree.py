@@ -19,7 +19,7 @@ class Module:
     syntax: ast.Module
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The layer it belongs to: the name below the package, or '' for the package's own ``__init__``."""
         return room_of(self.name)
 

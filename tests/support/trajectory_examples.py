@@ -71,7 +71,7 @@ def example_fields(
 
 
 def example_run(*, prompt_steps: int | None = None, seed: int = 0, **changes: Any) -> Trajectories:
-    """A run; changes are arguments of :func:`example_fields` or fields of a Trajectories."""
+    """A run; changes are arguments of ``example_fields`` or fields of a Trajectories."""
     choices = {
         name: changes.pop(name)
         for name in ("mechanisms", "layers", "heads_per_layer", "steps", "focus", "missing")

@@ -121,13 +121,23 @@ def test_labels_that_cannot_be_read_are_said(tmp_path: Path, text: str, sentence
 
 def test_a_seed_keeps_its_prompts() -> None:
     """Studies are made again from their seed: what a seed draws is part of the format."""
-    lookup, copying = (generate_prompts(name, 1, seed=5)[0] for name in ("lookup", "copying"))
-    assert lookup.prompt == (
+    recall, copying = (generate_prompts(name, 1, seed=5)[0] for name in ("recall", "copying"))
+    assert recall.prompt == (
         "Here is a list of words with their codes.\nocean: 4424\njungle: 8618\nlantern: 8179\n"
         "What is the code of ocean? Answer with the code only."
     )
-    assert lookup.reference == ("4424",)
+    assert recall.reference == ("4424",)
     assert copying.reference == ("prairie stone apple stone",)
+
+
+def test_the_earlier_name_of_a_task_gives_the_same_prompts_under_their_earlier_ids() -> None:
+    earlier, present = (generate_prompts(name, 8, seed=5) for name in ("lookup", "recall"))
+    assert TASKS["lookup"] is TASKS["recall"]
+    assert "lookup" not in TASKS
+    assert [prompt.sample_id for prompt in earlier] == [f"lookup-{i:05d}" for i in range(8)]
+    assert [(a.prompt, a.reference) for a in earlier] == [(b.prompt, b.reference) for b in present]
+    with pytest.raises(KeyError):
+        TASKS["lockup"]
 
 
 def test_pairs_are_different_words_with_values_of_their_own() -> None:
@@ -140,7 +150,7 @@ def test_pairs_are_different_words_with_values_of_their_own() -> None:
 
 
 def test_answers_of_generated_tasks_are_right() -> None:
-    for prompt in generate_prompts("lookup", 40, seed=3):
+    for prompt in generate_prompts("recall", 40, seed=3):
         pairs = dict(re.findall(r"^(\w+): (\d+)$", prompt.prompt, flags=re.MULTILINE))
         asked = re.search(r"code of (\w+)\?", prompt.prompt)
         assert asked is not None

@@ -1,6 +1,6 @@
 """From trajectories to findings: the dynamics of every head against chance, and groups of samples compared.
 
-The comparison of groups needs pandas and :mod:`softgap.stats`: its names are fetched on first use.
+The comparison of groups needs pandas and ``softgap.stats``: its names are fetched on first use.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from softgap.deprecation import deprecated_names as _deprecated_names
 if TYPE_CHECKING:
     from softgap.analysis.comparison import compare_study
     from softgap.analysis.comparison_findings import ComparisonFindings
-    from softgap.analysis.dynamics import analyze
-    from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
+    from softgap.analysis.dynamics import Findings, HeadFinding, analyze
+    from softgap.analysis.pattern_counts import SystemPoint
     from softgap.analysis.preregistration import Preregistration, read_preregistration
 
 __all__ = [
@@ -35,10 +35,10 @@ __all__ = [
 
 _MODULE_OF = {
     "ComparisonFindings": "comparison_findings",
-    "Findings": "dynamics_findings",
-    "HeadFinding": "dynamics_findings",
+    "Findings": "dynamics",
+    "HeadFinding": "dynamics",
     "Preregistration": "preregistration",
-    "SystemPoint": "dynamics_findings",
+    "SystemPoint": "pattern_counts",
     "analyze": "dynamics",
     "compare_study": "comparison",
     "read_preregistration": "preregistration",

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float64
 from softgap.analysis.features import FeatureTable, feature_table
 from softgap.analysis.preregistration import Preregistration
 from softgap.errors import ValueInputError
-from softgap.tasks.stored import stored_prompts
+from softgap.tasks.sources import stored_prompts
 from softgap.trajectories import Study
 from softgap.trajectories.folder import Folder
 
@@ -50,7 +50,7 @@ class ComparisonSamples:
 
     Attributes
     ----------
-    table, kept
+    table, varying
         All features, and which of them vary: the units.
     values
         Of the units.
@@ -62,7 +62,7 @@ class ComparisonSamples:
 
     table: FeatureTable
     values: Float64[np.ndarray, "sample unit"]
-    kept: Bool[np.ndarray, "mode head"]
+    varying: Bool[np.ndarray, "mode head"]
     frame: pd.DataFrame
     labels: np.ndarray
     clusters: np.ndarray | None
@@ -100,7 +100,7 @@ class ComparisonSamples:
         return [str(value) for value in _field(self.frame, name)]
 
 
-def samples_frame(study: Study, plan: Preregistration) -> pd.DataFrame:
+def samples_frame(study: Study, preregistration: Preregistration) -> pd.DataFrame:
     """The samples table with the fields of the prompts beside it, and the number of steps compared."""
     frame = study.samples()
     if frame.empty:
@@ -110,7 +110,7 @@ def samples_frame(study: Study, plan: Preregistration) -> pd.DataFrame:
     for name in dict.fromkeys(key for row in rows for key in row):
         if name not in frame.columns:
             frame[name] = [row.get(name) for row in rows]
-    column = "positions" if plan.part == "completion" else "prompt_positions"
+    column = "positions" if preregistration.part == "completion" else "prompt_positions"
     missing = frame["sample_id"][frame[column].isna()].tolist()
     if missing:
         raise ValueInputError(
@@ -132,49 +132,49 @@ def comparison_samples(
     study: Study,
     frame: pd.DataFrame,
     locked: Bool[np.ndarray, " sample"],
-    plan: Preregistration,
+    preregistration: Preregistration,
     tell: Callable[[float], None],
 ) -> tuple[ComparisonSamples, dict[str, int]]:
     """The samples of the two groups, and how many were left out for which reason.
 
     Units are features that vary among the locked samples and among the others, so that both can be compared.
     """
-    group_names = _field(frame, plan.by)
+    group_names = _field(frame, preregistration.by)
     labels = np.array([None if value is None or value != value else str(value) for value in group_names], dtype=object)
     known = np.array([label is not None for label in labels])
-    wanted = known & np.isin(labels, plan.between) if plan.between else known
-    long_enough = (frame["steps"] >= plan.min_steps).to_numpy()
-    used = np.asarray(wanted & long_enough & (frame["steps"] > 0).to_numpy())
+    in_groups = known & np.isin(labels, preregistration.between) if preregistration.between else known
+    long_enough = (frame["steps"] >= preregistration.min_steps).to_numpy()
+    eligible = np.asarray(in_groups & long_enough & (frame["steps"] > 0).to_numpy())
     left_out = {
         "without a label": int((~known).sum()),
-        "of other groups": int((known & ~wanted).sum()),
-        "too short": int((wanted & ~used).sum()),
+        "of other groups": int((known & ~in_groups).sum()),
+        "too short": int((in_groups & ~eligible).sum()),
     }
-    _check_groups(labels[used], plan, left_out)
-    for name in (*plan.match, *plan.strata):
+    _check_groups(labels[eligible], preregistration, left_out)
+    for name in (*preregistration.match, *preregistration.strata):
         _field(frame, name)
-    table = feature_table(study, frame["steps"].tolist(), used, plan, tell)
-    varying = _varying_units(table.values[locked[used]]) & _varying_units(table.values[~locked[used]])
+    table = feature_table(study, frame["steps"].tolist(), eligible, preregistration, tell)
+    varying = _varying_units(table.values[locked[eligible]]) & _varying_units(table.values[~locked[eligible]])
     if not varying.any():
         raise ValueInputError(
             "every feature is the same in all samples, so that there is nothing to compare; choose another part, "
             "quantity or feature"
         )
-    samples = frame[used].reset_index(drop=True)
-    names = labels[used].astype(str)
-    clusters = _clusters(samples, names, plan)
+    samples = frame[eligible].reset_index(drop=True)
+    names = labels[eligible].astype(str)
+    clusters = _clusters(samples, names, preregistration)
     return ComparisonSamples(table, table.values[:, varying], varying, samples, names, clusters), left_out
 
 
-def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: Preregistration) -> np.ndarray | None:
+def _clusters(frame: pd.DataFrame, labels: np.ndarray, preregistration: Preregistration) -> np.ndarray | None:
     """What samples belong to: the field that the plan names, or their prompts where no sample has it and some repeat.
 
     Repeated prompts that nobody declared: if most samples share their prompt with one of the other group, labels are
     exchanged within prompts, as for a declared cluster; else a prompt's samples of one group belong together.
     """
-    if plan.clusters in frame.columns and frame[plan.clusters].notna().any():
+    if preregistration.clusters in frame.columns and frame[preregistration.clusters].notna().any():
         # A sample without a group belongs to nobody but itself.
-        column = frame[plan.clusters]
+        column = frame[preregistration.clusters]
         clusters = np.array([f"alone/{i}" if g is None or g != g else f"group/{g}" for i, g in enumerate(column)])
     else:
         prompts = repeated_prompts(frame)
@@ -182,7 +182,7 @@ def _clusters(frame: pd.DataFrame, labels: np.ndarray, plan: Preregistration) ->
             return None
         clusters = np.array([f"prompt/{text}" for text in prompts])
         mixed = pd.Series(labels).groupby(clusters).transform("nunique").to_numpy() > 1
-        if mixed.mean() < 0.5 and plan.exchange == "auto":
+        if mixed.mean() < 0.5 and preregistration.exchange == "auto":
             clusters = np.array([f"{cluster}/{label}" for cluster, label in zip(clusters, labels, strict=True)])
     return None if len(set(clusters)) == len(clusters) else clusters
 
@@ -213,22 +213,26 @@ def drop_repeats(data: ComparisonSamples) -> tuple[ComparisonSamples, int]:
     return (data, 0) if distinct.all() else (data.rows(distinct), int((~distinct).sum()))
 
 
-def _check_groups(labels: np.ndarray, plan: Preregistration, left_out: Mapping[str, int]) -> None:
+def _check_groups(labels: np.ndarray, preregistration: Preregistration, left_out: Mapping[str, int]) -> None:
     names = sorted(set(labels))
     without = "; ".join(f"{count} samples {why}" for why, count in left_out.items() if count)
-    rest = f" ({without})" if without else ""
+    exclusions = f" ({without})" if without else ""
     if len(names) > 2:
         shown = ", ".join(names[:6])
         raise ValueInputError(
-            f"two groups are compared, got {len(names)} values of '{plan.by}' ({shown}); choose two with --between"
+            f"two groups are compared, got {len(names)} values of '{preregistration.by}' ({shown}); choose two with "
+            "--between"
         )
     if len(names) < 2:
         got = f"only '{names[0]}'" if names else "none"
         raise ValueInputError(
-            f"two groups are compared, got {got} in '{plan.by}'{rest}; add samples of another group or label them"
+            f"two groups are compared, got {got} in '{preregistration.by}'{exclusions}; add samples of another group "
+            "or label them"
         )
-    if plan.first is not None and plan.first not in names:
-        raise ValueInputError(f"the first group must be one of {', '.join(names)}, got '{plan.first}'; choose one")
+    if preregistration.first is not None and preregistration.first not in names:
+        raise ValueInputError(
+            f"the first group must be one of {', '.join(names)}, got '{preregistration.first}'; choose one"
+        )
 
 
 def _varying_units(values: Float64[np.ndarray, "sample mode head"]) -> Bool[np.ndarray, "mode head"]:

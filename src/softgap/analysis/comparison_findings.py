@@ -12,6 +12,7 @@ from jaxtyping import Bool
 from softgap.analysis.comparison_data import BASELINES
 from softgap.analysis.features import FeatureTable
 from softgap.analysis.preregistration import Preregistration
+from softgap.deprecation import DeprecatedAttribute
 from softgap.stats import (
     OUTCOMES,
     Comparison,
@@ -48,7 +49,7 @@ class Reliability:
             document["noise"] = {
                 "rates": self.noise.rates.tolist(),
                 "outcomes": shares,
-                "kept": self.noise.kept.tolist(),
+                "kept": self.noise.replication_rate.tolist(),
             }
         elif self.without_noise:
             document["noise_impossible"] = self.without_noise
@@ -67,21 +68,21 @@ class ComparisonFindings(Displayed):
     ----------
     verdict
         First of all: separated, not separated, or not enough data, after which controls.
-    status, tried
+    status, log_entries
         Planned or exploratory, and the study's log of everything that was tried.
     comparison, controls, impossible
         Of all samples, of each control by name, and what could not be computed, with the reason.
-    table, kept
+    table, varying
         The family: its modes and heads, and which units vary at all.
     top
         The largest units with Hedges' g and AUROC, both with intervals.
     """
 
-    plan: Preregistration
+    preregistration: Preregistration
     status: str
-    tried: tuple[dict[str, Any], ...]
+    log_entries: tuple[dict[str, Any], ...]
     table: FeatureTable
-    kept: Bool[np.ndarray, "mode head"]
+    varying: Bool[np.ndarray, "mode head"]
     left_out: Mapping[str, int]
     source: Mapping[str, Any]
     split: Split | None
@@ -96,19 +97,24 @@ class ComparisonFindings(Displayed):
     recurring: Recurrence | None
     top: tuple[dict[str, Any], ...]
 
+    plan = DeprecatedAttribute("preregistration")
+    kept = DeprecatedAttribute("varying")
+    tried = DeprecatedAttribute("log_entries")
+    found = DeprecatedAttribute("surviving_units")
+
     def __repr__(self) -> str:
         return f"<ComparisonFindings: {self.verdict.sentence}>"
 
     def unit(self, index: int) -> dict[str, Any]:
         """Where a unit of the family lies: its mode, layer and head."""
-        mode, head = (int(i[index]) for i in np.nonzero(self.kept))
+        mode, head = (int(i[index]) for i in np.nonzero(self.varying))
         return {
             "mode": str(self.table.modes[mode]),
             "layer": int(self.table.layer[head]),
             "head": int(self.table.head[head]),
         }
 
-    def found(self) -> list[dict[str, Any]]:
+    def surviving_units(self) -> list[dict[str, Any]]:
         """Units that differ after max-T and every control."""
         return [self.unit(unit[0]) for unit in self.verdict.units]
 
@@ -130,11 +136,11 @@ class ComparisonFindings(Displayed):
                 "outcome": self.verdict.outcome,
                 "sentence": self.verdict.sentence,
                 "steps": [{**asdict(step), "units": [unit[0] for unit in step.units]} for step in self.verdict.steps],
-                "units": self.found(),
+                "units": self.surviving_units(),
             },
             "status": self.status,
-            "plan": self.plan.to_json(),
-            "plan_hash": self.plan.hash,
+            "plan": self.preregistration.to_json(),
+            "plan_hash": self.preregistration.hash,
             "source": dict(self.source),
             "groups": list(first.contrast.groups),
             "sizes": list(first.contrast.sizes),
@@ -145,8 +151,8 @@ class ComparisonFindings(Displayed):
                 "skipped": self.table.skipped,
                 "heads": len(self.table.layer),
                 "collapsed": self.table.collapsed,
-                "units": int(self.kept.sum()),
-                "all_equal": int((~self.kept).sum()),
+                "units": int(self.varying.sum()),
+                "all_equal": int((~self.varying).sum()),
                 "tie_rate": self.table.tie_rate,
                 "unequal_spread": int(first.contrast.unequal.sum()),
             },
@@ -167,7 +173,7 @@ class ComparisonFindings(Displayed):
             "confirmation": None
             if self.split is None
             else {"hash": self.split.hash, "fraction": self.split.fraction, "opened": self.opened},
-            "tried": list(self.tried),
+            "tried": list(self.log_entries),
             "units": self._units(),
         }
 
@@ -187,7 +193,7 @@ class ComparisonFindings(Displayed):
         if self.recurring is None:
             return None
         recurrence = self.recurring
-        heads = np.flatnonzero(self.kept.all(axis=0))
+        heads = np.flatnonzero(self.varying.all(axis=0))
         best = np.argsort(-recurrence.counts, kind="stable")[:_LISTED]
         return {
             "top": recurrence.top,
@@ -207,7 +213,7 @@ class ComparisonFindings(Displayed):
 
     def _units(self) -> dict[str, list[Any]]:
         """A column each, so that a family of thousands stays readable."""
-        mode, head = np.nonzero(self.kept)
+        mode, head = np.nonzero(self.varying)
         contrast = self.comparison.contrast
         columns: dict[str, Any] = {
             "mode": mode,
@@ -236,8 +242,8 @@ def top_units(
     """The units with the largest |t|: Hedges' g and AUROC of all samples, with intervals that know of clusters."""
     largest = np.argsort(-np.abs(comparison.contrast.t), kind="stable")[:_LISTED]
     a, b = values[first][:, largest], values[~first][:, largest]
-    grouped = None if clusters is None else np.concatenate([clusters[first], clusters[~first]])
-    bootstrap: dict[str, Any] = {"clusters": grouped, "rng": rng} if grouped is not None else {}
+    ordered_clusters = None if clusters is None else np.concatenate([clusters[first], clusters[~first]])
+    bootstrap: dict[str, Any] = {"clusters": ordered_clusters, "rng": rng} if ordered_clusters is not None else {}
     size, area = hedges_g(a, b, **bootstrap), auroc(a, b, **bootstrap)
     return tuple(
         {
@@ -265,7 +271,7 @@ def _tests(comparison: Comparison) -> dict[str, Any]:
         "p_mean_t": omnibus.mean_t.p,
         "p_asymmetry": omnibus.asymmetry.p,
         "p_criticism": omnibus.criticism.p,
-        "found": len(comparison.found()),
+        "found": len(comparison.significant_units()),
         "discoveries": int((comparison.q <= comparison.alpha).sum()),
         "smallest_detectable": comparison.power.smallest,
         "power": comparison.power.target,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float64
 from scipy.stats import false_discovery_control
 
 from softgap import __version__
-from softgap.analysis.dynamics_findings import Findings, HeadFinding, SystemPoint
 from softgap.analysis.pattern_counts import (
     Geometry,
     HeadPatternCounts,
     Moments,
+    SystemPoint,
     count_patterns,
     known_points,
     moments_of,
@@ -27,8 +27,138 @@ from softgap.progress import Progress, silent
 from softgap.signal.complexity import plane
 from softgap.signal.nulls import score_against_null
 from softgap.trajectories import Study, Trajectories
+from softgap.trajectories.run import Displayed
 
-__all__ = ["analyze"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Findings", "HeadFinding", "analyze"]
+
+
+@dataclass(frozen=True)
+class HeadFinding:
+    """The dynamics of one head over all samples of a study.
+
+    Attributes
+    ----------
+    mean, spread, slope
+        Of the divergence itself: mean over all steps, standard deviation around each sample's own mean, and least
+        squares slope per 100 steps within samples.
+    entropy, low, high
+        Normalised permutation entropy of the transformed trajectories, all windows of all samples together, with its
+        bootstrap interval.
+    z, p, q
+        Distance of the entropy from white noise of the same lengths under the same transform, in its standard
+        deviations; two-sided p; p corrected over all heads for the false discovery rate (Benjamini and Hochberg).
+    complexity
+        Statistical complexity.
+    nearest, distance
+        The known system that lies nearest in the complexity-entropy plane.
+    windows, tie_rate
+        Windows counted, and the share of all windows that hold equal values.
+    eligible, reason
+        Whether there were windows enough; if not, why, and every number about patterns is NaN.
+    """
+
+    layer: int
+    head: int
+    kv_group: int
+    mean: float
+    spread: float
+    slope: float
+    entropy: float
+    low: float
+    high: float
+    z: float
+    p: float
+    q: float
+    complexity: float
+    nearest: str
+    distance: float
+    windows: int
+    tie_rate: float
+    eligible: bool
+    reason: str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Findings(Displayed):
+    """The dynamics of a study.
+
+    Attributes
+    ----------
+    heads
+        One per head, by layer.
+    systems
+        The known systems; without those whose windows are too few once ties are left out.
+    noise_entropy, noise_deviation, null_samples
+        The null of the z-scores: mean, standard deviation and number of simulated studies of white noise.
+    samples, skipped
+        Samples used, and those too short for the transform or for a single window.
+    steps
+        Steps of all used samples together.
+    alpha
+        The false discovery rate that ``standing_out`` keeps.
+    settings
+        All that the numbers depend on: mechanism, transform, order, delay, segment, ties, seed.
+    source
+        Where the trajectories came from: study, model, weights, versions.
+    """
+
+    heads: tuple[HeadFinding, ...]
+    systems: tuple[SystemPoint, ...]
+    noise_entropy: float
+    noise_deviation: float
+    null_samples: int
+    samples: int
+    skipped: int
+    steps: int
+    alpha: float
+    settings: Mapping[str, Any]
+    source: Mapping[str, Any]
+
+    @property
+    def eligible(self) -> tuple[HeadFinding, ...]:
+        """Heads with windows enough."""
+        return tuple(head for head in self.heads if head.eligible)
+
+    def standing_out(self) -> tuple[HeadFinding, ...]:
+        """Heads whose entropy is not that of noise after correction, the furthest below it first."""
+        return tuple(sorted((head for head in self.eligible if head.q <= self.alpha), key=lambda head: head.z))
+
+    @property
+    def least_q(self) -> float:
+        """The smallest q that a head can reach alone: its p is no less than the simulations of noise can resolve."""
+        return 2 * len(self.eligible) / (self.null_samples + 1)
+
+    def __repr__(self) -> str:
+        tested = f"{len(self.standing_out())} of {len(self.eligible)} heads differ from noise"
+        return f"<Findings: {tested} at {self.alpha:g}; samples: {self.samples}, steps: {self.steps:,}>"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(head) for head in self.heads])
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; NaN stays NaN."""
+        return {
+            "source": dict(self.source),
+            "settings": dict(self.settings),
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "steps": self.steps,
+            "noise": {
+                "entropy": self.noise_entropy,
+                "deviation": self.noise_deviation,
+                "samples": self.null_samples,
+            },
+            "alpha": self.alpha,
+            "standing_out": [[head.layer, head.head] for head in self.standing_out()],
+            "systems": [asdict(system) for system in self.systems],
+            "heads": [asdict(head) for head in self.heads],
+        }
 
 
 def analyze(
@@ -59,16 +189,35 @@ def analyze(
         A study, one run, or any iterable of runs that can be read more than once.
     mechanism
         Which of the study's mechanisms; its first by default.
+    quantity
+        ``divergence``, ``relative_l2`` or ``norm_ratio``.
     transform, segment
         What is done to each trajectory before its patterns are taken; the segment is cut from what the transform left.
     order, delay, ties, eligibility
-        As everywhere in :mod:`softgap.signal`; eligibility is asked of all windows of a head together.
+        As everywhere in ``softgap.signal``; eligibility is asked of all windows of a head together.
     alpha
         False discovery rate of the heads that stand out from noise.
     seed
-        Of the noise, the intervals and the known systems.
+        Random seed of the noise, the intervals and the known systems.
     progress
-        Called with what is being done and the share of it that is done.
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Findings
+        One ``HeadFinding`` per head, and the known systems on the same plane.
+
+    Examples
+    --------
+    ``runs/counts`` is a folder that ``softgap study run`` wrote, with a model of two layers with four heads:
+
+    >>> import softgap
+    >>> findings = softgap.analysis.analyze(softgap.open_study("runs/counts"), mechanism="elu1")
+    >>> len(findings.heads)
+    8
+    >>> head = findings.heads[0]
+    >>> bool(head.low <= head.entropy <= head.high)
+    True
     """
     settings = Settings(mechanism, quantity, transform, order, delay, segment, ties, eligibility, alpha, seed)
     tell = progress or silent
@@ -92,8 +241,8 @@ def _compute_findings(samples: Samples, settings: Settings, source: dict[str, An
         noise_entropy=float(tested.null.mean()),
         noise_deviation=float(tested.null.std(ddof=1)),
         null_samples=len(tested.null),
-        samples=sum(samples.used),
-        skipped=len(samples.used) - sum(samples.used),
+        samples=sum(samples.eligible),
+        skipped=len(samples.eligible) - sum(samples.eligible),
         steps=sum(geometry.lengths),
         alpha=settings.alpha,
         settings=settings.to_json(samples.mechanism),
@@ -123,14 +272,14 @@ def _test_against_noise(counted: HeadPatternCounts, geometry: Geometry, rng: np.
     share_counted = np.round(counted.windows / counted.possible, 2)
     shares = np.unique(share_counted[eligible])
     # So many that one head alone, among all, can stand out: its p, 2 / (studies + 1), is multiplied by their number.
-    wanted = math.ceil(2 * len(entropy) / settings.alpha)
+    n_studies = math.ceil(2 * len(entropy) / settings.alpha)
     nulls = len({1.0, *shares})
-    null = noise_entropies(geometry, 1.0, rng, wanted=wanted, nulls=nulls)
+    null = noise_entropies(geometry, 1.0, rng, n_studies=n_studies, nulls=nulls)
     z, p, q = (np.full(len(entropy), np.nan) for _ in range(3))
     for share in shares:
-        values = null if share == 1 else noise_entropies(geometry, float(share), rng, wanted=wanted, nulls=nulls)
-        some = (share_counted == share) & eligible
-        z[some], p[some] = score_against_null(entropy[some], values)
+        values = null if share == 1 else noise_entropies(geometry, float(share), rng, n_studies=n_studies, nulls=nulls)
+        heads = (share_counted == share) & eligible
+        z[heads], p[heads] = score_against_null(entropy[heads], values)
     if eligible.any():
         q[eligible] = false_discovery_control(p[eligible], method="bh")
     return _NoiseTest(null, z, p, q, settings.least)

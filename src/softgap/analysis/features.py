@@ -61,44 +61,44 @@ class FeatureTable:
     layer: Int64[np.ndarray, " head"]
     head: Int64[np.ndarray, " head"]
     collapsed: bool
-    used: Bool[np.ndarray, " sample"]
+    eligible: Bool[np.ndarray, " sample"]
     tie_rate: float
 
 
 def feature_table(
     study: Study,
     steps: Sequence[int],
-    used: Bool[np.ndarray, " sample"],
-    plan: Preregistration,
+    eligible: Bool[np.ndarray, " sample"],
+    preregistration: Preregistration,
     tell: Callable[[float], None],
 ) -> FeatureTable:
     """The features of the used samples of a study, whose parts have so many steps."""
-    first = _part(next(iter(study)), plan.part)
-    modes, skipped = _modes(first, [n for n, use in zip(steps, used, strict=True) if use], plan)
+    first = _part(next(iter(study)), preregistration.part)
+    modes, skipped = _modes(first, [n for n, use in zip(steps, eligible, strict=True) if use], preregistration)
     real = first.kv_group >= 0
     layer, head = (index.astype(np.int64) for index in np.nonzero(real))
-    values = np.full((int(used.sum()), len(modes), len(layer)), np.nan)
+    values = np.full((int(eligible.sum()), len(modes), len(layer)), np.nan)
     ties = 0.0
     row = 0
     for i, run in enumerate(study):
         tell(i / len(study))
-        if not used[i]:
+        if not eligible[i]:
             continue
-        part = _part(run, plan.part)
+        part = _part(run, preregistration.part)
         if part.layers != first.layers or part.heads_per_layer != first.heads_per_layer:
             raise ValueInputError(
                 f"all samples of a comparison must have the same heads, got {run.n_heads} in sample '{run.sample_id}' "
                 f"and {first.n_heads} in '{first.sample_id}'; compare them apart"
             )
-        ties = max(ties, _fill(values[row], part, real, modes, plan))
+        ties = max(ties, _fill(values[row], part, real, modes, preregistration))
         row += 1
-    held = sum(n for n, use in zip(steps, used, strict=True) if use)
-    again = partial(_eligible_parts, study, used, plan.part)
-    ties = max(ties, _fill_residuals(values, again, held, real, modes, plan))
+    total_steps = sum(n for n, use in zip(steps, eligible, strict=True) if use)
+    eligible_parts = partial(_eligible_parts, study, eligible, preregistration.part)
+    ties = max(ties, _fill_residuals(values, eligible_parts, total_steps, real, modes, preregistration))
     layers = np.array(first.layers)[layer]
-    if plan.collapse:
+    if preregistration.collapse:
         values, layers, head = _collapse_groups(values, layers, first.kv_group[real])
-    return FeatureTable(values, modes, skipped, layers, head, plan.collapse, used, ties)
+    return FeatureTable(values, modes, skipped, layers, head, preregistration.collapse, eligible, ties)
 
 
 def _part(run: Trajectories, part: str) -> Trajectories:
@@ -111,27 +111,31 @@ def _part(run: Trajectories, part: str) -> Trajectories:
     return run.prompt
 
 
-def _eligible_parts(study: Study, used: np.ndarray, part: str) -> Iterator[Trajectories]:
-    return (_part(run, part) for run, use in zip(study, used, strict=True) if use)
+def _eligible_parts(study: Study, eligible: np.ndarray, part: str) -> Iterator[Trajectories]:
+    return (_part(run, part) for run, use in zip(study, eligible, strict=True) if use)
 
 
-def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tuple[tuple[Mode, ...], dict[str, str]]:
-    names = plan.mechanisms or run.mechanisms
+def _modes(
+    run: Trajectories, steps: Sequence[int], preregistration: Preregistration
+) -> tuple[tuple[Mode, ...], dict[str, str]]:
+    names = preregistration.mechanisms or run.mechanisms
     for name in names:
         if name not in run.mechanisms:
             raise unknown_name("mechanism of this study", name, run.mechanisms)
     shortest = min(steps)
     modes: list[Mode] = []
     skipped: dict[str, str] = {}
-    for name, feature in product(names, [f for f in plan.features if f in ("mean", "slope")]):
+    for name, feature in product(names, [f for f in preregistration.features if f in ("mean", "slope")]):
         if feature == "slope" and shortest < 2:
             skipped[str(Mode(name, feature))] = f"a slope needs 2 steps, the shortest sample has {shortest}"
         else:
             modes.append(Mode(name, feature))
-    wanted = [feature for feature in plan.features if feature in ("entropy", "complexity")]
-    for name, feature, transform, order, segment in product(names, wanted, plan.transforms, plan.orders, plan.segments):
+    pattern_features = [feature for feature in preregistration.features if feature in ("entropy", "complexity")]
+    for name, feature, transform, order, segment in product(
+        names, pattern_features, preregistration.transforms, preregistration.orders, preregistration.segments
+    ):
         windows = max(0, Cut(transform, segment).length(shortest) - (order - 1))
-        least = least_windows(plan.eligibility, order)
+        least = least_windows(preregistration.eligibility, order)
         mode = Mode(name, feature, transform, order, segment, windows)
         if transform == CONTROL_TRANSFORM and (name == BASELINE or BASELINE not in run.mechanisms):
             skipped[str(mode)] = f"it subtracts '{BASELINE}' from another mechanism"
@@ -139,10 +143,10 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tu
             skipped[str(mode)] = f"the shortest sample has {windows} windows and {least} are needed; set min_steps"
         else:
             modes.append(mode)
-    if "sparsity" in plan.features:
+    if "sparsity" in preregistration.features:
         if "sparsity" in run.focus:
             modes.append(Mode("", "sparsity"))
-        elif len(plan.features) == 1:  # one of several is passed over in silence
+        elif len(preregistration.features) == 1:  # one of several is passed over in silence
             skipped["sparsity"] = "it was not recorded; measure the study with --focus"
     if not modes:
         raise ValueInputError(
@@ -151,17 +155,19 @@ def _modes(run: Trajectories, steps: Sequence[int], plan: Preregistration) -> tu
     return tuple(modes), skipped
 
 
-def _series(run: Trajectories, mechanism: str, real: np.ndarray, plan: Preregistration, control: bool) -> np.ndarray:
-    def taken(name: str) -> np.ndarray:
-        return np.asarray(run.quantities[plan.quantity][run.mechanisms.index(name)][real], np.float64)
+def _series(
+    run: Trajectories, mechanism: str, real: np.ndarray, preregistration: Preregistration, control: bool
+) -> np.ndarray:
+    def values_of(name: str) -> np.ndarray:
+        return np.asarray(run.quantities[preregistration.quantity][run.mechanisms.index(name)][real], np.float64)
 
-    series = taken(mechanism) - taken(BASELINE) if control else taken(mechanism)
+    series = values_of(mechanism) - values_of(BASELINE) if control else values_of(mechanism)
     bad = ~np.isfinite(series)
     if bad.any():
         head, step = (int(i) for i in np.argwhere(bad)[0])
         raise ValueInputError(
-            f"the {plan.quantity} of '{mechanism}' must be a number at every step, got {series[head, step]} at step "
-            f"{step} of sample '{run.sample_id}'; choose another quantity or leave the sample out"
+            f"the {preregistration.quantity} of '{mechanism}' must be a number at every step, got {series[head, step]} "
+            f"at step {step} of sample '{run.sample_id}'; choose another quantity or leave the sample out"
         )
     return np.asarray(series)
 
@@ -171,32 +177,36 @@ def _fill(
     run: Trajectories,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: Preregistration,
+    preregistration: Preregistration,
 ) -> float:
     """Fill in one sample, residuals aside; return the largest share of windows with equal values."""
     ties = 0.0
     for mechanism in dict.fromkeys(mode.mechanism for mode in modes):
-        own_modes = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
+        mechanism_modes = [(k, mode) for k, mode in enumerate(modes) if mode.mechanism == mechanism]
         if not mechanism:
-            for k, _ in own_modes:
+            for k, _ in mechanism_modes:
                 row[k] = run.focus["sparsity"][real].astype(np.float64).mean(axis=-1)
             continue
-        series = _series(run, mechanism, real, plan, control=False)
-        for k, mode in own_modes:
+        series = _series(run, mechanism, real, preregistration, control=False)
+        for k, mode in mechanism_modes:
             if mode.feature == "mean":
                 row[k] = series.mean(axis=-1)
             elif mode.feature == "slope":
                 time = np.arange(series.shape[-1]) - (series.shape[-1] - 1) / 2
                 row[k] = 100 * series @ time / (time @ time)
-        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in own_modes if m.order):
+        for transform, segment in dict.fromkeys((m.transform, m.segment) for _, m in mechanism_modes if m.order):
             if transform == "residual":
                 continue
-            source = _series(run, mechanism, real, plan, control=True) if transform == CONTROL_TRANSFORM else series
+            source = (
+                _series(run, mechanism, real, preregistration, control=True)
+                if transform == CONTROL_TRANSFORM
+                else series
+            )
             left = Cut(transform, segment)([source], [run.positions])[0]
             ties = max(
                 ties,
                 _fill_patterns(
-                    row, left, [p for p in own_modes if (p[1].transform, p[1].segment) == (transform, segment)]
+                    row, left, [p for p in mechanism_modes if (p[1].transform, p[1].segment) == (transform, segment)]
                 ),
             )
     return ties
@@ -209,11 +219,11 @@ def _fill_patterns(
     ties = 0.0
     for order, windows in dict.fromkeys((mode.order, mode.windows) for _, mode in numbered_modes if mode.order):
         counted = pattern_counts(left[:, : windows + order - 1], order, 1, ties="stable")
-        both = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
+        pattern_values = dict(zip(("entropy", "complexity"), plane(counted.counts / windows), strict=True))
         ties = max(ties, float(counted.tie_rate.max()))
         for k, mode in numbered_modes:
             if mode.order == order:
-                row[k] = both[mode.feature]
+                row[k] = pattern_values[mode.feature]
     return ties
 
 
@@ -223,21 +233,24 @@ def _fill_residuals(
     steps: int,
     real: np.ndarray,
     modes: Sequence[Mode],
-    plan: Preregistration,
+    preregistration: Preregistration,
 ) -> float:
     """Fill in residuals, whose trend is fitted over all samples: some heads at a time where all would not fit."""
     ties, at_once = 0.0, max(1, HELD_VALUES // steps)
-    wanted = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
-    for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in wanted):
-        own_modes = [(k, mode) for k, mode in wanted if (mode.mechanism, mode.segment) == (mechanism, segment)]
+    residual_modes = [(k, mode) for k, mode in enumerate(modes) if mode.transform == "residual"]
+    for mechanism, segment in dict.fromkeys((mode.mechanism, mode.segment) for _, mode in residual_modes):
+        segment_modes = [
+            (k, mode) for k, mode in residual_modes if (mode.mechanism, mode.segment) == (mechanism, segment)
+        ]
         for start in range(0, values.shape[-1], at_once):
             heads = slice(start, start + at_once)
             # A copy, or the other heads of every sample would stay in memory behind these.
             pairs = [
-                (_series(run, mechanism, real, plan, control=False)[heads].copy(), run.positions) for run in runs()
+                (_series(run, mechanism, real, preregistration, control=False)[heads].copy(), run.positions)
+                for run in runs()
             ]
             for row, left in zip(values, Cut("residual", segment)(*zip(*pairs, strict=True)), strict=True):
-                ties = max(ties, _fill_patterns(row[:, heads], left, own_modes))
+                ties = max(ties, _fill_patterns(row[:, heads], left, segment_modes))
     return ties
 
 

@@ -10,11 +10,13 @@ calibration on held-out text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.trajectories import Trajectories
 from softgap.trajectories.validation import BASELINE
 
@@ -107,13 +109,20 @@ class Headline:
     high: float
     classical: float | None
     stubborn: tuple[tuple[int, int], ...]
-    kept: tuple[float, ...]
+    gap_left: tuple[float, ...]
     heads: int
     classical_low: float | None = None
     classical_high: float | None = None
     fewest: float = np.nan
     most: float = np.nan
     classical_stubborn: int | None = None
+
+    kept = DeprecatedAttribute("gap_left")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, with the sentence; files keep the name ``kept`` for ``gap_left``."""
+        values = {"kept" if name == "gap_left" else name: value for name, value in asdict(self).items()}
+        return {**values, "sentence": self.sentence}
 
     @property
     def sentence(self) -> str:
@@ -137,7 +146,7 @@ class Headline:
             return f"None of {self.heads} heads keeps more than half of its gap{classical}"
         names = [
             f"{layer}.{head} ({_percent(share)})"
-            for (layer, head), share in list(zip(self.stubborn, self.kept, strict=True))[:NAMED_HEADS]
+            for (layer, head), share in list(zip(self.stubborn, self.gap_left, strict=True))[:NAMED_HEADS]
         ]
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
         keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
@@ -196,7 +205,7 @@ def held_out_sentence(held_out: object) -> str:
     Parameters
     ----------
     held_out
-        As :func:`softgap.models.tensor_files.held_out_summary` returns it and a manifest stores it. Measures that an
+        As ``softgap.models.tensor_files.held_out_summary`` returns it and a manifest stores it. Measures that an
         earlier version did not take are left out; the sentence is empty where there is nothing to quote.
     """
     share, profile, explained, uniform, ranks = (
@@ -247,7 +256,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
         classical_low=lows[1] if measured else None,
         classical_high=highs[1] if measured else None,
         stubborn=tuple((layers[at], head) for at, head in stubborn),
-        kept=tuple(float(left[0, at, head]) for at, head in stubborn),
+        gap_left=tuple(float(left[0, at, head]) for at, head in stubborn),
         fewest=counts[0],
         most=counts[1],
         classical_stubborn=int(keeps[1].sum()) if measured else None,

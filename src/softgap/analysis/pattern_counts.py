@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int, Int64
 
-from softgap.analysis.dynamics_findings import SystemPoint
 from softgap.analysis.series import Cut, Samples, Settings, transform_series
 from softgap.progress import Progress
 from softgap.signal import ordinal_patterns, pattern_counts, simulate, systems
@@ -22,6 +21,7 @@ __all__ = [
     "Geometry",
     "HeadPatternCounts",
     "Moments",
+    "SystemPoint",
     "count_patterns",
     "known_points",
     "moments_of",
@@ -70,7 +70,7 @@ class Geometry:
 
 
 def noise_entropies(
-    geometry: Geometry, share: float, rng: np.random.Generator, *, wanted: int, nulls: int = 1
+    geometry: Geometry, share: float, rng: np.random.Generator, *, n_studies: int, nulls: int = 1
 ) -> Float64[np.ndarray, " study"]:
     """Normalised entropy of simulated studies of white noise: the same lengths, the same cut, all windows together.
 
@@ -79,7 +79,7 @@ def noise_entropies(
     """
     patterns, steps = geometry.settings.patterns, nulls * sum(geometry.lengths)
     usual = min(_USUAL, _USUAL_STEPS // steps)
-    entropies = np.empty(max(_FEWEST, usual, min(wanted, _MOST_STEPS // steps)))
+    entropies = np.empty(max(_FEWEST, usual, min(n_studies, _MOST_STEPS // steps)))
     add = _add_residual_noise if geometry.settings.cut.fits_a_trend else _add_noise
     windows = geometry.windows(share)
     step = max(1, _BLOCK // patterns)
@@ -171,6 +171,16 @@ def _entropies(counts: np.ndarray) -> Float64[np.ndarray, " row"]:
     entropies = np.empty(len(counts))
     shannon_rows(counts, entropies)
     return entropies
+
+
+@dataclass(frozen=True)
+class SystemPoint:
+    """Where a known system of the data's length lies in the complexity-entropy plane, after the same transform."""
+
+    name: str
+    kind: str
+    entropy: float
+    complexity: float
 
 
 def known_points(geometry: Geometry, rng: np.random.Generator) -> tuple[SystemPoint, ...]:
@@ -268,7 +278,7 @@ def count_patterns(samples: Samples, settings: Settings, rng: np.random.Generato
     counts = np.zeros((samples.n_heads, settings.patterns), np.int64)
     tied = np.zeros(samples.n_heads, np.int64)
     low, high = np.full(samples.n_heads, np.nan), np.full(samples.n_heads, np.nan)
-    count = _count_by_sample if sum(samples.used) >= _ENOUGH_SAMPLES else _count_by_window
+    count = _count_by_sample if sum(samples.eligible) >= _ENOUGH_SAMPLES else _count_by_window
     step = _heads_at_once(samples, settings)
     for start in range(0, samples.n_heads, step):
         heads = slice(start, min(samples.n_heads, start + step))
@@ -286,8 +296,8 @@ def _heads_at_once(samples: Samples, settings: Settings) -> int:
     room = samples.n_heads
     if settings.cut.fits_a_trend:
         room = min(room, HELD_VALUES // sum(map(len, samples.used_positions())))
-    if sum(samples.used) >= _ENOUGH_SAMPLES:
-        room = min(room, _COUNTS // (sum(samples.used) * settings.patterns))
+    if sum(samples.eligible) >= _ENOUGH_SAMPLES:
+        room = min(room, _COUNTS // (sum(samples.eligible) * settings.patterns))
     return max(1, room)
 
 
@@ -298,7 +308,7 @@ Tally = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def _count_by_sample(
     samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
-    n = sum(samples.used)
+    n = sum(samples.eligible)
     counts = np.empty((n, heads.stop - heads.start, settings.patterns), np.int32)
     tied = np.zeros(heads.stop - heads.start, np.int64)
     for i, series in enumerate(transform_series(samples, settings.cut, heads)):
@@ -315,7 +325,7 @@ def _count_by_sample(
 def _count_by_window(
     samples: Samples, settings: Settings, heads: slice, rng: np.random.Generator, report: Callable[[float], None]
 ) -> Tally:
-    n = sum(samples.used)
+    n = sum(samples.eligible)
     indices: list[Int[np.ndarray, "head window"]] = []
     tied = np.zeros(heads.stop - heads.start, np.int64)
     for i, series in enumerate(transform_series(samples, settings.cut, heads)):

@@ -13,11 +13,10 @@ from typing import Any
 
 from softgap.analysis.series import Cut
 from softgap.errors import StoreError, ValueInputError, unknown_name
-from softgap.inputs import as_items, checked_count, checked_share
+from softgap.inputs import as_items, check_count, check_share, file_text
 from softgap.signal.patterns import least_windows
 from softgap.signal.validation import check_order
 from softgap.stats import EXCHANGES, Split
-from softgap.tasks.text_files import file_text
 from softgap.trajectories import QUANTITIES
 from softgap.trajectories.folder import Folder, add_line, read_lines
 from softgap.trajectories.validation import PARTS
@@ -121,15 +120,15 @@ class Preregistration:
         if len(self.between) not in (0, 2):
             raise ValueInputError(f"between must name two groups, got {list(self.between)}; name two or none")
         for name in ("alpha", "power"):
-            checked_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
+            check_share(name, getattr(self, name), 0.05 if name == "alpha" else 0.8)
         if self.confirm is not None:
-            checked_share("confirm", self.confirm, 0.3)
+            check_share("confirm", self.confirm, 0.3)
         if not 0 < self.margin < math.inf:
             raise ValueInputError(
                 f"margin must be a positive number of standard deviations, got {self.margin!r}; 0.5 is usual"
             )
         for name, least, most in _COUNTS:
-            checked_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
+            check_count(name, getattr(self, name), least=least, most=most, remedy="choose another")
 
     @property
     def alpha_per_look(self) -> float:
@@ -156,7 +155,7 @@ class Preregistration:
 
 
 def read_preregistration(path: str) -> Preregistration:
-    """Read a preregistration from a TOML file whose keys are fields of :class:`Preregistration`."""
+    """Read a preregistration from a TOML file whose keys are fields of ``Preregistration``."""
     try:
         document = tomllib.loads(file_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -179,9 +178,9 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
         kind = int if name == "orders" else str
         if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in entries):
             return entries
-        wanted = "whole numbers" if kind is int else "names"
+        expected = "whole numbers" if kind is int else "names"
         raise ValueInputError(
-            f"{name} in the preregistration '{path}' must be a list of {wanted}, got {value!r}; correct it"
+            f"{name} in the preregistration '{path}' must be a list of {expected}, got {value!r}; correct it"
         )
     if isinstance(default, float) or name == "confirm":
         fits = isinstance(value, int | float) and not isinstance(value, bool)
@@ -208,7 +207,7 @@ class ComparisonLog:
         self.entries = tuple(read_lines(folder, _LOG))
         if not all(map(_is_whole, self.entries)):
             raise StoreError(
-                f"{_LOG} in '{folder.given}' is damaged (a line lacks what its event has); restore it from a copy"
+                f"{_LOG} in '{folder.address}' is damaged (a line lacks what its event has); restore it from a copy"
             )
 
     def add(self, event: str, **facts: Any) -> None:
@@ -218,35 +217,39 @@ class ComparisonLog:
         add_line(self._folder, _LOG, entry)
         self.entries = (*self.entries, entry)
 
-    def record_plan(self, plan: Preregistration, source: str) -> None:
+    def record_preregistration(self, preregistration: Preregistration, source: str) -> None:
         """Write down a plan, unless it is there already."""
-        if not any(entry["hash"] == plan.hash for entry in self._of("plan")):
-            self.add("plan", hash=plan.hash, source=source, plan=plan.to_json())
+        if not any(entry["hash"] == preregistration.hash for entry in self._of("plan")):
+            self.add("plan", hash=preregistration.hash, source=source, plan=preregistration.to_json())
 
-    def status(self, plan: Preregistration, labels: str, *, from_file: bool) -> str:
+    def status(self, preregistration: Preregistration, labels: str, *, from_file: bool) -> str:
         """Whether this look at the labels with that hash is "planned", or "exploratory" with the reason."""
         if not from_file:
             return "exploratory: no plan was written down before the labels were read"
         for entry in self.entries:
-            if entry["event"] == "plan" and entry["hash"] == plan.hash:
-                return self._planned(plan, labels)
+            if entry["event"] == "plan" and entry["hash"] == preregistration.hash:
+                return self._look_status(preregistration, labels)
             if entry["event"] == "looked":
                 return f"exploratory: the labels were looked at on {entry['time']}, before this plan was written down"
         return "exploratory: the plan was not written down"
 
-    def _planned(self, plan: Preregistration, labels: str) -> str:
+    def _look_status(self, preregistration: Preregistration, labels: str) -> str:
         """Which look of a plan that was written down in time this is; the same samples again are the same look."""
         # A line of 0.1 holds no hash of labels: it may have seen anything, so it counts as a look of its own.
-        earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == plan.hash]
+        earlier = [entry.get("labels", entry["time"]) for entry in self.looks if entry["hash"] == preregistration.hash]
         seen = list(dict.fromkeys([*earlier, labels]))
         look, plans = seen.index(labels) + 1, len({entry["hash"] for entry in self._of("plan")})
-        if look > plan.looks:
+        if look > preregistration.looks:
             return (
-                f"exploratory: look {look} with other samples or labels, and the plan allows {plan.looks}; allow more "
-                "with looks before the first"
+                f"exploratory: look {look} with other samples or labels, and the plan allows {preregistration.looks}; "
+                "allow more with looks before the first"
             )
         among = f", one of {plans} plans" if plans > 1 else ""
-        return f"planned{among}" if plan.looks == 1 else f"planned, look {look} of {plan.looks}{among}"
+        return (
+            f"planned{among}"
+            if preregistration.looks == 1
+            else f"planned, look {look} of {preregistration.looks}{among}"
+        )
 
     @property
     def looks(self) -> list[dict[str, Any]]:

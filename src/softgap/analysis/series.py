@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int
 
 from softgap.errors import SoftgapError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_share
+from softgap.inputs import check_count, check_share
 from softgap.signal import SEGMENTS, TRANSFORMS, apply_transform, residuals, segment_slice, steps_lost
 from softgap.signal.patterns import check_batch, least_windows
 from softgap.signal.transforms import fewest_steps
@@ -50,7 +50,7 @@ class Cut:
         return self.transform == "residual"
 
     @property
-    def _own(self) -> str:
+    def _array_transform(self) -> str:
         # The baseline is subtracted where samples are read, so that noise, which has none, passes as it is.
         return "raw" if self.transform == CONTROL_TRANSFORM else self.transform
 
@@ -58,7 +58,7 @@ class Cut:
         """Steps that are left of so many; 0 where they are too few for the transform or the segment."""
         if self.fits_a_trend and steps < fewest_steps():
             return 0
-        left = max(0, steps - steps_lost(self._own))
+        left = max(0, steps - steps_lost(self._array_transform))
         if left < 3:
             return left if self.segment == "full" else 0
         part = segment_slice(left, self.segment)
@@ -71,13 +71,13 @@ class Cut:
         if self.fits_a_trend:
             changed: Sequence[np.ndarray] = residuals(series, positions).series
         else:
-            changed = [apply_transform(x, self._own) for x in series]
+            changed = [apply_transform(x, self._array_transform) for x in series]
         return [x[..., segment_slice(x.shape[-1], self.segment)] for x in changed]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the numbers of an analysis depend on beside the trajectories; see :func:`softgap.analysis.analyze`."""
+    """All that the numbers of an analysis depend on beside the trajectories; see ``softgap.analysis.analyze``."""
 
     mechanism: str | None
     quantity: str
@@ -91,11 +91,11 @@ class Settings:
     seed: int
 
     def __post_init__(self) -> None:
-        checked_share("alpha", self.alpha, usual=0.05)
-        checked_count("seed", self.seed, least=0)
+        check_share("alpha", self.alpha, usual=0.05)
+        check_count("seed", self.seed, least=0)
         if self.quantity not in QUANTITIES:
             raise unknown_name("quantity", self.quantity, QUANTITIES)
-        # Order, delay, ties and eligibility by the rules of the signal room.
+        # Order, delay, ties and eligibility by the rules of ``softgap.signal``.
         rng = np.random.default_rng(0)
         options: Any = {"ties": self.ties, "rng": rng, "eligibility": self.eligibility}
         check_batch(np.zeros(1), self.order, self.delay, options, short=True)
@@ -154,7 +154,7 @@ class Samples:
     real: Bool[np.ndarray, "layer head"]
     kv_group: Int[np.ndarray, "layer head"]
     positions: tuple[Int[np.ndarray, " step"], ...]
-    used: tuple[bool, ...]
+    eligible: tuple[bool, ...]
     mechanisms: tuple[str, ...]
     control: str | None = None
 
@@ -165,7 +165,7 @@ class Samples:
 
     def used_positions(self) -> tuple[Int[np.ndarray, " step"], ...]:
         """The positions of the used samples."""
-        return tuple(at for at, use in zip(self.positions, self.used, strict=True) if use)
+        return tuple(at for at, use in zip(self.positions, self.eligible, strict=True) if use)
 
     def controlled(self) -> Samples:
         """The same with the baseline subtracted."""
@@ -215,8 +215,8 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
     name = first.mechanisms[0] if settings.mechanism is None else settings.mechanism
     if name not in first.mechanisms:
         raise unknown_name("mechanism of this study", name, first.mechanisms)
-    used = tuple(settings.windows(len(at)) > 0 for at in positions)
-    if not any(used):
+    eligible = tuple(settings.windows(len(at)) > 0 for at in positions)
+    if not any(eligible):
         raise ValueInputError(
             f"no sample holds one window of order {settings.order} and delay {settings.delay} after transform "
             f"'{settings.transform}' and segment '{settings.segment}', the longest has {max(map(len, positions))} "
@@ -224,7 +224,7 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
         )
     real = first.kv_group >= 0
     samples = Samples(
-        runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), used, first.mechanisms
+        runs, name, settings.quantity, first.layers, real, first.kv_group, tuple(positions), eligible, first.mechanisms
     )
     if settings.transform == CONTROL_TRANSFORM:
         samples.controlled()  # refused before anything is read
@@ -232,11 +232,11 @@ def samples_of(runs: Iterable[Trajectories], settings: Settings) -> Samples:
 
 
 def transform_series(samples: Samples, cut: Cut, heads: slice) -> Iterator[Float64[np.ndarray, "head left"]]:
-    """The series of some heads after the cut, one used sample after the other."""
+    """The series of some heads after the cut, one eligible sample after the other."""
     if cut.transform == CONTROL_TRANSFORM:
         samples = samples.controlled()
-    used = (sample for sample, use in zip(samples, samples.used, strict=True) if use)
-    selected = ((sample.series[heads], sample.positions) for sample in used)
+    eligible_samples = (sample for sample, use in zip(samples, samples.eligible, strict=True) if use)
+    selected = ((sample.series[heads], sample.positions) for sample in eligible_samples)
     if cut.fits_a_trend:
         series, positions = zip(*selected, strict=True)
         yield from cut(series, positions)

@@ -44,7 +44,7 @@ def attend(
     Parameters
     ----------
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``) or a :class:`Mechanism`.
+        A name (``"elu1"``, ``"top_k:k=8"``) or a ``Mechanism``.
     q, k, v
         Post-rotary tensors; query heads are a multiple of KV heads, which are never repeated.
     visible
@@ -60,6 +60,27 @@ def attend(
         Whether to look for NaN, inf and sequences that see nothing; shapes are always checked.
     rule
         The model's softcap and learned sinks, for windows and hybrids; other mechanisms have no use for them.
+
+    Returns
+    -------
+    Attention
+        ``output`` ``[batch, head, query, value_dim]``, and which rows were flagged.
+
+    Raises
+    ------
+    ShapeError
+        If q, k and v do not fit together.
+
+    Examples
+    --------
+    Two query heads share one KV head:
+
+    >>> import softgap, torch
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> q = torch.randn(1, 2, 16, 8, generator=generator)
+    >>> k, v = (torch.randn(1, 1, 16, 8, generator=generator) for _ in range(2))
+    >>> softgap.attend("elu1", q, k, v).output.shape
+    torch.Size([1, 2, 16, 8])
     """
     resolved = resolve(mechanism)
     q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)
@@ -81,7 +102,7 @@ def attend_hybrid(
     window: int,
     **options: Any,
 ) -> Attention:
-    """The hybrid of 0.1, without sinks; :func:`attend` takes ``add_window(mechanism, w=window, sinks=0)`` instead."""
+    """The hybrid of 0.1, without sinks; ``attend`` takes ``add_window(mechanism, w=window, sinks=0)`` instead."""
     warnings.warn("attend_hybrid is now attend with add_window", DeprecationWarning, stacklevel=2)
     return attend(add_window(mechanism, w=window, sinks=0), q, k, v, check=False, **options)
 

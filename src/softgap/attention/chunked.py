@@ -146,7 +146,7 @@ def block_sums(
 def prefix_sums(
     query: Float[Tensor, "n g t 1"], key: Float[Tensor, "n t 1"], value: Float[Tensor, "n t e"], carry: Carry
 ) -> tuple[Float[Tensor, "n g t e"], Float[Tensor, "n g t 1"], None, Carry]:
-    """The same as :func:`block_sums` for a single plain feature, by running sums of values and of features.
+    """The same as ``block_sums`` for a single plain feature, by running sums of values and of features.
 
     torch adds these in float64.
     """

@@ -49,9 +49,9 @@ class HybridState:
     window
         Positions that the model's own attention sees; only a window without a tail can follow that.
     scale, rule, dtype
-        As for :class:`WindowState`.
+        As for ``WindowState``.
     origin
-        As in :class:`Visible`: the position of the first key, where it is not 0.
+        As in ``Visible``: the position of the first key, where it is not 0.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HybridState:
         output: Float[Tensor, "batch head time value_dim"],
         key_valid: Bool[Tensor, "batch time"] | None = None,
     ) -> Float[Tensor, "quantity batch head time"]:
-        """Append keys and compare the answers with ``output``, as :func:`compare_outputs` does."""
+        """Append keys and compare the answers with ``output``, as ``compare_outputs`` does."""
         return compare_heads(output, self.attend(q, k, v, key_valid).output)
 
     def append(self, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None = None) -> None:

@@ -84,7 +84,7 @@ class Mechanism:
     options
         Its numbers, with their defaults.
     parameters
-        Its tensors, ``[layer, head, ...]``; :meth:`for_layers` picks what a call needs.
+        Its tensors, ``[layer, head, ...]``; ``for_layers`` picks what a call needs.
     tail
         What a hybrid does with the keys outside of its exact set.
     origin

@@ -17,7 +17,7 @@ from softgap.attention.registry import resolve
 from softgap.attention.window import ExactSet
 from softgap.errors import UnsupportedError, ValueInputError
 
-__all__ = ["KEYS_WORTH", "SINKS", "equal_window", "keys_worth", "kept_numbers", "parameter_bytes", "split_keys"]
+__all__ = ["KEYS_WORTH", "SINKS", "equal_window", "kept_numbers", "keys_worth", "parameter_bytes", "split_keys"]
 
 # The memory that substitutes are compared at unless another is named, in keys with their values.
 KEYS_WORTH = 64
@@ -32,7 +32,7 @@ def kept_numbers(
     Parameters
     ----------
     mechanism
-        A name, or a :class:`Mechanism` with its parameters where their shape decides (``fitted``).
+        A name, or a ``Mechanism`` with its parameters where their shape decides (``fitted``).
     dim, value_dim
         Dimensions of keys and of values; None for equal ones.
     kv_heads

@@ -6,7 +6,7 @@ Eckart and Young no such attention comes nearer to a softmax block than the tail
 bounds weights, not outputs: values of dimension d_v may hide any error of the weights.
 
 The column of the first key, the sink token, holds most of the energy of many heads and has rank 1. A rank by energy
-that includes it describes the sink. Leave it out (:func:`without_sink`) to describe the rest.
+that includes it describes the sink. Leave it out (``without_sink``) to describe the rest.
 
 Effective State-Size (Parnichkun et al. 2025, arXiv:2504.19561) is a relative: the rank of A[t >= i, s < i] at every
 position i, of the operator of a layer, by a tolerance on singular values or by their entropy. It measures how much

@@ -1,7 +1,7 @@
 """The oracle: every mechanism by its formula, one query at a time, in float64.
 
 Nothing here is shared with the fast forms but the seeded matrices of favor and relu_affine. Slow on purpose.
-:func:`reference_chunked` shows the idea behind the chunked form on one page.
+``reference_chunked`` shows the idea behind the chunked form on one page.
 """
 
 from __future__ import annotations

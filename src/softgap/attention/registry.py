@@ -22,7 +22,21 @@ _registry: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in BU
 
 
 def mechanisms() -> Mapping[str, Mechanism]:
-    """All registered mechanisms by name, in the order they were registered."""
+    """All registered mechanisms by name, in the order they were registered.
+
+    Returns
+    -------
+    Mapping
+        From name to ``Mechanism``; it cannot be changed. Use ``register_mechanism`` to add one.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> "elu1" in softgap.mechanisms()
+    True
+    >>> softgap.mechanisms()["elu1"].formula
+    'phi(x) = elu(x) + 1'
+    """
     return MappingProxyType(_registry)
 
 
@@ -48,19 +62,39 @@ def register_mechanism(
     feature_map
         phi on vectors along the last axis; non-negative unless ``signed``, logarithms of features if ``log``.
     mechanism
-        A whole :class:`Mechanism` instead, for what no single map expresses.
+        A whole ``Mechanism`` instead, for what no single map expresses.
     key_map
         phi for keys, where it differs from the queries'.
+    formula
+        The formula, as ``softgap mechanisms`` shows it.
+    paper
+        Where the formula comes from.
+    signed
+        Whether features may be negative. Rows whose sum of weights nearly vanishes are then flagged.
+    log
+        Whether ``feature_map`` returns the logarithms of features.
     scale
         "sqrt" multiplies q and k by the square root of the model's scaling first; "none" leaves them.
     replace
         Allow an existing name to be replaced.
+
+    Returns
+    -------
+    Mechanism
+        The registered mechanism.
+
+    Raises
+    ------
+    ValueInputError
+        If the name is taken or not allowed, or if both or neither of ``feature_map`` and ``mechanism`` are given.
 
     Examples
     --------
     >>> import softgap
     >>> softgap.register_mechanism("square", lambda x: x.square(), formula="phi = x^2")
     Mechanism(square)
+    >>> "square" in softgap.mechanisms()
+    True
     """
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ValueInputError(f"a mechanism's name is made of letters, digits, _ and -, got {name!r}; choose another")

@@ -50,7 +50,7 @@ class LinearState:
     Parameters
     ----------
     mechanism
-        Any mechanism whose weights factor, by name or as a :class:`Mechanism`.
+        Any mechanism whose weights factor, by name or as a ``Mechanism``.
     window
         Number of positions a query sees, itself included; None for all.
     scale
@@ -58,7 +58,7 @@ class LinearState:
     dtype
         float32, or float64.
     origin
-        As in :class:`Visible`: the position of the first key, where it is not 0.
+        As in ``Visible``: the position of the first key, where it is not 0.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LinearState:
     ) -> Float[Tensor, "quantity batch head time"]:
         """Append keys and compare the answers to their queries with ``output``: divergence, relative L2, norm ratio.
 
-        The same as :meth:`attend` and then :func:`compare_outputs`, in one pass over memory where that is possible.
+        The same as ``attend`` and then ``compare_outputs``, in one pass over memory where that is possible.
         """
         # Here, since it loads numba.
         from softgap.attention.fused import supports

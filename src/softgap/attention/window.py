@@ -322,7 +322,7 @@ class WindowState:
         output: Float[Tensor, "batch head time value_dim"],
         key_valid: Bool[Tensor, "batch time"] | None = None,
     ) -> Float[Tensor, "quantity batch head time"]:
-        """Append keys and compare the answers with ``output``, as :func:`compare_outputs` does."""
+        """Append keys and compare the answers with ``output``, as ``compare_outputs`` does."""
         return compare_heads(output, self.attend(q, k, v, key_valid).output)
 
     def append(self, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None = None) -> None:
@@ -337,7 +337,7 @@ class WindowState:
         v: Float[Tensor, "batch kv_head key value_dim"],
         key_valid: Bool[Tensor, "batch key"] | None = None,
     ) -> ExactSums:
-        """Append keys; the sums over the exact set of each query, which :meth:`attend` divides."""
+        """Append keys; the sums over the exact set of each query, which ``attend`` divides."""
         if q.shape[2] > k.shape[2]:
             raise ShapeError(f"queries stand at the last appended keys: got {q.shape[2]} queries for {k.shape[2]} keys")
         q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)

@@ -1,9 +1,12 @@
 """Fit a linear attention to each head of a model; the result is the mechanism ``fitted``."""
 
+from typing import TYPE_CHECKING
+
 from softgap.calibration.fit import Recipe, fit_maps
-from softgap.calibration.held_out import HeldOut, gap_closed, judge
+from softgap.calibration.held_out import HeldOut, evaluate_held_out, gap_closed
 from softgap.calibration.rank_floor import Ladders, Rung, ladders
 from softgap.calibration.whole_model import Calibration, calibrate
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.intervals import Interval as Closed  # its name before 0.2
 
 __all__ = [
@@ -14,8 +17,11 @@ __all__ = [
     "Recipe",
     "Rung",
     "calibrate",
+    "evaluate_held_out",
     "fit_maps",
     "gap_closed",
-    "judge",
     "ladders",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"judge": "evaluate_held_out"})

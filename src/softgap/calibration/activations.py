@@ -15,7 +15,7 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.fit import LayerText
 from softgap.errors import UnsupportedError
 from softgap.models.loading import Model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 
 __all__ = ["Activations", "LayerSample", "LayerSite", "gather"]
 
@@ -52,8 +52,8 @@ class ProfileSums:
         """Take in evenly spaced rows of one text."""
         t = q.shape[1]
         rows = torch.linspace(0, t - 1, min(ROWS, t), device=q.device).round().long()
-        grouped = q[:, rows].unflatten(0, (k.shape[0], -1)).flatten(1, 2)
-        scores = (grouped @ k.transpose(-1, -2) * scale).reshape(q.shape[0], len(rows), t)
+        group_queries = q[:, rows].unflatten(0, (k.shape[0], -1)).flatten(1, 2)
+        scores = (group_queries @ k.transpose(-1, -2) * scale).reshape(q.shape[0], len(rows), t)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         distance = rows[:, None] - torch.arange(t, device=q.device)
@@ -64,9 +64,9 @@ class ProfileSums:
         self._first += (weights * first).sum(dim=(1, 2), dtype=torch.float64)
         self._rows += len(rows)
         # The first key has a weight of its own; the last distance serves all beyond.
-        other = seen & ~first
-        at = distance[other].clamp(max=len(self._pairs) - 1)
-        self._weight.index_add_(1, at, weights[:, other].double())
+        later_keys = seen & ~first
+        at = distance[later_keys].clamp(max=len(self._pairs) - 1)
+        self._weight.index_add_(1, at, weights[:, later_keys].double())
         self._pairs.index_add_(0, at, torch.ones(len(at), dtype=torch.float64))
 
     def result(self) -> tuple[Float[Tensor, " head"], Float[Tensor, "head distance"]]:
@@ -175,7 +175,7 @@ def gather(
 
         visit_layers(model, ids, visit)
         report(number + 1)
-    _require_one_shape([means.site for means in sums])
+    _require_equal_shapes([means.site for means in sums])
     visit_layers(model, sample, lambda layer: _save_sample(folder, layer))
     profiles = [means.profile.result() for means in sums]
     return Activations(
@@ -213,7 +213,7 @@ def _site(layer: LayerTensors, rotation: Rotation | None) -> LayerSite:
     return LayerSite(layer.scale, layer.softcap, layer.visible.window, heads, layer.key.shape[0], dim, rotation)
 
 
-def _require_one_shape(sites: Sequence[LayerSite]) -> None:
+def _require_equal_shapes(sites: Sequence[LayerSite]) -> None:
     shapes = {(site.heads, site.kv_heads, site.dim) for site in sites}
     if len(shapes) > 1:
         raise UnsupportedError(

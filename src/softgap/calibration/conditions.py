@@ -14,7 +14,8 @@ from softgap.calibration.held_out import gap_closed, measure_sequence
 from softgap.calibration.texts import Corpus
 from softgap.intervals import Interval
 from softgap.models.loading import Model, Tokenizer
-from softgap.probe.arguments import takes_positions
+from softgap.probe.tap import takes_positions
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["DOMAINS", "evaluate_conditions"]
 
@@ -228,11 +229,11 @@ def _as_message(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _gap_closed(model: Model, reading: _Condition, fitted: Mechanism, rng: np.random.Generator) -> Interval | None:
-    offsets = reading.offsets or [0] * len(reading.sequences)
+def _gap_closed(model: Model, condition: _Condition, fitted: Mechanism, rng: np.random.Generator) -> Interval | None:
+    offsets = condition.offsets or [0] * len(condition.sequences)
     runs = [
-        measure_sequence(model, ids, [fitted, "uniform"], offset=offset)
-        for ids, offset in zip(reading.sequences, offsets, strict=True)
+        measure_sequence(model, ids, [fitted, BASELINE], offset=offset)
+        for ids, offset in zip(condition.sequences, offsets, strict=True)
     ]
-    fitted_divergence, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", "uniform"))
+    fitted_divergence, uniform = ([run.select(name).divergence for run in runs] for name in ("fitted", BASELINE))
     return gap_closed(fitted_divergence, uniform, rng=rng)

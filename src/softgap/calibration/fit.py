@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.rotary import Rotation, TurnTable
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 
 __all__ = [
@@ -247,13 +248,13 @@ def _by_row(logs: Float[Tensor, "block kv_head group_row key"], rows: Rows) -> S
     return logs.reshape(blocks, kv_heads, group, count, -1)
 
 
-def weights_kl(wanted: Scores, fitted: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
-    """KL divergence of the found weights from the wanted ones, both given as unnormalised log-weights, per row."""
+def weights_kl(target: Scores, fitted: Scores, rows: Rows) -> Float[Tensor, "block kv_head group row"]:
+    """KL divergence of the fitted weights from the target weights, both as unnormalised log-weights, per row."""
     prior = rows.log_count[:, None, :].masked_fill(~rows.seen, -torch.inf)[:, None, None]
-    target, reached = (functional.log_softmax(logs + prior, dim=-1) for logs in (wanted, fitted))
+    target_logs, fitted_logs = (functional.log_softmax(logs + prior, dim=-1) for logs in (target, fitted))
     # Hidden keys are -inf on both sides; their share is 0.
-    difference = (target - reached).masked_fill(~rows.seen[:, None, None], 0.0)
-    return (target.exp() * difference).sum(dim=-1)
+    difference = (target_logs - fitted_logs).masked_fill(~rows.seen[:, None, None], 0.0)
+    return (target_logs.exp() * difference).sum(dim=-1)
 
 
 def landmark_maps(
@@ -268,13 +269,13 @@ def landmark_maps(
     group = texts[0].query.shape[0] // kv_heads
     queries = torch.cat([text.query for text in texts], dim=1).unflatten(0, (kv_heads, group)).flatten(1, 2)
     keys = torch.cat([text.key for text in texts], dim=1)
-    some = keys[:, torch.from_numpy(rng.choice(keys.shape[1], size=min(2048, keys.shape[1]), replace=False))]
+    key_sample = keys[:, torch.from_numpy(rng.choice(keys.shape[1], size=min(2048, keys.shape[1]), replace=False))]
     at = torch.from_numpy(np.stack([rng.choice(queries.shape[1], size=features) for _ in range(kv_heads)]))
     landmark = queries[torch.arange(kv_heads)[:, None], at]
-    centred = some - some.mean(dim=1, keepdim=True)
-    covariance = centred.transpose(-1, -2) @ centred / some.shape[1]
+    centred = key_sample - key_sample.mean(dim=1, keepdim=True)
+    covariance = centred.transpose(-1, -2) @ centred / key_sample.shape[1]
     pull = sharpness * scale**2 * landmark @ covariance
-    total = torch.logsumexp(scale * landmark @ some.transpose(-1, -2), dim=-1)
+    total = torch.logsumexp(scale * landmark @ key_sample.transpose(-1, -2), dim=-1)
     query_bias = -0.5 * (pull * landmark).sum(dim=-1) - total
     rate = torch.logspace(-4, -1.5, features, dtype=keys.dtype)
     order = torch.from_numpy(np.stack([rng.permutation(features) for _ in range(kv_heads)]))
@@ -329,6 +330,7 @@ class Recipe:
             raise ValueInputError(f"steps must be at least 1, got {self.steps}; 300 is usual")
 
 
+@deprecated_keywords(wanted="target_scores")
 def fit_maps(
     texts: Sequence[LayerText],
     recipe: Recipe,
@@ -336,7 +338,7 @@ def fit_maps(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    wanted: Callable[[Rows], Scores] | None = None,
+    target_scores: Callable[[Rows], Scores] | None = None,
     layer: int = 0,
     start: Maps | None = None,
     rotation: Rotation | None = None,
@@ -354,7 +356,7 @@ def fit_maps(
         Positions a query sees, itself included; None for all.
     softcap
         Bound of the model's scores, where it has one.
-    wanted
+    target_scores
         Unnormalised log-weights to fit; None for the model's own softmax scores.
     layer
         Chooses the layer's own random stream.
@@ -378,11 +380,11 @@ def fit_maps(
     groups = [{"params": [tensor]} for tensor in tensors.values()]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     for step in range(recipe.steps):
-        eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        schedule = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = rate * eased
+            group["lr"] = rate * schedule
         rows = sample_rows(texts, recipe.rows, window=window, turns=turns, rng=rng)
-        target = softmax_scores(rows, scale, softcap) if wanted is None else wanted(rows)
+        target = softmax_scores(rows, scale, softcap) if target_scores is None else target_scores(rows)
         loss = weights_kl(target, log_weights(maps, rows), rows).mean()
         optimiser.zero_grad()
         loss.backward()

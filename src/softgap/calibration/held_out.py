@@ -21,20 +21,21 @@ from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import takes_positions
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import record
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Trajectories
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "HeldLayer",
     "HeldOut",
     "divergences",
+    "evaluate_held_out",
     "feature_curve",
     "gap_closed",
     "held_layers",
-    "judge",
     "measure_sequence",
     "some_layers",
 ]
@@ -170,7 +171,7 @@ def measure_sequence(
     return recording.trajectories()[0]
 
 
-def judge(
+def evaluate_held_out(
     model: Model,
     sequences: Sequence[Sequence[int]],
     mechanisms: Sequence[str | Mechanism],
@@ -189,48 +190,26 @@ def judge(
     check_measurable(model)
     mechanisms = as_items(mechanisms)
     names = [mechanism if isinstance(mechanism, str) else mechanism.name for mechanism in mechanisms]
-    if not {"fitted", "uniform"} <= set(names):
-        raise ValueInputError(f"mechanisms must name fitted and uniform, got {', '.join(names)}; add what is missing")
-    divergence: dict[str, list[np.ndarray]] = {}
-    energy: dict[str, list[np.ndarray]] = {}
-    for number, ids in enumerate(sequences):
-        run = measure_sequence(model, ids, mechanisms)
-        for name in run.mechanisms:
-            divergence.setdefault(name, []).append(run.select(name).divergence)
-            energy.setdefault(name, []).append(1 - np.square(run.select(name).relative_l2[..., FIRST:]))
-        report(number + 1)
-    both = [mechanism for mechanism, name in zip(mechanisms, names, strict=True) if name in ("fitted", "uniform")]
-    beyond = []
+    if not {"fitted", BASELINE} <= set(names):
+        raise ValueInputError(
+            f"mechanisms must name fitted and {BASELINE}, got {', '.join(names)}; add what is missing"
+        )
+    divergence, energy = _measure_sequences(model, sequences, mechanisms, report)
+    pair = [mechanism for mechanism, name in zip(mechanisms, names, strict=True) if name in ("fitted", BASELINE)]
+    far_divergence: dict[str, list[np.ndarray]] = {"fitted": [], BASELINE: []}
     for number, ids in enumerate(far, start=len(sequences)):
-        beyond.append(measure_sequence(model, ids, both))
+        run = measure_sequence(model, ids, pair)
+        for name, values in far_divergence.items():
+            values.append(run.select(name).divergence)
         report(number + 1)
-    rng = np.random.default_rng(seed)
-    fitted, uniform = divergence["fitted"], divergence["uniform"]
-    fitted_far, uniform_far = ([run.select(name).divergence for run in beyond] for name in ("fitted", "uniform"))
-    closed = {name: gap_closed(values, uniform, rng=rng) for name, values in divergence.items() if name != "uniform"}
-    against = {
-        name: gap_closed(fitted, values, rng=rng)
-        for name, values in divergence.items()
-        if name not in ("fitted", "elu1")
-    }
-    ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
-    positions = {
-        name: gap_closed(fitted, uniform, bounds, rng=rng) or gap_closed(fitted_far, uniform_far, bounds, rng=rng)
-        for name, bounds in ranges.items()
-    }
-    groups = {} if first is None else {SINKS: first > SINK, OTHERS: first <= SINK}
-    sinks = {
-        name: gap_closed([x[heads] for x in fitted], [x[heads] for x in uniform], rng=rng)
-        for name, heads in groups.items()
-        if heads.any()
-    }
+    shares = _gap_shares(divergence, far_divergence, first, np.random.default_rng(seed))
     explained = {name: np.nanmean(np.concatenate(values, axis=-1), axis=-1) for name, values in energy.items()}
-    by_head = _by_head(fitted, uniform)
+    by_head = _by_head(divergence["fitted"], divergence[BASELINE])
     return HeldOut(
-        gap_closed=_drop_missing(closed),
-        against=_drop_missing(against),
-        by_position=_drop_missing(positions),
-        by_sink=_drop_missing(sinks),
+        gap_closed=shares["gap_closed"],
+        against=shares["against"],
+        by_position=shares["by_position"],
+        by_sink=shares["by_sink"],
         by_head=by_head,
         explained=float(np.nanmedian(explained["fitted"])),
         texts=len(sequences),
@@ -239,6 +218,58 @@ def judge(
         explained_by_head=_finite_rows(explained["fitted"]),
         rank_correlation=_rank_correlation(by_head, explained["fitted"]),
     )
+
+
+def _measure_sequences(
+    model: Model,
+    sequences: Sequence[Sequence[int]],
+    mechanisms: Sequence[str | Mechanism],
+    report: Callable[[int], None],
+) -> tuple[dict[str, list[np.ndarray]], dict[str, list[np.ndarray]]]:
+    """The divergence of every mechanism in every sequence, and the energy of softmax that it explains."""
+    divergence: dict[str, list[np.ndarray]] = {}
+    energy: dict[str, list[np.ndarray]] = {}
+    for number, ids in enumerate(sequences):
+        run = measure_sequence(model, ids, mechanisms)
+        for name in run.mechanisms:
+            divergence.setdefault(name, []).append(run.select(name).divergence)
+            energy.setdefault(name, []).append(1 - np.square(run.select(name).relative_l2[..., FIRST:]))
+        report(number + 1)
+    return divergence, energy
+
+
+def _gap_shares(
+    divergence: Mapping[str, list[np.ndarray]],
+    far_divergence: Mapping[str, list[np.ndarray]],
+    first: Float[np.ndarray, "layer head"] | None,
+    rng: np.random.Generator,
+) -> dict[str, dict[str, Interval]]:
+    """Shares of the gap closed: by mechanism, against each baseline, by position, and by weight on the sink."""
+    fitted, uniform = divergence["fitted"], divergence[BASELINE]
+    closed = {name: gap_closed(values, uniform, rng=rng) for name, values in divergence.items() if name != BASELINE}
+    against = {
+        name: gap_closed(fitted, values, rng=rng)
+        for name, values in divergence.items()
+        if name not in ("fitted", "elu1")
+    }
+    ranges = {f"{a}-{b}": range(a, b) for a, b in pairwise(BINS)}
+    positions = {
+        name: gap_closed(fitted, uniform, bounds, rng=rng)
+        or gap_closed(far_divergence["fitted"], far_divergence[BASELINE], bounds, rng=rng)
+        for name, bounds in ranges.items()
+    }
+    groups = {} if first is None else {SINKS: first > SINK, OTHERS: first <= SINK}
+    sinks = {
+        name: gap_closed([x[heads] for x in fitted], [x[heads] for x in uniform], rng=rng)
+        for name, heads in groups.items()
+        if heads.any()
+    }
+    return {
+        "gap_closed": _drop_missing(closed),
+        "against": _drop_missing(against),
+        "by_position": _drop_missing(positions),
+        "by_sink": _drop_missing(sinks),
+    }
 
 
 def _drop_missing(shares: Mapping[str, Interval | None]) -> dict[str, Interval]:
@@ -263,8 +294,8 @@ def _rank_correlation(
 ) -> float | None:
     """Spearman's correlation over the heads that have both numbers; None where either orders nothing."""
     shares = np.array([[np.nan if x is None else x for x in row] for row in closed])
-    both = np.isfinite(shares) & np.isfinite(explained)
-    closed_shares, energies = shares[both], explained[both]
+    finite = np.isfinite(shares) & np.isfinite(explained)
+    closed_shares, energies = shares[finite], explained[finite]
     if len(np.unique(closed_shares)) < 2 or len(np.unique(energies)) < 2:
         return None
     return float(spearmanr(closed_shares, energies).statistic)
@@ -311,12 +342,12 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
         tensors = {name: getattr(layer, name).cpu().clone() for name in ("query", "key", "value", "output")}
         return replace(layer, **tensors)
 
-    read = [visit_layers(model, ids, visit) for ids in texts]
-    held = []
+    layers_by_text = [visit_layers(model, ids, visit) for ids in texts]
+    layer_list = []
     for number in layers:
-        own_texts = tuple(layer for text in read if (layer := text[number]) is not None)
-        held.append(HeldLayer(number, own_texts, divergences("uniform", own_texts)))
-    return tuple(held)
+        layer_texts = tuple(layer for text in layers_by_text if (layer := text[number]) is not None)
+        layer_list.append(HeldLayer(number, layer_texts, divergences(BASELINE, layer_texts)))
+    return tuple(layer_list)
 
 
 def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:

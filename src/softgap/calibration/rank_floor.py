@@ -28,7 +28,8 @@ from softgap.attention.rank import (
 )
 from softgap.calibration.held_out import FIRST
 from softgap.models.loading import Model
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Ladders", "Rung", "ladders"]
 
@@ -116,7 +117,7 @@ def ladders(
     report: Callable[[int], None] = lambda layers: None,
 ) -> Ladders:
     """Measure every rung over one text; memory grows with the square of its length, one layer at a time."""
-    mechanisms = [resolve("uniform"), *map(resolve, FIXED), fitted]
+    mechanisms = [resolve(BASELINE), *map(resolve, FIXED), fitted]
 
     def visit(layer: LayerTensors) -> _LayerErrors:
         errors = _measure_layer(layer, mechanisms)
@@ -150,15 +151,18 @@ def _measure_layer(layer: LayerTensors, mechanisms: Sequence[Mechanism]) -> _Lay
         return attention_weights(mechanism, q, k, visible=layer.visible, scale=layer.scale)[0]
 
     exact = weights_of("softmax")
-    spectra, rest = block_spectra(exact), block_spectra(without_sink(exact))
-    some = slice(min(FIRST, length // 2), None)
+    spectra, spectra_without_sink = block_spectra(exact), block_spectra(without_sink(exact))
+    counted = slice(min(FIRST, length // 2), None)
     rows = []
     for mechanism in mechanisms:
         weights = weights_of(mechanism.for_layers([layer.layer]))
-        divergence = compare_outputs(layer.output, weights @ value).divergence[:, some].mean(dim=-1)
+        divergence = compare_outputs(layer.output, weights @ value).divergence[:, counted].mean(dim=-1)
         features = mechanism.feature_dim(d)
         floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
         rows.append((features, np.stack([divergence.double().numpy(), block_error(weights, exact), floor])))
     return _LayerErrors(
-        tuple(features for features, _ in rows), np.stack([numbers for _, numbers in rows]), spectra, rest
+        tuple(features for features, _ in rows),
+        np.stack([numbers for _, numbers in rows]),
+        spectra,
+        spectra_without_sink,
     )

@@ -33,7 +33,7 @@ SHORTER = 4
 
 
 # Texts to judge by, and their length; one more is as long as the longest that is fitted on.
-JUDGED, NEAR = 6, 1024
+HELD_OUT_TEXTS, NEAR = 6, 1024
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Hash of all tokens, in their order."""
-        whole = hashlib.sha256()
+        hasher = hashlib.sha256()
         for part in (self.fitted, self.held_out, self.far):
             for sequence in part:
-                whole.update(np.asarray([len(sequence), *sequence], dtype=np.int64).tobytes())
-        return whole.hexdigest()[:32]
+                hasher.update(np.asarray([len(sequence), *sequence], dtype=np.int64).tobytes())
+        return hasher.hexdigest()[:32]
 
 
 def tokens_needed(positions: int) -> int:
@@ -121,15 +121,15 @@ def check_positions(model: Model, positions: int) -> None:
 def _fit_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
     """One sequence of the full length, then shorter ones of as many tokens in all, as far as the text reaches."""
     sequences = [tuple(ids[:positions])]
-    rest, length = ids[positions : 2 * positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
-    sequences += [tuple(rest[i : i + length]) for i in range(0, len(rest) - length + 1, length)]
+    remainder, length = ids[positions : 2 * positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
+    sequences += [tuple(remainder[i : i + length]) for i in range(0, len(remainder) - length + 1, length)]
     return tuple(sequences)
 
 
 def _held_out_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
     """Some sequences, evenly spread."""
     length = min(positions, NEAR, len(ids))
-    n = min(JUDGED, len(ids) // length)
+    n = min(HELD_OUT_TEXTS, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, n).astype(int)
     return tuple(tuple(ids[start : start + length]) for start in starts)
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softgap.attention import Mechanism, Visible, attend, divergence, resolve
+from softgap.attention import Mechanism
 from softgap.attention.rotary import Rotation
-from softgap.calibration.activations import Activations, LayerSample, LayerSite, gather
+from softgap.calibration.activations import Activations, gather
 from softgap.calibration.conditions import evaluate_conditions
-from softgap.calibration.fit import Maps, Recipe, fit_maps
-from softgap.calibration.held_out import HeldOut, feature_curve, judge, some_layers
+from softgap.calibration.fit import Maps, Recipe
+from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
+from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
-from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
-from softgap.models.calibrations import calibration_path
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import (
     StoredCalibration,
+    calibration_path,
     digest_of,
     held_out_summary,
     load_calibration,
@@ -48,7 +45,7 @@ __all__ = ["Calibration", "calibrate"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """What :func:`softgap.calibrate` found for a model.
+    """What ``softgap.calibrate`` found for a model.
 
     Attributes
     ----------
@@ -59,7 +56,7 @@ class Calibration:
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
     held_out
         How far the gap is closed on text that the fit never saw.
-    elsewhere
+    conditions
         The same by condition: the text of the fit, other kinds of text, with a BOS token, as a chat message, at random
         offsets.
     ladders
@@ -71,9 +68,11 @@ class Calibration:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     held_out: HeldOut
-    elsewhere: Mapping[str, Interval]
+    conditions: Mapping[str, Interval]
     ladders: Ladders
     curve: Mapping[str, Interval]
+
+    elsewhere = DeprecatedAttribute("conditions")
 
     def __repr__(self) -> str:
         summary = held_out_summary(self.held_out.to_json())
@@ -88,7 +87,27 @@ class Calibration:
         return f"Calibration({self.metadata.get('model')}: {numbers}; held-out text)"
 
     def mechanism(self, name: str = "fitted") -> Mechanism:
-        """The mechanism of this name with its parameters, to be given wherever a mechanism is."""
+        """The mechanism of this name with its parameters, to be given wherever a mechanism is.
+
+        Parameters
+        ----------
+        name
+            ``"fitted"``, or a baseline that was measured on the same text: ``"mean_ablation"`` or ``"profile"``.
+
+        Returns
+        -------
+        Mechanism
+            With parameters for every layer and head of the model.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> calibration = softgap.Calibration.load("fitted.safetensors")
+        >>> calibration.mechanism(), calibration.mechanism("profile")
+        (Mechanism(fitted), Mechanism(profile))
+        """
         return StoredCalibration(self.tensors, self.metadata, self.digest).equip(name)
 
     @property
@@ -102,24 +121,86 @@ class Calibration:
         return str(self.metadata["fingerprint"])
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model."""
+        """Write it to a file; without one, to the cache, where every part of softgap finds it by the model.
+
+        Parameters
+        ----------
+        path
+            The file; None for the cache.
+
+        Returns
+        -------
+        Path
+            Where it was written.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> softgap.Calibration.load("fitted.safetensors").save("copy.safetensors").name
+        'copy.safetensors'
+        """
         target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
         save_calibration(target, self.tensors, {**self.metadata, **self.report()})
         return target
 
     def report(self) -> dict[str, Any]:
-        """How good it is, as plain data; ``summary`` holds the few numbers that belong together."""
+        """How good it is, as plain data; ``summary`` holds the few numbers that belong together.
+
+        Returns
+        -------
+        dict
+            ``summary``, ``held_out``, ``elsewhere`` (other conditions), ``ladders`` (the rank floor) and ``curve`` (by
+            number of features).
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> report = softgap.Calibration.load("fitted.safetensors").report()
+        >>> list(report)
+        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve']
+        >>> report["summary"]["gap_closed"] <= 1
+        True
+        """
         return {
             "summary": held_out_summary(self.held_out.to_json()),
             "held_out": self.held_out.to_json(),
-            "elsewhere": {name: share.to_json() for name, share in self.elsewhere.items()},
+            "elsewhere": {name: share.to_json() for name, share in self.conditions.items()},
             "ladders": self.ladders.to_json(),
             "curve": {name: share.to_json() for name, share in self.curve.items()},
         }
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read one from a file."""
+        """Read one from a file.
+
+        Parameters
+        ----------
+        path
+            A file that ``save`` or ``softgap calibrate`` wrote.
+
+        Returns
+        -------
+        Calibration
+            The same as was saved.
+
+        Raises
+        ------
+        StoreError
+            If there is no such file, or it is damaged.
+
+        Examples
+        --------
+        ``fitted.safetensors`` is a file that ``softgap calibrate`` wrote:
+
+        >>> import softgap
+        >>> calibration = softgap.Calibration.load("fitted.safetensors")
+        >>> sorted(calibration.report()["summary"])[:2]
+        ['against_profile', 'explained']
+        """
         stored = load_calibration(Path(path).expanduser())
         metadata = dict(stored.metadata)
         try:
@@ -127,7 +208,7 @@ class Calibration:
             held_out = HeldOut.from_json(metadata.pop("held_out"))
             ladders = Ladders.from_json(metadata.pop("ladders"))
             metadata.pop("summary", None)
-            elsewhere, curve = (
+            conditions, curve = (
                 {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -135,19 +216,13 @@ class Calibration:
                 f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
                 "again"
             ) from None
-        return cls(stored.tensors, metadata, held_out, elsewhere, ladders, curve)
+        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve)
 
 
 DISTANCES = 2048
 
 
-PROBE_STEPS = 12
-
-
-FEWEST_STEPS, MOST_STEPS = 50, 5000
-
-
-OWN_POSITIONS = 2048
+GENERATED_POSITIONS = 2048
 
 
 LADDER_TOKENS = 512
@@ -181,6 +256,10 @@ def calibrate(
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
+    tokenizer
+        Its tokenizer.
     texts
         What to fit on; the last quarter of it is held out. None lets the model write its own.
     recipe
@@ -190,10 +269,34 @@ def calibrate(
     positions
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
     out
-        Where the calibration is saved; None saves it in the cache. Layers that are done wait beside it, so that the
-        same call goes on after an interruption.
+        Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
+        same call resumes after an interruption.
     progress
         Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Calibration
+        The fitted parameters, and how well they do on held-out text.
+
+    Raises
+    ------
+    ValueInputError
+        If the text is too short.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model. Two steps are too few for a real calibration:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> recipe = softgap.calibration.Recipe(features=8, steps=2)
+    >>> calibration = softgap.calibrate(model, tokenizer, [book], recipe=recipe, positions=128, out="new.safetensors")
+    >>> run = softgap.read(model, tokenizer, "A fox went out.", mechanisms=[calibration.mechanism()])
+    >>> run.mechanisms
+    ('fitted',)
     """
     check_measurable(model)
     recipe = recipe or Recipe()
@@ -201,14 +304,14 @@ def calibrate(
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
     source = "given"
     if texts is None:
-        source, positions = "written by the model", positions or min(OWN_POSITIONS, context_of(model))
+        source, positions = "written by the model", positions or min(GENERATED_POSITIONS, context_of(model))
         check_positions(model, positions)
         texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
-    layers = _FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    layers = FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
@@ -220,8 +323,8 @@ def calibrate(
             report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
         )
         if minutes is not None:
-            recipe = replace(recipe, steps=layers.steps(partial(_steps_for, minutes, gathered, recipe)))
-        tensors = _tensors(gathered, _fit_layers(gathered, recipe, layers, progress))
+            recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
+        tensors = _tensors(gathered, fit_layers(gathered, recipe, layers, progress))
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
     calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
@@ -230,173 +333,11 @@ def calibrate(
     return calibration
 
 
-class _FittedLayers:
-    """Layers of an unfinished calibration, on disk beside its target.
-
-    Parameters
-    ----------
-    target
-        Where the finished calibration goes.
-    settings
-        Everything the layers depend on: those fitted under other settings are not used.
-    """
-
-    def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
-        self._folder = checkpoint_folder(target)
-        self._key = settings_key(settings)
-
-    def load(self, layer: int) -> Maps | None:
-        """A layer that was fitted before under the same settings."""
-        try:
-            stored = load_calibration(self._path(layer))
-        except StoreError:  # not there, or cut off by a crash: fitted again
-            return None
-        return Maps(**stored.tensors) if stored.metadata.get("key") == self._key else None
-
-    def save(self, layer: int, maps: Maps) -> None:
-        """Write a fitted layer."""
-        save_calibration(self._path(layer), maps.tensors(), {"key": self._key})
-
-    def steps(self, choose: Callable[[], int]) -> int:
-        """The number of steps, chosen once so that a resumed fit uses the same."""
-        path = self._folder / f"steps-{self._key}"
-        try:
-            return int(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there, or cut off by a crash: chosen again
-            chosen = choose()
-        write_whole(path, str(chosen))
-        return chosen
-
-    def remove(self) -> None:
-        """Delete the layers: the calibration is whole."""
-        remove_checkpoints(self._folder)
-
-    def _path(self, layer: int) -> Path:
-        return self._folder / f"layer-{layer:04d}.safetensors"
-
-
 def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: int, progress: Progress) -> list[str]:
     # Decoding and encoding again may give fewer tokens than were written.
-    wanted = int(2.2 * tokens_needed(positions))
+    n_tokens = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
-    return generate_texts(model, tokenizer, wanted, seed=seed, report=lambda share: progress(stage, share))
-
-
-def _steps_for(minutes: float, gathered: Activations, recipe: Recipe) -> int:
-    """How many steps fit into the time, by the speed of a few in the first layer."""
-    site, texts = gathered.sites[0], gathered.layer(0)
-    times: list[float] = []
-    with _one_thread_each() as workers:
-        fit_maps(
-            texts,
-            replace(recipe, steps=PROBE_STEPS),
-            scale=site.scale,
-            window=site.window,
-            softcap=site.softcap,
-            rotation=site.rotation,
-            report=lambda step, kl: times.append(time.perf_counter()),
-        )
-    half = len(times) // 2
-    per_step = (times[-1] - times[half]) / (len(times) - 1 - half)
-    rounds = -(-len(gathered.sites) // workers)
-    return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
-
-
-def _fit_layers(gathered: Activations, recipe: Recipe, stored: _FittedLayers, progress: Progress) -> list[Maps]:
-    """Every layer's map, as many layers at a time as torch has threads.
-
-    Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
-    """
-    layers = len(gathered.sites)
-    state = _FitProgress(layers, recipe.steps, progress)
-
-    def fitted(layer: int) -> Maps:
-        maps, site = stored.load(layer), gathered.sites[layer]
-        if maps is not None:
-            state.skip(recipe.steps)
-            state.layer_done(*_gap(gathered.sample(layer), site, maps))
-            return maps
-        maps = fit_maps(
-            gathered.layer(layer),
-            recipe,
-            scale=site.scale,
-            window=site.window,
-            softcap=site.softcap,
-            rotation=site.rotation,
-            layer=layer,
-            report=state.step,
-        )
-        stored.save(layer, maps)
-        state.layer_done(*_gap(gathered.sample(layer), site, maps))
-        return maps
-
-    with _one_thread_each() as workers, ThreadPoolExecutor(workers) as pool:
-        waiting = [pool.submit(fitted, layer) for layer in range(layers)]
-        try:
-            return [future.result() for future in waiting]
-        except BaseException:
-            state.stop()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
-    """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
-    visible = Visible(window=site.window)
-    q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
-    fitted, uniform = (
-        divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
-        for mechanism in (maps.mechanism(site.rotation), resolve("uniform"))
-    )
-    return fitted.sum().item(), uniform.sum().item()
-
-
-class _FitProgress:
-    """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
-
-    def __init__(self, layers: int, steps: int, progress: Progress) -> None:
-        self._layers, self._steps, self._progress = layers, layers * steps, progress
-        self._done, self._finished = 0, 0
-        self._fitted, self._uniform = 0.0, 0.0
-        self._stopped = False
-        self._lock = threading.Lock()
-
-    def skip(self, steps: int) -> None:
-        with self._lock:
-            self._done += steps
-
-    def stop(self) -> None:
-        self._stopped = True
-
-    def layer_done(self, fitted: float, uniform: float) -> None:
-        with self._lock:
-            self._finished += 1
-            self._fitted += fitted
-            self._uniform += uniform
-            self._tell()
-
-    def step(self, step: int, kl: float) -> None:
-        if self._stopped:
-            raise CancelledError
-        with self._lock:
-            self._done += 1
-            self._tell()
-
-    def _tell(self) -> None:
-        closed = f", {1 - self._fitted / self._uniform:.2f} of the gap closed" if self._uniform else ""
-        stage = f"fitted {self._finished} of {self._layers} layers{closed}"
-        self._progress(stage, 0.2 + 0.5 * self._done / self._steps)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[int]:
-    """Torch on one thread per caller; yields how many callers the machine was set up for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(threads)
+    return generate_texts(model, tokenizer, n_tokens, seed=seed, report=lambda share: progress(stage, share))
 
 
 def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]:
@@ -443,7 +384,7 @@ def _evaluate(
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
     fitted, *baselines = (stored.equip(name) for name in ("fitted", *BASELINES))
-    held_out = judge(
+    held_out = evaluate_held_out(
         model,
         corpus.held_out,
         [fitted, *REFERENCE_MECHANISMS, *baselines],
@@ -475,7 +416,7 @@ def _curve(
 ) -> Mapping[str, Interval]:
     stage = "fitting with fewer and more features"
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
-    with _one_thread_each() as workers:
+    with single_threaded_torch() as workers:
         return feature_curve(
             layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.16 * share)
         )

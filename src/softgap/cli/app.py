@@ -74,7 +74,7 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
         ("report", report_command, "runs/letter --out letter.html --open"),
         ("serve", serve_command, "--model smollm2-135m --open"),
         ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
-        ("compare", compare_command, "runs/lookup --by label --stratum difficulty"),
+        ("compare", compare_command, "runs/recall --by label --stratum difficulty"),
     ),
     "Act": (("linearize", linearize_command, "--text book.txt --budget 0.1 --out plan.json"),),
     "Look up": (
@@ -97,8 +97,8 @@ app.add_typer(study, rich_help_panel="Measure")
 app.add_typer(lab, rich_help_panel="Understand")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from softgap import __version__
 
         output.console().print(f"softgap {__version__}")

@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text
+from softgap.cli.options import Attn, Device, Dtype, Json, check_new, read_text_argument
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import has_colour
+from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def calibrate_command(
     if out is not None:
         check_new(out, overwrite)
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
-    texts = None if text is None else [given_text(name)[1] for name in text]
+    texts = None if text is None else [read_text_argument(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
     calibration, path = _fit(model, texts, settings, minutes, positions, out, options)
     if as_json:
@@ -88,8 +88,8 @@ def _fit(
 ) -> tuple[Calibration, Path]:
     from softgap.calibration import Recipe, calibrate
     from softgap.models import load_model
-    from softgap.models.calibrations import calibration_path
-    from softgap.models.verbosity import quiet_transformers
+    from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import calibration_path
     from softgap.progress import show_progress
 
     recipe = Recipe(**settings)
@@ -116,7 +116,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     import numpy as np
 
     from softgap.analysis.headline import held_out_sentence
-    from softgap.cli.render.heatmap import heat_map
+    from softgap.cli.render.output import heat_map
     from softgap.models.tensor_files import held_out_summary
 
     console = output.console()
@@ -141,6 +141,8 @@ def _show(calibration: Calibration, path: Path) -> None:
 
 
 def _table(calibration: Calibration) -> Table:
+    from softgap.trajectories.validation import BASELINE
+
     held_out = calibration.held_out
     table = Table(show_header=True)
     table.add_column("quantity")
@@ -149,7 +151,7 @@ def _table(calibration: Calibration) -> Table:
     for name, closed in held_out.gap_closed.items():
         table.add_row(f"gap to the mean of values closed by {name}", *_cells(closed))
     for name, closed in held_out.against.items():
-        if name != "uniform":
+        if name != BASELINE:
             table.add_row(f"gap to {name} closed by fitted", *_cells(closed))
     for name, energy in {"fitted": held_out.explained, **held_out.explained_by}.items():
         table.add_row(f"energy explained by {name}, median head", f"{energy:.3f}", "")
@@ -159,7 +161,7 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
         table.add_row(f"fitted, heads with {name}", *_cells(closed))
-    for name, closed in calibration.elsewhere.items():
+    for name, closed in calibration.conditions.items():
         table.add_row(f"fitted, {name}", *_cells(closed))
     for name, closed in calibration.curve.items():
         table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
@@ -167,8 +169,8 @@ def _table(calibration: Calibration) -> Table:
 
 
 def _cells(closed: Interval) -> tuple[str, str]:
-    one_text = closed.low == closed.high
-    return f"{closed.value:.3f}", "one text" if one_text else f"{closed.low:.3f} to {closed.high:.3f}"
+    single_text = closed.low == closed.high
+    return f"{closed.value:.3f}", "one text" if single_text else f"{closed.low:.3f} to {closed.high:.3f}"
 
 
 def _ladder_table(ladders: Ladders) -> Table:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, grouped
+from softgap.cli.options import Json, expand_option_groups
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, Preregistration
 
-__all__ = ["PlanOptions", "compare_command"]
+__all__ = ["PreregistrationOptions", "compare_command"]
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PreregistrationOptions:
     """The fields of ComparisonPlan as options; None stands for the default of the plan."""
 
     by: Annotated[str | None, typer.Option(help="Field that names the groups. Default: label.", show_default=False)] = (
@@ -98,27 +98,27 @@ class PlanOptions:
         int | None, typer.Option(min=0, help="Random seed for permutations and bootstrap.", show_default=False)
     ] = None
 
-    def plan(self, path: str | None) -> Preregistration:
+    def preregistration(self, path: str | None) -> Preregistration:
         """The preregistration in a file, or the default plan with the options given here."""
         from softgap.analysis import Preregistration, read_preregistration
 
-        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
+        options: dict[str, Any] = {name: value for name, value in asdict(self).items() if value not in (None, [])}
         if path is None:
-            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
             return Preregistration(**values)
-        if given:
+        if options:
             raise ValueInputError(
-                f"a preregistration sets every option, but the command line also gives {', '.join(given)}; write "
+                f"a preregistration sets every option, but the command line also gives {', '.join(options)}; write "
                 f"it into '{path}'"
             )
         return read_preregistration(path)
 
 
-@grouped
+@expand_option_groups
 def compare_command(
     study: Annotated[str, typer.Argument(help="Folder (or URI) of a study.")],
     *,
-    plan: Annotated[
+    preregistration: Annotated[
         str | None,
         typer.Option(
             "--preregistration",
@@ -126,7 +126,7 @@ def compare_command(
             show_default=False,
         ),
     ] = None,
-    options: PlanOptions,
+    options: PreregistrationOptions,
     open_confirmation: Annotated[
         bool, typer.Option("--open-confirmation", help="Unlock the confirmation set (one time only).")
     ] = False,
@@ -147,7 +147,7 @@ def compare_command(
 
         # Before labels are read, because the study logs every look at them.
         Folder.at(out).try_writing("a comparison is")
-    findings = _compare(study, options.plan(plan), plan, second, open_confirmation)
+    findings = _compare(study, options.preregistration(preregistration), preregistration, second, open_confirmation)
     from softgap.cli.render.findings import save_comparison, show_comparison
 
     lines = save_comparison(findings, study, out)
@@ -161,19 +161,19 @@ def compare_command(
 
 
 def _compare(
-    study: str, plan: Preregistration, source: str | None, second: str | None, open_confirmation: bool
+    study: str, preregistration: Preregistration, source: str | None, second: str | None, open_confirmation: bool
 ) -> ComparisonFindings:
     from softgap.analysis import compare_study
     from softgap.progress import show_progress
     from softgap.tasks import read_labels
 
-    others = None if second is None else read_labels(second)
+    second_labels = None if second is None else read_labels(second)
     with show_progress("comparing") as report:
         return compare_study(
             study,
-            plan,
-            planned=source,
+            preregistration,
+            preregistration_file=source,
             open_confirmation=open_confirmation,
-            second=others,
+            second=second_labels,
             progress=report,
         )

@@ -53,22 +53,20 @@ def doctor_command(
 
 
 def _check_installation(as_json: bool) -> int:
-    from dataclasses import asdict
-
     from softgap import __version__
     from softgap.gates.diagnosis import installation
 
     parts = installation()
     fine = all(part.verdict != "wrong" for part in parts)
     if as_json:
-        output.write_json({"softgap": __version__, "passed": fine, "parts": [asdict(part) for part in parts]})
+        output.write_json({"softgap": __version__, "passed": fine, "parts": [part.to_json() for part in parts]})
         return 0 if fine else 1
     console = output.console()
     table = Table(title=f"softgap {__version__}", title_justify="left")
     for heading in ("part", "verdict", "found", "what to do"):
         table.add_column(heading, no_wrap=heading == "verdict", overflow="fold")
     for part in parts:
-        table.add_row(part.name, Text(part.verdict, _VERDICTS[part.verdict]), part.found, part.remedy)
+        table.add_row(part.name, Text(part.verdict, _VERDICTS[part.verdict]), part.detail, part.remedy)
     console.print(table)
     words = (
         "The installation is complete." if fine else "softgap cannot work with this installation: see the table above."
@@ -110,6 +108,11 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 def _verdict(diagnosis: Diagnosis) -> Text:
     counts = {verdict: sum(gate.verdict == verdict for gate in diagnosis.gates) for verdict in _STYLES}
-    said = {"pass": "passed", "fail": "failed", "model": "undecided (the model itself varies)", "skip": "skipped"}
-    parts = [f"{count} {said[verdict]}" for verdict, count in counts.items() if count]
+    outcome_words = {
+        "pass": "passed",
+        "fail": "failed",
+        "model": "undecided (the model itself varies)",
+        "skip": "skipped",
+    }
+    parts = [f"{count} {outcome_words[verdict]}" for verdict, count in counts.items() if count]
     return Text(f"{', '.join(parts)} of {len(diagnosis.gates)} gates", "green" if diagnosis.passed else "bold red")

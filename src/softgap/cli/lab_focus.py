@@ -74,9 +74,9 @@ def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, se
 def _in_model(name: str, text: str | None, tokens: int, mechanisms: list[str] | None, seed: int) -> ModelFocus:
     from softgap.theory.focus.model import focus_in_model
 
-    given = model_and_text(name, text, tokens, mechanisms)
+    model_inputs = model_and_text(name, text, tokens, mechanisms)
     about = {"model": name, "text": text}
-    return run_lab(focus_in_model, *given, stage="reading", seed=seed, about=about, mechanisms=mechanisms)
+    return run_lab(focus_in_model, *model_inputs, stage="reading", seed=seed, about=about, mechanisms=mechanisms)
 
 
 def _rank_table(findings: FocusFindings) -> Table:

@@ -90,10 +90,10 @@ def _in_model(
 ) -> ModelInjectivity:
     from softgap.theory.injectivity.model import injectivity_in_model
 
-    given = model_and_text(name, text, tokens, mechanisms)
+    model_inputs = model_and_text(name, text, tokens, mechanisms)
     about = {"model": name, "text": text}
     settings: dict[str, Any] = {"mechanisms": mechanisms, "queries": queries, "near": near}
-    return run_lab(injectivity_in_model, *given, stage="reading", seed=seed, about=about, **settings)
+    return run_lab(injectivity_in_model, *model_inputs, stage="reading", seed=seed, about=about, **settings)
 
 
 def _search_table(lab: Injectivity) -> Table:
@@ -107,7 +107,7 @@ def _search_table(lab: Injectivity) -> Table:
     for search in lab.searches:
         table.add_row(
             search.mechanism + (" *" if search.outside else ""),
-            "found" if search.found else "none found",
+            "found" if search.has_collision else "none found",
             f"{search.closest:.1e}",
             str(search.starts),
             str(search.evaluations),

@@ -72,10 +72,10 @@ def _in_model(
 ) -> Position:
     from softgap.theory.position.lab import position_in_model
 
-    given = model_and_texts(name, text, texts, tokens, mechanisms)
+    model_inputs = model_and_texts(name, text, texts, tokens, mechanisms)
     about = {"model": name, "text": text}
     return run_lab(
-        position_in_model, *given, stage="reading", seed=seed, about=about, start=start, mechanisms=mechanisms
+        position_in_model, *model_inputs, stage="reading", seed=seed, about=about, start=start, mechanisms=mechanisms
     )
 
 

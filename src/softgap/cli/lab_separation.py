@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json
+from softgap.cli.options import Json, expand_option_groups
 from softgap.cli.render.lab import LabOut, check_out, present_lab, run_lab
 
 if TYPE_CHECKING:
@@ -43,29 +43,50 @@ _Tasks = Annotated[
 ]
 
 
-def separation_command(
-    n: Annotated[int | None, typer.Option(max=_LARGEST, help="Number of rows, (d - 2) t.", show_default=False)] = None,
+@dataclass(frozen=True)
+class SequenceOptions:
+    """Sizes and levels of the sequences of both classes, one field each."""
+
+    n: Annotated[int | None, typer.Option(max=_LARGEST, help="Number of rows, (d - 2) t.", show_default=False)] = None
     d: Annotated[
         int | None,
         typer.Option(
             max=_LARGEST, help="Number of columns. Default: 514 if n is not given either.", show_default=False
         ),
-    ] = None,
+    ] = None
     t: Annotated[
         int | None,
         typer.Option(max=_LARGEST, help="Number of stacked copies. Default: n / (d - 2), or 1.", show_default=False),
-    ] = None,
+    ] = None
     m: Annotated[
         int | None,
         typer.Option(max=_LARGEST, help="Number of sign columns. Default: 4 log(n / 0.01).", show_default=False),
-    ] = None,
-    a0: Annotated[float, typer.Option(help="Level of the marked row in class D0.")] = 0.05,
-    a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0,
-    b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5,
-    c: Annotated[
-        float | None, typer.Option(help="Level of the last column. Default: 1 - b.", show_default=False)
-    ] = None,
-    cross: _Cross = False,
+    ] = None
+    a0: Annotated[float, typer.Option(help="Level of the marked row in class D0.")] = 0.05
+    a1: Annotated[float, typer.Option(help="Level of the marked row in class D1.")] = 1.0
+    b: Annotated[float, typer.Option(help="Level of the block columns.")] = 0.5
+    c: Annotated[float | None, typer.Option(help="Level of the last column. Default: 1 - b.", show_default=False)] = (
+        None
+    )
+    cross: _Cross = False
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Which small models are trained, and how long; one field each."""
+
+    train: Annotated[bool, typer.Option("--train", help="Also train small models (takes minutes).")] = False
+    task: _Tasks = None
+    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps per model.")] = 600
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of models of each kind, trained with seeds 0, 1, ...")
+    ] = 5
+
+
+@expand_option_groups
+def separation_command(
+    *,
+    sequences: SequenceOptions,
     allow_breaks: _Breaks = False,
     mechanism: _Mechanisms = None,
     axes: Annotated[
@@ -73,12 +94,7 @@ def separation_command(
     ] = "d,b",
     draws: Annotated[int, typer.Option(max=1_000_000, help="Number of draws of marked rows and signs.")] = 30,
     map_draws: Annotated[int, typer.Option(max=1_000_000, help="Number of draws per cell of the map and per n.")] = 20,
-    train: Annotated[bool, typer.Option("--train", help="Also train small models (takes minutes).")] = False,
-    task: _Tasks = None,
-    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Training steps per model.")] = 600,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Number of models of each kind, trained with seeds 0, 1, ...")
-    ] = 5,
+    training: TrainingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the draws.")] = 0,
     out: LabOut = None,
     as_json: Json = False,
@@ -91,22 +107,21 @@ def separation_command(
     from softgap.theory.separation.phase_map import parse_axes
 
     check_out(out)
-    sizes = {"n": n, "d": d, "t": t, "m": m, "a0": a0, "a1": a1, "b": b, "c": c, "cross": cross}
     # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
-    chosen = None if axes == "d,b" else parse_axes(axes)
+    map_axes = None if axes == "d,b" else parse_axes(axes)
     settings: dict[str, Any] = {
         "mechanisms": mechanism,
         "mapped": ("softmax", "identity", *mechanism) if mechanism else None,
-        "axes": chosen,
+        "axes": map_axes,
         "draws": draws,
         "map_draws": map_draws,
         "allow_breaks": allow_breaks,
     }
-    if train:
-        _check_training(task, mechanism)
-    result: Separation = run_lab(separation_lab, sizes, stage="separating", seed=seed, **settings)
-    if train:
-        result = replace(result, trained=_train(task, mechanism, steps, seeds, out))
+    if training.train:
+        _check_training(training.task, mechanism)
+    result: Separation = run_lab(separation_lab, asdict(sequences), stage="separating", seed=seed, **settings)
+    if training.train:
+        result = replace(result, trained=_train(training, mechanism, out))
 
     def draw() -> Any:
         from softgap.report.lab_figures import draw_separation
@@ -126,16 +141,16 @@ def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> No
         task(name)
 
 
-def _train(tasks: list[str] | None, mechanisms: list[str] | None, steps: int, seeds: int, out: str | None) -> Trained:
+def _train(options: TrainingOptions, mechanisms: list[str] | None, out: str | None) -> Trained:
     from softgap.progress import show_progress
     from softgap.theory.separation.training import Training, train_all
 
     with show_progress("training") as report:
         return train_all(
-            tasks,
+            options.task,
             mechanisms,
-            seeds=seeds,
-            training=Training(steps=steps),
+            seeds=options.seeds,
+            training=Training(steps=options.steps),
             folder=None if out is None else Path(out).expanduser() / "cells",
             progress=report,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new, given_text, plain_text
+from softgap.cli.options import (
+    Attn,
+    Device,
+    Dtype,
+    Json,
+    check_new,
+    expand_option_groups,
+    plain_text,
+    read_text_argument,
+)
 from softgap.cli.render import output
 from softgap.errors import StoreError, ValueInputError
 
@@ -74,7 +84,28 @@ def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
     return ["".join(row) for row in cells]
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """The options of the search itself, one field each."""
+
+    by: Annotated[
+        Literal["heads", "groups"], typer.Option(help="Unit of the search. Only whole KV groups save memory.")
+    ] = "groups"
+    score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher"
+    correct: Annotated[
+        bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
+    ] = True
+    distil: Annotated[
+        int,
+        typer.Option("--distil", min=0, help="Training steps that distil the original model into the swapped heads."),
+    ] = 0
+    length: Annotated[int, typer.Option(help="Number of tokens per sequence.")] = 512
+    tokens: Annotated[int, typer.Option(help="Approximate number of tokens of the text to use.")] = 16384
+
+
+@expand_option_groups
 def linearize_command(
+    *,
     model: Annotated[
         str | None, typer.Argument(help="Model, as for --model of run.", show_default="smollm2-135m")
     ] = None,
@@ -100,19 +131,7 @@ def linearize_command(
     window: Annotated[
         int | None, typer.Option(help="Keep softmax on the N most recent keys.", show_default=False)
     ] = None,
-    by: Annotated[
-        Literal["heads", "groups"], typer.Option(help="Unit of the search. Only whole KV groups save memory.")
-    ] = "groups",
-    score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher",
-    repair: Annotated[
-        bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
-    ] = True,
-    tune: Annotated[
-        int,
-        typer.Option("--distil", min=0, help="Training steps that distil the original model into the swapped heads."),
-    ] = 0,
-    length: Annotated[int, typer.Option(help="Number of tokens per sequence.")] = 512,
-    tokens: Annotated[int, typer.Option(help="Approximate number of tokens of the text to use.")] = 16384,
+    search: SearchOptions,
     picture: Annotated[
         Path | None, typer.Option(help="Also draw the swapped and freed heads, as .png or .svg.", show_default=False)
     ] = None,
@@ -132,11 +151,8 @@ def linearize_command(
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
     _check_files(out, picture, overwrite=overwrite)
-    texts = [plain_text(*given_text(name)) for name in text]
-    settings: dict[str, Any] = {
-        "budget": budget, "recall_budget": recall_budget, "by": by, "score": score, "repair": repair, "tune": tune,
-        "length": length, "tokens": tokens, "seed": seed,
-    }  # fmt: skip
+    texts = [plain_text(*read_text_argument(name)) for name in text]
+    settings = {"budget": budget, "recall_budget": recall_budget, **asdict(search), "seed": seed}
     options = {"dtype": dtype, "device": device, "attn": attn}
     plan, layers = _search(model, texts, mechanism, window, settings, out, options)
     if picture is not None:
@@ -158,7 +174,8 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
             f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
         )
     if picture is not None:
-        from softgap.report.files import check_ending, check_output_file, require_matplotlib
+        from softgap.report.figures import check_ending, require_matplotlib
+        from softgap.trajectories.folder import check_output_file
 
         check_ending(picture)
         check_output_file(picture, "--picture")
@@ -178,8 +195,8 @@ def _search(
     from softgap.intervene.swap import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
-    from softgap.models.calibrations import calibrated_mechanisms
-    from softgap.models.verbosity import quiet_transformers
+    from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import calibrated_mechanisms
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
@@ -189,9 +206,9 @@ def _search(
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated_mechanisms(loaded), "elu1")[0]
-        chosen = substitute(default if mechanism is None else mechanism, loaded, window=window)
+        head_substitute = substitute(default if mechanism is None else mechanism, loaded, window=window)
         try:
-            plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
+            plan = find_plan(loaded, tokenizer, texts, head_substitute, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)
@@ -203,18 +220,15 @@ def _search(
 
 def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None:
     """Write the document that `softgap report` shows for the folder of the plan."""
-    from dataclasses import replace
-
     from softgap.report.documents import plan_document, save_document
 
-    found = plan_document(plan, *_shape(layers))
-    pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in found.pictures)
-    save_document(replace(found, pictures=pictures), out.parent, out.stem)
+    document = plan_document(plan, *_shape(layers))
+    pictures = tuple(replace(picture, name=f"findings-{out.stem}.svg") for picture in document.pictures)
+    save_document(replace(document, pictures=pictures), out.parent, out.stem)
 
 
 def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:
-    from softgap.report.figures import draw_plan
-    from softgap.report.files import save_figure
+    from softgap.report.figures import draw_plan, save_figure
 
     save_figure(draw_plan(plan, *_shape(layers)), picture)
 

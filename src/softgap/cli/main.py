@@ -81,7 +81,7 @@ def abandon_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_LONGEST_GIVEN = 120
+_LONGEST_COMMAND_LINE = 120
 
 
 _LONGEST_WORD = 300
@@ -104,21 +104,21 @@ All commands: softgap --help
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    command_line = sys.argv[1:] if arguments is None else list(arguments)
     reopen_streams()
-    told: list[int] = []
+    signals: list[int] = []
 
     def terminated(number: int, _: object) -> None:
         # Clean up as after Ctrl-C: a scheduler asks before it kills.
-        told.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     before = _on_terminate(terminated)
     try:
-        code = _outcome(given)
+        code = _outcome(command_line)
     finally:
         _on_terminate(before)
-    return 128 + told[0] if told and code == 130 else code
+    return 128 + signals[0] if signals and code == 130 else code
 
 
 def _on_terminate(handler: Any) -> Any:
@@ -128,9 +128,9 @@ def _on_terminate(handler: Any) -> Any:
     return signal.signal(signal.SIGTERM, handler)
 
 
-def _outcome(given: list[str]) -> int:
+def _outcome(command_line: list[str]) -> int:
     try:
-        code = _run(given) if given or _COMPLETING in os.environ else _greet()
+        code = _run(command_line) if command_line or _COMPLETING in os.environ else _greet()
         sys.stdout.flush()
     except BrokenPipeError:
         abandon_output()
@@ -144,7 +144,7 @@ def _outcome(given: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort) as stop:
         return _fail(130, str(stop) or "interrupted")
     except typer.TyperException as error:
-        return _fail(2, _usage_sentence(error, given))
+        return _fail(2, _usage_sentence(error, command_line))
     except SoftgapError as error:
         return _fail(2, str(error))
     except Exception as error:
@@ -197,13 +197,13 @@ def _shorten(word: str) -> str:
     return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}…{word[-_LONGEST_WORD // 4 :]}"
 
 
-def _usage_sentence(error: typer.TyperException, given: list[str]) -> str:
+def _usage_sentence(error: typer.TyperException, command_line: list[str]) -> str:
     """The parser's message as one sentence: what is allowed, what was given, and where the help is."""
-    said = error.format_message().rstrip(".").replace("Value error, ", "")
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     commands = getattr(context.command, "commands", {}) if context else {}
-    allowed = f"; the commands are: {', '.join(sorted(commands))}" if "command" in said else ""
-    reading = f"{context.command_path if context else 'softgap'} --help"
+    allowed = f"; the commands are: {', '.join(sorted(commands))}" if "command" in message else ""
+    help_command = f"{context.command_path if context else 'softgap'} --help"
     # A prompt can be long.
-    line = textwrap.shorten(shlex.join(given), _LONGEST_GIVEN, placeholder=" …")
-    return f"{said[:1].lower()}{said[1:]}{allowed}; given 'softgap {line}', see '{reading}'"
+    line = textwrap.shorten(shlex.join(command_line), _LONGEST_COMMAND_LINE, placeholder=" …")
+    return f"{message[:1].lower()}{message[1:]}{allowed}; given 'softgap {line}', see '{help_command}'"

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from softgap.errors import StoreError, ValueInputError
-from softgap.tasks.text_files import check_text, decode_utf8, file_text
+from softgap.inputs import check_text, decode_utf8, file_text
 
 if TYPE_CHECKING:
     from softgap.study import StudySettings
@@ -29,19 +29,19 @@ __all__ = [
     "Focus",
     "Json",
     "Limit",
-    "Measuring",
     "Mechanisms",
     "Model",
     "Out",
     "Overwrite",
+    "StudyOptions",
     "StudyOut",
     "check_new",
     "default_out",
-    "given_prompt",
-    "given_text",
-    "grouped",
+    "expand_option_groups",
     "plain_text",
-    "with_control",
+    "read_prompt_argument",
+    "read_text_argument",
+    "with_baseline",
 ]
 
 
@@ -126,7 +126,7 @@ class CommandWithAliases(TyperCommand):
         return super().parse_args(ctx, [*current, *args[end:]])
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose dataclass parameters become one option per field.
 
     Typer reads options from the signature. This wrapper lists the fields of each dataclass there, and builds the
@@ -143,14 +143,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def called(**given: Any) -> None:
+    def wrapper(**values: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return called
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
 
 
 def _parameter(field: Field[Any], annotation: Any) -> inspect.Parameter:
@@ -170,7 +170,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the 
 
 
 @dataclass(frozen=True)
-class Measuring:
+class StudyOptions:
     """The options that `study run` and `study task` share, one field each."""
 
     model: Model = None
@@ -213,7 +213,7 @@ class Measuring:
 
         return StudySettings(
             model=self.model,
-            mechanisms=with_control(self.mechanism),
+            mechanisms=with_baseline(self.mechanism),
             max_new_tokens=max_new_tokens,
             batch_size=self.batch_size,
             chat=False if self.raw else None,
@@ -232,20 +232,20 @@ class Measuring:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Refuse a folder, an existing file unless it may be replaced, and a place that cannot be written to."""
-    from softgap.report.files import check_output_file
+    from softgap.trajectories.folder import check_output_file
 
     check_output_file(path)
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"'{path}' already exists; choose another file, or replace it with --overwrite")
 
 
-def with_control(named: Sequence[str] | None) -> tuple[str, ...] | None:
+def with_baseline(mechanisms: Sequence[str] | None) -> tuple[str, ...] | None:
     """The mechanisms a user named and the control, without which a divergence says little; None if none was named."""
-    if not named:
+    if not mechanisms:
         return None
     from softgap.trajectories.validation import BASELINE
 
-    return tuple(named) if BASELINE in named else (*named, BASELINE)
+    return tuple(mechanisms) if BASELINE in mechanisms else (*mechanisms, BASELINE)
 
 
 def default_out(text: str) -> str:
@@ -259,13 +259,13 @@ def default_out(text: str) -> str:
 _STANDARD_INPUT = "standard input"
 
 
-def given_prompt(prompt: str) -> str:
+def read_prompt_argument(prompt: str) -> str:
     """The prompt, or for ``-`` the text on standard input without its final newline."""
     text = _standard_input().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
     return check_text(text, "the prompt")
 
 
-def given_text(file: str) -> tuple[str, str]:
+def read_text_argument(file: str) -> tuple[str, str]:
     """The name of a file as messages show it, and its text; ``-`` is standard input."""
     if file == "-":
         return _STANDARD_INPUT, _standard_input()

@@ -20,9 +20,9 @@ from softgap.cli.options import (
     Out,
     Overwrite,
     default_out,
-    given_text,
     plain_text,
-    with_control,
+    read_text_argument,
+    with_baseline,
 )
 from softgap.errors import ValueInputError
 from softgap.tasks.sources import json_prompts
@@ -58,17 +58,16 @@ def read_command(
     as_json: Json = False,
 ) -> None:
     """Measure every head at every token of a text, or of many prompts with completions; save and summarise it."""
-    name, text = given_text(file)
-    wanted = ("prompt", "completion")
-    samples = json_prompts(name, text, needs=wanted) if jsonl or file.endswith(".jsonl") else None
+    name, text = read_text_argument(file)
+    fields = ("prompt", "completion")
+    samples = json_prompts(name, text, needs=fields) if jsonl or file.endswith(".jsonl") else None
     if samples is None and chat:
         raise ValueInputError("--chat needs prompts and completions, got a plain text; give a .jsonl file")
     from softgap.study import StudySettings
-    from softgap.tasks import Prompt
 
     settings = StudySettings(
         model=model,
-        mechanisms=with_control(mechanism),
+        mechanisms=with_baseline(mechanism),
         chat=chat,
         focus=focus,
         drop_sinks=drop_sinks,
@@ -76,28 +75,43 @@ def read_command(
         device=device,
         attn=attn,
     )
-    prompts = [Prompt("0", plain_text(name, text))] if samples is None else samples
-    place = default_out(prompts[0].prompt if file == "-" else Path(file).stem) if out is None else out
-    from softgap.cli.render.run import present_run, present_study
-
     if samples is None:
-        runs: list[Trajectories] = []
-        _read(prompts, place, settings, overwrite=overwrite, on_run=runs.append)
-        present_run(runs[0], place, as_json=as_json)
-        return
+        text = plain_text(name, text)
+        place = default_out(text if file == "-" else Path(file).stem) if out is None else out
+        _read_text(text, place, settings, overwrite=overwrite, as_json=as_json)
+    else:
+        place = default_out(samples[0].prompt if file == "-" else Path(file).stem) if out is None else out
+        _read_samples(samples, place, settings, source=name, overwrite=overwrite, as_json=as_json)
+
+
+def _read_text(text: str, out: str, settings: StudySettings, *, overwrite: bool, as_json: bool) -> None:
+    """Measure one text and show its run."""
+    from softgap.cli.render.run import present_run
+    from softgap.tasks import Prompt
+
+    runs: list[Trajectories] = []
+    _read([Prompt("0", text)], out, settings, overwrite=overwrite, on_run=runs.append)
+    present_run(runs[0], out, as_json=as_json)
+
+
+def _read_samples(
+    samples: Sequence[Prompt], out: str, settings: StudySettings, *, source: str, overwrite: bool, as_json: bool
+) -> None:
+    """Measure many prompts with completions, and show the study of all."""
+    from softgap.cli.render.run import present_study
     from softgap.cli.render.summary import Summary, summarise
     from softgap.trajectories import open_study
 
     summaries: list[Summary] = []
     _read(
-        prompts,
-        place,
+        samples,
+        out,
         settings,
-        source=name,
+        source=source,
         overwrite=overwrite,
         on_run=lambda run: summaries.append(summarise(run)),
     )
-    present_study(summaries, open_study(place).manifest, place, as_json=as_json)
+    present_study(summaries, open_study(out).manifest, out, as_json=as_json)
 
 
 def _read(

@@ -18,8 +18,8 @@ from softgap.cli.options import (
     Out,
     Overwrite,
     default_out,
-    given_prompt,
-    with_control,
+    read_prompt_argument,
+    with_baseline,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
-    text = given_prompt(prompt)
+    text = read_prompt_argument(prompt)
     if temperature is not None:
         from softgap.probe.capture import check_temperature
 
@@ -61,7 +61,7 @@ def run_command(
 
     settings = StudySettings(
         model=model,
-        mechanisms=with_control(mechanism),
+        mechanisms=with_baseline(mechanism),
         max_new_tokens=max_new_tokens,
         chat=False if raw else None,
         seed=seed,

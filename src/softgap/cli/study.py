@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, Limit, Measuring, StudyOut, grouped
+from softgap.cli.options import Json, Limit, StudyOptions, StudyOut, expand_option_groups
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
@@ -32,29 +32,30 @@ def label_command(
     from softgap.study import label_study
     from softgap.tasks import read_labels
 
-    found = label_study(study, read_labels(labels), source=labels)
+    counts = label_study(study, read_labels(labels), source=labels)
     if as_json:
-        output.write_json({"study": study, **asdict(found)})
+        output.write_json({"study": study, **counts.to_json()})
         return
     output.console().print(
-        f"read {found.given} labels, {found.changed} of them new; {found.without} samples have no label", soft_wrap=True
+        f"read {counts.labels} labels, {counts.new} of them new; {counts.unlabelled} samples have no label",
+        soft_wrap=True,
     )
 
 
 _MOST_LISTED = 5
 
 
-def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measuring: Measuring) -> None:
+def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options: StudyOptions) -> None:
     """Measure the prompts and print the result; with --dry-run only estimate the cost."""
-    if measuring.ray_address is not None and measuring.engine != "ray":
+    if options.ray_address is not None and options.engine != "ray":
         raise ValueInputError(
-            f"--ray-address needs --engine ray, got '{measuring.ray_address}' without it; add --engine ray"
+            f"--ray-address needs --engine ray, got '{options.ray_address}' without it; add --engine ray"
         )
     from softgap.study.measurement import check_mechanisms
 
     check_mechanisms(settings.mechanisms)
-    if measuring.dry_run:
-        _show_estimate(_estimated(prompts, out, settings), out, as_json=measuring.as_json)
+    if options.dry_run:
+        _show_estimate(_estimate_cost(prompts, out, settings), out, as_json=options.as_json)
         return
     from softgap.progress import show_progress
     from softgap.study import run_study
@@ -64,17 +65,17 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, measurin
             prompts,
             out,
             settings,
-            engine=measuring.engine,
-            address=measuring.ray_address,
+            engine=options.engine,
+            address=options.ray_address,
             progress=report,
         )
-    _show_result(result, as_json=measuring.as_json)
+    _show_result(result, as_json=options.as_json)
     if not result.measured:
         raise typer.Exit(1)
 
 
-def _estimated(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
-    from softgap.models.verbosity import quiet_transformers
+def _estimate_cost(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
+    from softgap.models.loading import quiet_transformers
     from softgap.progress import show_waiting
     from softgap.study import estimate_study, plan_study
     from softgap.trajectories.folder import Folder
@@ -137,7 +138,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
-@grouped
+@expand_option_groups
 def run_command(
     prompts: Annotated[
         str, typer.Argument(help="File with prompts (.jsonl or .csv), or a dataset as org/name:config@split.")
@@ -164,43 +165,43 @@ def run_command(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed instead of decoding greedily.")
     ] = None,
-    measuring: Measuring,
+    options: StudyOptions,
 ) -> None:
     """Measure every head on many prompts. The model answers a prompt, or reads its completion where one is given."""
     from softgap.tasks import read_prompts, resolve_scorer
     from softgap.trajectories.folder import slug
 
-    found = read_prompts(prompts, renamed=_renamed(field or ()))[:limit]
+    samples = read_prompts(prompts, renamed=_parse_renames(field or ()))[:limit]
     if answer:
-        found = _answered(found)
+        samples = _without_completions(samples)
     if score is not None:
-        resolve_scorer(score).check(found, f"'{prompts}'")
-    settings = measuring.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
+        resolve_scorer(score).check(samples, f"'{prompts}'")
+    settings = options.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
     place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
-    carry_out(found, place, settings, measuring)
+    carry_out(samples, place, settings, options)
 
 
-def _renamed(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for entry in given:
-        own, sign, other = entry.partition("=")
-        if not (own and sign and other):
+def _parse_renames(entries: Sequence[str]) -> dict[str, str]:
+    renames = {}
+    for entry in entries:
+        field, sign, column = entry.partition("=")
+        if not (field and sign and column):
             raise ValueInputError(f"--field must have the form ours=theirs, got '{entry}'; for example prompt=question")
-        found[own] = other
-    return found
+        renames[field] = column
+    return renames
 
 
-def _answered(prompts: Sequence[Prompt]) -> list[Prompt]:
+def _without_completions(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Every different question once."""
-    seen: dict[tuple[str, str | None], Prompt] = {}
+    questions: dict[tuple[str, str | None], Prompt] = {}
     for prompt in prompts:
-        seen.setdefault((prompt.prompt, prompt.group), prompt.asked())
-    return list(seen.values())
+        questions.setdefault((prompt.prompt, prompt.group), prompt.without_completion())
+    return list(questions.values())
 
 
-@grouped
+@expand_option_groups
 def task_command(
-    task: Annotated[str, typer.Argument(help="Task: lookup (associative recall), arithmetic, copying or statements.")],
+    task: Annotated[str, typer.Argument(help="Task: recall (associative recall), arithmetic, copying or statements.")],
     *,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of prompts.")] = 400,
     out: StudyOut = None,
@@ -217,31 +218,31 @@ def task_command(
         typer.Option(min=1, help="Maximum number of new tokens. Default: set by the task.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for prompts and sampling.")] = 0,
-    measuring: Measuring,
+    options: StudyOptions,
 ) -> None:
     """Generate prompts with known answers, let the model answer, and label each answer right or wrong."""
     from softgap.tasks import TASKS, generate_prompts
 
-    found = generate_prompts(task, n, seed=seed, difficulties=difficulty)[:limit]
-    settings = measuring.settings(
+    prompts = generate_prompts(task, n, seed=seed, difficulties=difficulty)[:limit]
+    settings = options.settings(
         max_new_tokens=max_new_tokens or TASKS[task].max_new_tokens,
-        seed=None if measuring.temperature is None else seed,
+        seed=None if options.temperature is None else seed,
         scoring=TASKS[task].scoring,
     )
-    carry_out(found, f"runs/{task}" if out is None else out, settings, measuring)
+    carry_out(prompts, f"runs/{task}" if out is None else out, settings, options)
 
 
 study = typer.Typer(
     name="study",
     help="Measure many prompts, score and label the answers, resume where a study stopped.",
-    epilog="Example: softgap study task lookup --n 400 --out runs/lookup",
+    epilog="Example: softgap study task recall --n 400 --out runs/recall",
 )
 
 
 study.command("run", epilog="Example: softgap study run prompts.jsonl --out runs/mine --score contains")(run_command)
 
 
-study.command("task", epilog="Example: softgap study task lookup --n 400 --out runs/lookup")(task_command)
+study.command("task", epilog="Example: softgap study task recall --n 400 --out runs/recall")(task_command)
 
 
 study.command("label", epilog="Example: softgap study label runs/mine labels.csv")(label_command)

@@ -65,10 +65,12 @@ def doctor(
     repeats: int = 50,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Run the gates on a model.
+    """Run the gates on a model: properties that must hold before you trust its numbers.
 
     Parameters
     ----------
+    model
+        Any causal model of transformers.
     tokenizer
         With it the gates use a sentence of ours, without it seeded tokens.
     gates
@@ -77,6 +79,28 @@ def doctor(
         Generations of the stability gate.
     progress
         Called with the name of each gate before it runs, and the share of gates that are done.
+
+    Returns
+    -------
+    Diagnosis
+        The outcome of each gate, and ``passed``.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no gate of that name.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> diagnosis = softgap.doctor(model, tokenizer, gates=["non-interference", "oracle"])
+    >>> [(gate.name, gate.verdict) for gate in diagnosis.gates]
+    [('non-interference', 'pass'), ('oracle', 'pass')]
+    >>> diagnosis.passed
+    True
     """
     check_measurable(model)
     names = list(GATES) if gates is None else list(as_items(gates))
@@ -134,7 +158,7 @@ class InstallationCheck:
     ----------
     verdict
         ``fine``; ``absent`` for something optional that is not there; ``wrong`` where softgap will not work.
-    found
+    detail
         What there is.
     remedy
         What to do about it; empty where all is well.
@@ -142,8 +166,12 @@ class InstallationCheck:
 
     name: str
     verdict: Literal["fine", "absent", "wrong"]
-    found: str
+    detail: str
     remedy: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """As plain data."""
+        return {"name": self.name, "verdict": self.verdict, "found": self.detail, "remedy": self.remedy}
 
 
 def installation() -> tuple[InstallationCheck, ...]:
@@ -153,11 +181,11 @@ def installation() -> tuple[InstallationCheck, ...]:
 
 def _packages() -> Iterator[InstallationCheck]:
     """The required packages as one part, and every extra as one."""
-    wanted: dict[str, list[Requirement]] = defaultdict(list)
+    by_extra: dict[str, list[Requirement]] = defaultdict(list)
     for line in requires("softgap") or ():
         requirement = Requirement(line)
-        wanted[_extra(requirement)].append(requirement)
-    for extra, requirements in wanted.items():
+        by_extra[_extra(requirement)].append(requirement)
+    for extra, requirements in by_extra.items():
         if extra in _NOT_FOR_USERS:
             continue
         unmet = [problem for problem in map(_problem, requirements) if problem]
@@ -214,8 +242,8 @@ def _browser() -> InstallationCheck:
 
 def _disk_space() -> InstallationCheck:
     place = cache_dir()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing_folder = next(folder for folder in (place, *place.parents) if folder.exists())
+    free = shutil.disk_usage(existing_folder).free
     detail = f"{free / 1e9:.1f} GB free at {place}"
     if free >= DISK_SPACE:
         return InstallationCheck("disk", "fine", detail)

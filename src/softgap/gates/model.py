@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.errors import SoftgapError
-from softgap.models.calibrations import DEFAULT_MECHANISMS
 from softgap.models.support import attention_modules
-from softgap.probe.arguments import takes_positions
+from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.capture import read_ids
 from softgap.probe.recording import record
 from softgap.probe.softmax import softmax_output
-from softgap.probe.tap import AttentionCall, observe_attention, overridden_names
+from softgap.probe.tap import AttentionCall, observe_attention, overridden_names, takes_positions
 from softgap.probe.visibility import VisibleSets, seen_by_mask
 from softgap.trajectories import Trajectories
 
@@ -339,8 +338,8 @@ def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Largest difference; a NaN on one side only is infinitely far."""
     if a.size == 0:
         return 0.0
-    one_sided = np.isnan(a) != np.isnan(b)
-    return float("inf") if one_sided.any() else float(np.nanmax(np.abs(a - b), initial=0.0))
+    nan_mismatch = np.isnan(a) != np.isnan(b)
+    return float("inf") if nan_mismatch.any() else float(np.nanmax(np.abs(a - b), initial=0.0))
 
 
 def _values(run: Trajectories) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
 from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
-from softgap.intervene.forward import Forward, follow_forwards
+from softgap.intervene.layerwise import Forward, follow_forwards
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers
@@ -145,7 +145,7 @@ class Substitute:
         With its parameters ``[layer, head, ...]``.
     window
         Keep softmax on so many of the nearest keys, the query's own included, and use the mechanism for the rest
-        (:func:`softgap.attention.attend_hybrid`); None uses the mechanism for all.
+        (``softgap.attention.attend_hybrid``); None uses the mechanism for all.
     readout
         A map of each head's output; None leaves it.
     """
@@ -254,7 +254,9 @@ def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def swapped_layer(layer: AttentionLayer, heads: Sequence[int], used: Substitute, n_layers: int) -> SwappedLayer:
+def swapped_layer(
+    layer: AttentionLayer, heads: Sequence[int], head_substitute: Substitute, n_layers: int
+) -> SwappedLayer:
     """These heads of a layer, ready to be computed by a substitute."""
     size = layer.heads // layer.kv_heads
     owners = [head // size for head in heads]
@@ -263,15 +265,15 @@ def swapped_layer(layer: AttentionLayer, heads: Sequence[int], used: Substitute,
     if len({owners.count(owner) for owner in shared}) == 1:
         owners = shared
     queries, keys = torch.tensor(heads), torch.tensor(owners)
-    layer_parameters = _parameters(used.mechanism, layer, n_layers)
+    layer_parameters = _parameters(head_substitute.mechanism, layer, n_layers)
     parameters = {
         # As large as both where every query head has a KV head of its own; then the two choices are one.
         name: x if x.shape[1] == 1 else x.index_select(1, (queries if x.shape[1] == layer.heads else keys).to(x.device))
         for name, x in layer_parameters.parameters.items()
     }
     mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
-    weight, bias = _readout(used.readout, layer, queries, n_layers)
-    return SwappedLayer(layer, queries, keys, mechanism, used.window, weight, bias)
+    weight, bias = _readout(head_substitute.readout, layer, queries, n_layers)
+    return SwappedLayer(layer, queries, keys, mechanism, head_substitute.window, weight, bias)
 
 
 def _readout(
@@ -311,7 +313,7 @@ def swap(
 ) -> Iterator[None]:
     """Let some heads of a model attend by another mechanism while the block runs, in forwards and in ``generate``.
 
-    A swapped head's output is what :func:`softgap.attend` gives on the queries, keys, values and visible keys of the
+    A swapped head's output is what ``softgap.attend`` gives on the queries, keys, values and visible keys of the
     call, in float32 (float64 for a float64 model), cast back to the model's dtype. Its softcap, learned sinks, biases
     and dropout belong to the model's own attention and go with it. All other heads keep their very bits.
 
@@ -323,15 +325,33 @@ def swap(
     model
         Any causal model of transformers whose attention goes through the registry.
     heads
-        (layer, head) pairs; :func:`heads_of_layer` and :func:`heads_of_group` list those of a layer or a KV group.
+        (layer, head) pairs; ``heads_of_layer`` and ``heads_of_group`` list those of a layer or a KV group.
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``), a :class:`Mechanism` with its parameters ``[layer, head, ...]``, or a
-        :class:`Substitute`, which may correct a head's output too.
+        A name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism`` with its parameters ``[layer, head, ...]``, or a
+        ``Substitute``, which may correct a head's output too.
     window
-        Keep softmax on so many of the nearest keys and use the mechanism for the rest: a hybrid.
+        Keep softmax on this many most recent keys and use the mechanism for the rest: a hybrid.
     positions
         Swap only queries at these positions, ``range(start, stop)`` or ``(start, stop)``, padding not counted. Step i
         of a generation is the query at position n_prompt - 1 + i.
+
+    Yields
+    ------
+    None
+        The model is as before when the block ends.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
+    >>> before = model(**inputs).logits
+    >>> with softgap.linearize.swap(model, [(0, 1), (1, 2)], "elu1"):
+    ...     swapped = model(**inputs).logits
+    >>> bool((swapped == before).all()), bool((model(**inputs).logits == before).all())
+    (False, True)
     """
     span = _span(positions)
     layers = attention_layers(model)

@@ -9,8 +9,7 @@ from softgap.linearize.frontier import Budget, Frontier, Point, frontier
 from softgap.linearize.impact import Impact, impact
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Applied, Plan, apply, load_plan
-from softgap.linearize.ranking import Ranking, rank_agreement
-from softgap.linearize.scores import SCORES, Scores, head_scores
+from softgap.linearize.scores import SCORES, Ranking, Scores, head_scores, rank_agreement
 from softgap.linearize.search import find_plan
 from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences
 

@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention import Mechanism
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
 from softgap.linearize.output_correction import fit_output_correction
@@ -43,13 +44,14 @@ WARM_UP = 5
 PACE = {"query_weight": 0.5, "key_weight": 0.5, "query_bias": 5.0, "key_bias": 5.0}
 
 
+@deprecated_keywords(asked="recall_lists", read="sequences")
 def distil_substitute(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Sequences | None = None,
+    recall_lists: Sequences | None = None,
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     maps: bool = True,
@@ -60,10 +62,10 @@ def distil_substitute(
 
     Parameters
     ----------
-    read
+    sequences
         Sequences to train on, one at a step, in an order drawn anew for every round.
-    asked
-        Recall lists to train on as well, one at a step: otherwise the model loses what text does not ask for.
+    recall_lists
+        Recall lists to train on as well, one per step: otherwise the model loses what text does not ask for.
     mechanism
         Where to begin. Without a readout its output is corrected first, on the same sequences.
     learning_rate
@@ -81,26 +83,26 @@ def distil_substitute(
     start = substitute(mechanism, model)
     if start.readout is None:
         start = fit_output_correction(
-            model, read, heads, start, progress=lambda stage, share: progress(stage, 0.2 * share)
+            model, sequences, heads, start, progress=lambda stage, share: progress(stage, 0.2 * share)
         )
-    free = _TrainableSubstitute(start, cast(Readout, start.readout), maps)
-    optimiser = torch.optim.Adam(free.groups(learning_rate), betas=(0.9, 0.98))
+    trainable = _TrainableSubstitute(start, cast(Readout, start.readout), maps)
+    optimiser = torch.optim.Adam(trainable.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
-    both = [part for part in (read, asked) if part is not None]
-    rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in both), strict=True)
+    training_sets = [part for part in (sequences, recall_lists) if part is not None]
+    rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in training_sets), strict=True)
     for step, drawn_rows in enumerate(rows):
-        eased = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        schedule = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = rate * eased
+            group["lr"] = rate * schedule
         optimiser.zero_grad()
         with _freeze(model):
-            apart = [
-                _divergence(model, part.part(slice(row, row + 1)), heads, free.substitute())
-                for part, row in zip(both, drawn_rows, strict=True)
+            divergences = [
+                _divergence(model, part.part(slice(row, row + 1)), heads, trainable.substitute())
+                for part, row in zip(training_sets, drawn_rows, strict=True)
             ]
         optimiser.step()
-        progress(f"distilling, KL {' and '.join(f'{x:.3f}' for x in apart)}", 0.2 + 0.8 * (step + 1) / steps)
-    return free.substitute(detached=True)
+        progress(f"distilling, KL {' and '.join(f'{x:.3f}' for x in divergences)}", 0.2 + 0.8 * (step + 1) / steps)
+    return trainable.substitute(detached=True)
 
 
 class _TrainableSubstitute:
@@ -139,16 +141,20 @@ def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[in
         yield order.pop()
 
 
-def _divergence(model: Model, text: Sequences, heads: Sequence[Head], used: Substitute) -> float:
+def _divergence(model: Model, text: Sequences, heads: Sequence[Head], head_substitute: Substitute) -> float:
     """KL from the original model on one sequence, its gradient added to the free numbers."""
     with torch.no_grad():
-        wanted = _log_probabilities(model, text)
-    with torch.enable_grad(), swap(model, heads, used):
+        original_logs = _log_probabilities(model, text)
+    with torch.enable_grad(), swap(model, heads, head_substitute):
         logs = _log_probabilities(model, text)
         # A token that the model rules out counts as 0.
-        apart = torch.where(wanted > -torch.inf, wanted.exp() * (wanted - logs), 0.0).sum(dim=-1).mean()
-        apart.backward()
-    return apart.item()
+        divergence = (
+            torch.where(original_logs > -torch.inf, original_logs.exp() * (original_logs - logs), 0.0)
+            .sum(dim=-1)
+            .mean()
+        )
+        divergence.backward()
+    return divergence.item()
 
 
 def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next vocabulary"]:
@@ -162,11 +168,11 @@ def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next voc
 @contextmanager
 def _freeze(model: Model) -> Iterator[None]:
     """The model's weights collect no gradients while the block runs."""
-    loose = [x for x in model.parameters() if x.requires_grad]
-    for parameter in loose:
+    trainable = [x for x in model.parameters() if x.requires_grad]
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in loose:
+        for parameter in trainable:
             parameter.requires_grad_(True)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
@@ -228,24 +229,25 @@ RANDOM = "random"
 EVALUATION_SETTINGS = {"held_out", "length", "tokens", "by"}
 
 
-PLAIN, REPAIRED, TUNED, ABLATED = "plain", "repaired", "tuned", "ablated"
+PLAIN, CORRECTED, DISTILLED, ABLATED = "plain", "repaired", "tuned", "ablated"
 
 
+@deprecated_keywords(asked="recall_lists", fit_asked="fit_recall_lists", repair="correct", tune="distil")
 def frontier(
     model: Model,
     fit: Sequences,
     held_out: Sequences,
-    asked: Sequences | None,
+    recall_lists: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
     by: str = "heads",
     orders: Sequence[str] = (DEFAULT_SCORE, "divergence", RANDOM),
     shares: Sequence[float] = SHARES,
     greedy: bool = True,
-    repair: bool = True,
-    tune: int = 0,
+    correct: bool = True,
+    distil: int = 0,
     ablation: bool = True,
-    fit_asked: Sequences | None = None,
+    fit_recall_lists: Sequences | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress = silent,
@@ -256,26 +258,26 @@ def frontier(
     ----------
     fit
         Sequences that scores, output corrections and mean outputs come from.
-    held_out, asked
+    held_out, recall_lists
         Text and recall lists that every point is measured on.
     by
         ``heads``, or ``groups``: whole KV groups, which is what saves memory.
     orders
-        Names of scores (:data:`SCORES`) and ``random``.
+        Names of scores (``SCORES``) and ``random``.
     shares
         Of all units, between 0 and 1.
     greedy
         Also score anew after each share, by the first of the orders that is a score.
-    repair
+    correct
         Also correct the outputs of every set of the first order and of the greedy one.
-    tune
+    distil
         Also distil every set of the first order after the output correction, by so many steps
-        (:func:`distil_substitute`); 0 for none.
+        (``distil_substitute``); 0 for none.
     ablation
         Also swap the sets of the first order by mean ablation.
-    fit_asked
-        Recall lists, others than ``asked``, that scores and distillation count beside ``fit``: heads that text hardly
-        misses may carry all of recall.
+    fit_recall_lists
+        Recall lists, others than ``recall_lists``, that scores and distillation count beside ``fit``: heads that text
+        hardly misses may carry all of recall.
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     """
@@ -285,22 +287,22 @@ def frontier(
         raise ValueInputError("orders must name at least one score or 'random', got none")
     units = units_of(model, by)
     counts = _counts(len(units), shares)
-    used = substitute(mechanism, model)
-    settings = _settings(model, fit, held_out, asked, used, by, seed)
-    if fit_asked is not None:
-        settings["fit_asked"] = digest_of_sequences(fit_asked)
-    expected = len(counts) * (len(orders) + greedy * (1 + repair) + repair + bool(tune) + ablation)
+    head_substitute = substitute(mechanism, model)
+    settings = _settings(model, fit, held_out, recall_lists, head_substitute, by, seed)
+    if fit_recall_lists is not None:
+        settings["fit_asked"] = digest_of_sequences(fit_recall_lists)
+    expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + ablation)
     # Frontiers at other lengths, or by groups, have the same scores.
-    scored = Checkpoints(folder, {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS})
-    walk = _FrontierRun(
-        model, fit, fit_asked, held_out, asked, used, units, Checkpoints(folder, settings), scored, seed, tune,
-        progress, expected,
+    score_settings = {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS}
+    run = _FrontierRun(
+        model, fit, fit_recall_lists, held_out, recall_lists, head_substitute, units, Checkpoints(folder, settings),
+        Checkpoints(folder, score_settings), seed, distil, progress, expected,
     )  # fmt: skip
-    also = (PLAIN, *(REPAIRED,) * repair)
-    walk.one_shot(orders, counts, (*also, *(TUNED,) * bool(tune), *(ABLATED,) * ablation))
+    corrected_kinds = (PLAIN, *(CORRECTED,) * correct)
+    run.measure_orders(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *(ABLATED,) * ablation))
     if greedy:
-        walk.greedy(orders, counts, also)
-    return Frontier(by, walk.original.means(), tuple(walk.points), {**settings, "orders": list(orders)})
+        run.measure_greedy(orders, counts, corrected_kinds)
+    return Frontier(by, run.original.means(), tuple(run.points), {**settings, "orders": list(orders)})
 
 
 def _counts(units: int, shares: Sequence[float]) -> list[int]:
@@ -316,25 +318,25 @@ class _FrontierRun:
 
     model: Model
     fit: Sequences
-    fit_asked: Sequences | None
+    fit_recall_lists: Sequences | None
     held_out: Sequences
-    asked: Sequences | None
+    recall_lists: Sequences | None
     substitute: Substitute
     units: Sequence[Unit]
-    kept: Checkpoints
-    scored: Checkpoints
+    checkpoints: Checkpoints
+    score_checkpoints: Checkpoints
     seed: int
-    tune: int
+    distil: int
     progress: Progress
     expected: int
     points: list[Point] = field(default_factory=list)
     ablation: Substitute | None = None
 
     def __post_init__(self) -> None:
-        self.original = Reading.from_json(self.kept.find_or_make("original", lambda: self._read([], None)))
+        self.original = Reading.from_json(self.checkpoints.find_or_make("original", lambda: self._read([], None)))
 
-    def _read(self, heads: list[Head], used: Substitute | None) -> dict[str, Any]:
-        return read_swapped(self.model, self.held_out, self.asked, heads, used).to_json()
+    def _read(self, heads: list[Head], head_substitute: Substitute | None) -> dict[str, Any]:
+        return read_swapped(self.model, self.held_out, self.recall_lists, heads, head_substitute).to_json()
 
     def _tell(self, stage: str) -> None:
         self.progress(stage, min(1.0, len(self.points) / self.expected))
@@ -347,16 +349,16 @@ class _FrontierRun:
 
         def make() -> dict[str, Any]:
             scores = head_scores(
-                self.model, self.fit, self.substitute, asked=self.fit_asked, names=names, swapped=swapped,
-                seed=self.seed, progress=lambda stage, share: self._tell(stage),
+                self.model, self.fit, self.substitute, recall_lists=self.fit_recall_lists, names=names,
+                swapped=swapped, seed=self.seed, progress=lambda stage, share: self._tell(stage),
             )  # fmt: skip
             return {"heads": scores.heads, "values": {name: scores.values[name].tolist() for name in names}}
 
-        data = self.scored.find_or_make(["scores", list(names), sorted(swapped)], make)
+        data = self.score_checkpoints.find_or_make(["scores", list(names), sorted(swapped)], make)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
         return Scores(heads, {name: np.asarray(values) for name, values in data["values"].items()})
 
-    def one_shot(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
+    def measure_orders(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
         """Sets by orders that are settled beforehand; those of the first order in all kinds."""
         named = [name for name in orders if name != RANDOM]
         scores = self.scores(named) if named else None
@@ -368,15 +370,15 @@ class _FrontierRun:
             for n in counts:
                 self.measure(name, first_heads(order, n), n, (PLAIN,) if place else kinds)
 
-    def greedy(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
+    def measure_greedy(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
         """Sets that grow, each by the cheapest of what remains under the ones before; by the first of the scores."""
-        gone: list[Unit] = []
+        swapped_units: list[Unit] = []
         for name in [name for name in orders if name != RANDOM][:1]:
             for n in counts:
-                rest = [unit for unit in self.units if unit not in gone]
-                scores = self.scores([name], first_heads(gone, len(gone)))
-                gone += order_units(rest, scores.heads, scores.mean(name))[: n - len(gone)]
-                self.measure("greedy", first_heads(gone, len(gone)), n, kinds)
+                remaining = [unit for unit in self.units if unit not in swapped_units]
+                scores = self.scores([name], first_heads(swapped_units, len(swapped_units)))
+                swapped_units += order_units(remaining, scores.heads, scores.mean(name))[: n - len(swapped_units)]
+                self.measure("greedy", first_heads(swapped_units, len(swapped_units)), n, kinds)
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
         """Measure one set: plain, with corrected outputs, distilled or ablated."""
@@ -385,11 +387,11 @@ class _FrontierRun:
             def make(kind: str = kind) -> dict[str, Any]:
                 return self._read(heads, self._substitute_for(kind, heads))
 
-            name = ["point", heads, kind == REPAIRED, kind == ABLATED, *([self.tune] if kind == TUNED else [])]
-            reading = Reading.from_json(self.kept.find_or_make(name, make))
+            name = ["point", heads, kind == CORRECTED, kind == ABLATED, *([self.distil] if kind == DISTILLED else [])]
+            reading = Reading.from_json(self.checkpoints.find_or_make(name, make))
             change = reading.change_from(self.original, seed=self.seed)
-            called = "mean_ablation" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
-            self.points.append(Point(order, called, n, len(heads), n / len(self.units), change))
+            mechanism = "mean_ablation" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
+            self.points.append(Point(order, mechanism, n, len(heads), n / len(self.units), change))
             self._tell(f"{order}, {n} of {len(self.units)}")
 
     def _substitute_for(self, kind: str, heads: list[Head]) -> Substitute:
@@ -398,25 +400,31 @@ class _FrontierRun:
             return self.ablation
         if kind == PLAIN:
             return self.substitute
-        mended = fit_output_correction(self.model, self.fit, heads, self.substitute)
-        if kind == REPAIRED:
-            return mended
+        corrected = fit_output_correction(self.model, self.fit, heads, self.substitute)
+        if kind == CORRECTED:
+            return corrected
         return distil_substitute(
-            self.model, self.fit, heads, mended, asked=self.fit_asked, steps=self.tune, seed=self.seed,
-            progress=lambda stage, share: self._tell(stage),
+            self.model, self.fit, heads, corrected, recall_lists=self.fit_recall_lists, steps=self.distil,
+            seed=self.seed, progress=lambda stage, share: self._tell(stage),
         )  # fmt: skip
 
 
 def _settings(
-    model: Model, fit: Sequences, held_out: Sequences, asked: Sequences | None, used: Substitute, by: str, seed: int
+    model: Model,
+    fit: Sequences,
+    held_out: Sequences,
+    recall_lists: Sequences | None,
+    head_substitute: Substitute,
+    by: str,
+    seed: int,
 ) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
-        "mechanism": used.name,
-        "parameters": used.digest,
+        "mechanism": head_substitute.name,
+        "parameters": head_substitute.digest,
         "fit": digest_of_sequences(fit),
-        "held_out": digest_of_sequences(*([held_out] if asked is None else [held_out, asked])),
+        "held_out": digest_of_sequences(*([held_out] if recall_lists is None else [held_out, recall_lists])),
         "length": int(held_out.ids.shape[1]),
         "fit_tokens": fit.tokens,
         "tokens": held_out.tokens,

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of, resampled
@@ -35,9 +36,8 @@ from softgap.linearize.sequences import (
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
-from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.layout import AttentionLayer, LayerTensors, attention_layers, visit_layers
 from softgap.probe.tap import AttentionCall, replace_attention
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
@@ -88,13 +88,14 @@ class Impact:
         values = self._of(quantity, mechanism)[self.heads.index(head)]
         return interval_of(values, rng=np.random.default_rng(self.settings.get("seed", 0)))
 
-    def linearizable(self, control: str | None = None) -> Bool[np.ndarray, " head"]:
+    @deprecated_keywords(control="baseline")
+    def linearizable(self, baseline: str | None = None) -> Bool[np.ndarray, " head"]:
         """Heads where the mechanism costs less than the baseline (the last one), in 97.5 % of resampled texts."""
         if len(self.mechanisms) == 1:
-            raise ValueInputError("this impact has no baseline to compare with; measure it with controls")
-        other = self.mechanisms[-1] if control is None else control
-        gained = self._of("loss", other) - self._of("loss", None)
-        resampled_gains = resampled(gained, rng=np.random.default_rng(self.settings.get("seed", 0)))
+            raise ValueInputError("this impact has no baseline to compare with; measure it with baselines")
+        baseline_name = self.mechanisms[-1] if baseline is None else baseline
+        gains = self._of("loss", baseline_name) - self._of("loss", None)
+        resampled_gains = resampled(gains, rng=np.random.default_rng(self.settings.get("seed", 0)))
         linearizable: np.ndarray = np.quantile(resampled_gains, 0.025, axis=-1) > 0
         return linearizable
 
@@ -153,7 +154,7 @@ class Impact:
         return values
 
 
-def mean_outputs(model: Model, read: Sequences) -> Mechanism:
+def mean_outputs(model: Model, sequences: Sequences) -> Mechanism:
     """``mean_ablation`` with the mean output of each head over these sequences."""
     sums: list[Tensor] = []
 
@@ -164,12 +165,12 @@ def mean_outputs(model: Model, read: Sequences) -> Mechanism:
         else:
             sums[layer.layer] += totals
 
-    for row in read.ids[:, :-1].tolist():
+    for row in sequences.ids[:, :-1].tolist():
         visit_layers(model, row, visit)
     heads, dim = (max(x.shape[axis] for x in sums) for axis in (0, 1))
     # Layers may differ in their heads; the rows behind them are never used.
     padded = [torch.nn.functional.pad(x, (0, dim - x.shape[1], 0, heads - x.shape[0])) for x in sums]
-    mean = torch.stack(padded) / (len(read) * (read.ids.shape[1] - 1))
+    mean = torch.stack(padded) / (len(sequences) * (sequences.ids.shape[1] - 1))
     return resolve("mean_ablation").with_parameters(mean=mean)
 
 
@@ -181,13 +182,14 @@ BATCH_TOKENS = 1024
 TOLERANCE = 1e-3
 
 
+@deprecated_keywords(controls="baselines")
 def impact(
     model: Model,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     mechanism: str | Mechanism | Substitute = "elu1",
     *,
-    controls: Sequence[str | Mechanism | Substitute] | None = None,
+    baselines: Sequence[str | Mechanism | Substitute] | None = None,
     heads: Sequence[Head] | None = None,
     length: int = LENGTH,
     tokens: int | None = None,
@@ -196,67 +198,97 @@ def impact(
     reuse: bool = True,
     progress: Progress = silent,
 ) -> Impact:
-    """Swap every head alone and see what the model loses.
+    """Swap every head alone and measure what the model loses.
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
+    tokenizer
+        Its tokenizer.
     texts
         What the model reads, cut into sequences of ``length`` tokens, about ``tokens`` in all (None: all of it).
     mechanism
         What the heads are swapped for.
-    controls
+    baselines
         Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same sequences: a head
         is linearizable only where the mechanism beats it.
     heads
         Some heads; None for all.
+    length
+        Tokens per sequence.
+    tokens
+        About how many tokens of the texts to use; None for all.
     recalls
         Lists to measure associative recall with; 0 for none. Few, because every head is asked all of them:
-        :meth:`Impact.interval` says how far each number may be off.
+        ``Impact.interval`` says how far each number may be off.
     seed
         Random seed of the recall lists and of the bootstrap.
     reuse
         False runs a whole forward for every head: the same numbers, more slowly.
     progress
         Called with the stage in words and the share that is done.
+
+    Returns
+    -------
+    Impact
+        Changes of loss, KL divergence, accuracy and recall for each mechanism and head.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> impact = softgap.linearize.impact(
+    ...     model, tokenizer, [book], "elu1", heads=[(0, 0), (1, 3)], length=64, tokens=512, recalls=0
+    ... )
+    >>> impact.mechanisms, impact.heads
+    (('elu1', 'mean_ablation'), ((0, 0), (1, 3)))
+    >>> bool((impact.mean("kl", "elu1") >= 0).all())
+    True
     """
     check_measurable(model)
-    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
+    sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
     recall = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
-        model, read, recall, mechanism, controls=controls, heads=heads, seed=seed, reuse=reuse, progress=progress
+        model, sequences, recall, mechanism, baselines=baselines, heads=heads, seed=seed, reuse=reuse, progress=progress
     )
 
 
+@deprecated_keywords(controls="baselines", asked="recall_lists", read="sequences")
 def impact_on(
     model: Model,
-    read: Sequences,
-    asked: Sequences | None,
+    sequences: Sequences,
+    recall_lists: Sequences | None,
     mechanism: str | Mechanism | Substitute,
     *,
-    controls: Sequence[str | Mechanism | Substitute] | None = None,
+    baselines: Sequence[str | Mechanism | Substitute] | None = None,
     heads: Sequence[Head] | None = None,
     seed: int = 0,
     reuse: bool = True,
     progress: Progress = silent,
 ) -> Impact:
-    """The same on given sequences and recall lists; see :func:`impact`."""
+    """The same on given sequences and recall lists; see ``impact``."""
     check_measurable(model)
     layers = attention_layers(model)
-    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    by_layer = heads_by_layer(layers, everything if heads is None else heads)
+    all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    by_layer = heads_by_layer(layers, all_heads if heads is None else heads)
     swapped = [substitute(mechanism, model)]
-    others = [mean_outputs(model, read)] if controls is None else as_items(controls)
-    swapped += [substitute(other, model) for other in others]
+    baseline_mechanisms = [mean_outputs(model, sequences)] if baselines is None else as_items(baselines)
+    swapped += [substitute(other, model) for other in baseline_mechanisms]
     names = [other.name for other in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
     sweep = _Sweep(model, layers, by_layer, swapped, reuse)
-    share = len(read) / (len(read) + (0 if asked is None else len(asked)))
-    text = sweep.over(read, lambda done: progress("reading text", share * done))
+    share = len(sequences) / (len(sequences) + (0 if recall_lists is None else len(recall_lists)))
+    text = sweep.over(sequences, lambda done: progress("reading text", share * done))
     recall = (
         None
-        if asked is None
-        else sweep.over(asked, lambda done: progress("asking for recall", share + (1 - share) * done))
+        if recall_lists is None
+        else sweep.over(recall_lists, lambda done: progress("asking for recall", share + (1 - share) * done))
     )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
@@ -271,10 +303,10 @@ def impact_on(
         settings={
             "model": model.name_or_path or model.config.model_type,
             "fingerprint": model_fingerprint(model),
-            "passages": digest_of_sequences(*([read] if asked is None else [read, asked])),
-            "length": int(read.ids.shape[1]),
-            "tokens": read.tokens,
-            "recall_tokens": 0 if asked is None else asked.tokens,
+            "passages": digest_of_sequences(*([sequences] if recall_lists is None else [sequences, recall_lists])),
+            "length": int(sequences.ids.shape[1]),
+            "tokens": sequences.tokens,
+            "recall_tokens": 0 if recall_lists is None else recall_lists.tokens,
             "calibration": swapped[0].mechanism.origin,
             "seed": seed,
         },
@@ -294,12 +326,13 @@ class _Sweep:
     ) -> None:
         self._model, self._heads_by_layer, self._swapped = model, by_layer, swapped
         self._parts = [
-            [swapped_layer(layer, heads, used, len(layers)) for used in swapped] for layer, heads in by_layer
+            [swapped_layer(layer, heads, head_substitute, len(layers)) for head_substitute in swapped]
+            for layer, heads in by_layer
         ]
         self._blocks = Blocks(model)
         self._last = layers[-1]
         self._reuse = reuse and self._blocks.is_stack
-        self._checked = False
+        self._reuse_checked = False
 
     def over(
         self, sequences: Sequences, report: Callable[[float], None]
@@ -319,7 +352,7 @@ class _Sweep:
     def _batch(self, part: Sequences, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
         with self._blocks.keep_outputs():
             original = read_original(self._model, part.ids)
-        if self._reuse and not self._checked:
+        if self._reuse and not self._reuse_checked:
             self._check(part, original)
         columns = []
         for number, (layer, heads) in enumerate(self._heads_by_layer):
@@ -351,10 +384,12 @@ class _Sweep:
 
     def _check(self, part: Sequences, original: Original) -> None:
         """A model that keeps more than hidden states between its blocks is read by whole forwards."""
-        self._checked = True
+        self._reuse_checked = True
         with self._blocks.start_at(self._last):
-            again = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
-        if float((again - original.scores.loss).abs().max()) > TOLERANCE * max(1.0, float(original.scores.loss.max())):
+            restarted_loss = score_forward(self._model, part.ids, None).loss.to(original.scores.loss)
+        if float((restarted_loss - original.scores.loss).abs().max()) > TOLERANCE * max(
+            1.0, float(original.scores.loss.max())
+        ):
             self._reuse = False
 
 

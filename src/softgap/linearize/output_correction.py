@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from softgap.attention import Mechanism
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.intervene.layerwise import LayerwiseRun
 from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
@@ -36,9 +37,10 @@ __all__ = ["RIDGE", "fit_output_correction", "ridge_map"]
 RIDGE = 0.1
 
 
+@deprecated_keywords(read="sequences")
 def fit_output_correction(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     heads: Sequence[Head],
     mechanism: str | Mechanism | Substitute,
     *,
@@ -49,7 +51,7 @@ def fit_output_correction(
 
     Parameters
     ----------
-    read
+    sequences
         Sequences to fit on; 8,000 tokens are enough for heads of 64 dimensions.
     ridge
         Pull towards the identity, in units of the mean square of the head's output.
@@ -59,28 +61,32 @@ def fit_output_correction(
         raise ValueInputError(f"ridge must be above 0, got {ridge:g}; 0.1 is usual")
     layers = attention_layers(model)
     by_layer = heads_by_layer(layers, heads)
-    used = substitute(mechanism, model)
-    bare = Substitute(used.mechanism, used.window)
-    original, swapped = LayerwiseRun(model, read.ids), LayerwiseRun(model, read.ids)
+    head_substitute = substitute(mechanism, model)
+    bare = Substitute(head_substitute.mechanism, head_substitute.window)
+    original, swapped = LayerwiseRun(model, sequences.ids), LayerwiseRun(model, sequences.ids)
     readout: Readout | None = None
-    done: dict[int, SwappedLayer] = {}
+    corrected_layers: dict[int, SwappedLayer] = {}
 
     def corrected_output(call: AttentionCall) -> Tensor:
-        part = done.get(id(call.module))
+        part = corrected_layers.get(id(call.module))
         if part is None:
             return call.output
         return call.output.index_copy(2, part.heads.to(call.output.device), part.output(call, VisibleSets().of(call)))
 
-    for number, (layer, some) in enumerate(by_layer):
+    for number, (layer, layer_heads) in enumerate(by_layer):
         original.advance_to(layer)
         swapped.advance_to(layer, corrected_output)
-        part = swapped_layer(layer, some, bare, len(layers))
-        weight, bias = _fit_layer(original, swapped, part, len(read), ridge)
+        part = swapped_layer(layer, layer_heads, bare, len(layers))
+        weight, bias = _fit_layer(original, swapped, part, len(sequences), ridge)
         if readout is None:
-            readout = used.readout or Readout.identity(len(layers), max(x.heads for x in layers), bias.shape[-1])
+            readout = head_substitute.readout or Readout.identity(
+                len(layers), max(x.heads for x in layers), bias.shape[-1]
+            )
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
-        done[id(layer.module)] = swapped_layer(layer, some, replace(bare, readout=readout), len(layers))
+        corrected_layers[id(layer.module)] = swapped_layer(
+            layer, layer_heads, replace(bare, readout=readout), len(layers)
+        )
         progress("correcting outputs", (number + 1) / len(by_layer))
     return replace(bare, readout=readout)
 

@@ -134,7 +134,32 @@ class Plan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and its parameters."""
+    """Read a plan and its parameters.
+
+    Parameters
+    ----------
+    path
+        The JSON file; parameters are in the safetensors file beside it.
+
+    Returns
+    -------
+    Plan
+        The same as was saved.
+
+    Raises
+    ------
+    StoreError
+        If there is no such file, or it is damaged.
+
+    Examples
+    --------
+    ``plan.json`` is a plan that ``softgap linearize`` wrote:
+
+    >>> import softgap
+    >>> plan = softgap.linearize.load_plan("plan.json")
+    >>> plan.heads, plan.groups
+    (((0, 0), (0, 1)), ((0, 0),))
+    """
     source = Path(path)
     try:
         document = json.loads(source.read_text(encoding="utf-8"))
@@ -142,15 +167,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             raise ValueError(f"its format is not {FORMAT}")
         _check_types(document)
         about = document["mechanism"]
-        used = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
-        used = _with_parameters(used, document["parameters"], source, about["calibration"])
+        head_substitute = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
+        head_substitute = _with_parameters(head_substitute, document["parameters"], source, about["calibration"])
         return Plan(
             model=document["model"],
             fingerprint=document["fingerprint"],
             heads=tuple((a, b) for a, b in document["heads"]),
             groups=tuple((a, b) for a, b in document["groups"]),
             layers=tuple(document["layers"]),
-            substitute=used,
+            substitute=head_substitute,
             original=document["original"],
             expected={name: Interval(**values) for name, values in document["expected"].items()},
             recall=document.get("recall", {}),
@@ -189,9 +214,11 @@ def _check_types(document: Mapping[str, Any]) -> None:
         raise ValueError("provenance must be an object")
 
 
-def _with_parameters(used: Substitute, about: Mapping[str, str] | None, source: Path, origin: str) -> Substitute:
+def _with_parameters(
+    head_substitute: Substitute, about: Mapping[str, str] | None, source: Path, origin: str
+) -> Substitute:
     if about is None:
-        return used
+        return head_substitute
     stored = load_calibration(source.with_name(about["file"]))
     if digest_of(stored.tensors) != about["digest"]:
         raise StoreError(
@@ -201,14 +228,14 @@ def _with_parameters(used: Substitute, about: Mapping[str, str] | None, source: 
     for name, tensor in stored.tensors.items():
         kind, _, parameter = name.partition(".")
         parts[kind][parameter] = tensor
-    mechanism = used.mechanism
+    mechanism = head_substitute.mechanism
     if parts["mechanism"]:
         mechanism = replace(mechanism.with_parameters(**parts["mechanism"]), origin=origin)
     readout = Readout(**parts["readout"]) if parts["readout"] else None
-    return Substitute(mechanism, used.window, readout)
+    return Substitute(mechanism, head_substitute.window, readout)
 
 
-def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute) -> dict[str, float]:
+def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: Substitute) -> dict[str, float]:
     """Bytes of the KV cache per token of context, of the model and under a plan; of all states, at any length.
 
     And of the maps and readouts that the plan brings along, which are held once for all texts. Layers whose cache does
@@ -218,20 +245,24 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute)
     layers = attention_layers(model)
     config: Any = model.config.get_text_config()
     dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    each = 2 * dim * model.dtype.itemsize
+    bytes_per_group = 2 * dim * model.dtype.itemsize
     total = sum(layer.kv_heads for layer in layers if layer.number not in bounded)
-    features = used.mechanism.feature_dim(dim) or 0
-    maps = used.mechanism.parameters.get("key_weight")
+    features = head_substitute.mechanism.feature_dim(dim) or 0
+    maps = head_substitute.mechanism.parameters.get("key_weight")
     # Key maps of query heads have a state each.
     copies = 1 if maps is None else max(1, maps.shape[1] // layers[0].kv_heads)
-    state = copies * features * (dim + 1 + 2 * used.mechanism.log) * 4
-    near = 0 if used.window is None else (used.window - 1) * (2 * dim + copies * (features + dim)) * 4
+    state = copies * features * (dim + 1 + 2 * head_substitute.mechanism.log) * 4
+    near = (
+        0
+        if head_substitute.window is None
+        else (head_substitute.window - 1) * (2 * dim + copies * (features + dim)) * 4
+    )
     return {
-        "per_token_original": float(each * total),
-        "per_token": float(each * (total - len(groups))),
-        "saved_per_token": float(each * len(groups)),
+        "per_token_original": float(bytes_per_group * total),
+        "per_token": float(bytes_per_group * (total - len(groups))),
+        "saved_per_token": float(bytes_per_group * len(groups)),
         "states": float(len(groups) * (state + near)),
-        "parameters": float(sum(x.nbytes for x in used.tensors().values())),
+        "parameters": float(sum(x.nbytes for x in head_substitute.tensors().values())),
     }
 
 
@@ -239,9 +270,39 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], used: Substitute)
 def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     """Run a model under a plan while the block runs.
 
-    Forwards and ``generate`` use the plan's heads as :func:`swap` does. ``model.generate(...,
+    Forwards and ``generate`` use the plan's heads as ``swap`` does. ``model.generate(...,
     past_key_values=applied.cache())`` computes the same with a state of constant size in the place of the keys and
     values of every freed KV group: that saves the memory.
+
+    Parameters
+    ----------
+    model
+        The model that the plan was found for.
+    plan
+        A plan from ``find_plan`` or ``load_plan``.
+
+    Yields
+    ------
+    Applied
+        Its ``cache()`` is a new KV cache with recurrent states.
+
+    Raises
+    ------
+    UnsupportedError
+        If the plan belongs to another model.
+
+    Examples
+    --------
+    ``plan.json`` is a plan that ``softgap linearize`` wrote for the small random model in ``tiny-llama``:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> plan = softgap.linearize.load_plan("plan.json")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
+    >>> with softgap.linearize.apply(model, plan) as applied:
+    ...     ids = model.generate(**inputs, max_new_tokens=4, do_sample=False, past_key_values=applied.cache())
+    >>> ids.shape[1] - inputs["input_ids"].shape[1]
+    4
     """
     plan.check(model)
     applied = Applied(model, plan.heads, plan.substitute)
@@ -258,9 +319,9 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
     return [g for g in range(layer.kv_heads) if set(range(g * size, (g + 1) * size)) <= set(heads)]
 
 
-def streams(used: Substitute) -> bool:
+def streams(head_substitute: Substitute) -> bool:
     """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
-    return used.mechanism.factorable(64) or used.mechanism.kind == "constant"
+    return head_substitute.mechanism.factorable(64) or head_substitute.mechanism.kind == "constant"
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,21 +335,21 @@ class _Split:
 
 
 class Applied:
-    """A model under a plan; made by :func:`apply`."""
+    """A model under a plan; made by ``apply``."""
 
-    def __init__(self, model: Model, heads: Sequence[Head], used: Substitute) -> None:
+    def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
         self._model = model
         layers = attention_layers(model)
-        self._window = used.window
-        self._streams = streams(used)
-        self._name = used.mechanism.name
+        self._window = head_substitute.window
+        self._streams = streams(head_substitute)
+        self._name = head_substitute.mechanism.name
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
         bounded = bounded_layers(model)
         for layer, layer_heads in heads_by_layer(layers, heads):
             groups = freed_groups(layer, layer_heads)
             if groups and layer.number not in bounded:
-                self._splits[id(layer.module)] = _split(layer, layer_heads, groups, used, len(layers))
+                self._splits[id(layer.module)] = _split(layer, layer_heads, groups, head_substitute, len(layers))
                 self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -410,21 +471,23 @@ def _attend_remaining(
 
 
 def _split(
-    layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], used: Substitute, n_layers: int
+    layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], head_substitute: Substitute, n_layers: int
 ) -> _Split:
     size = layer.heads // layer.kv_heads
-    kept_groups = [g for g in range(layer.kv_heads) if g not in groups]
-    remaining = [head for g in kept_groups for head in range(g * size, (g + 1) * size)]
-    freed = swapped_layer(layer, [head for head in heads if head // size in groups], used, n_layers)
-    some = [head for head in heads if head in remaining]
-    among = None
-    if some:
-        part = swapped_layer(layer, some, used, n_layers)
-        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(kept_groups))
-        among = dataclasses.replace(
+    remaining_groups = [g for g in range(layer.kv_heads) if g not in groups]
+    remaining = [head for g in remaining_groups for head in range(g * size, (g + 1) * size)]
+    freed = swapped_layer(layer, [head for head in heads if head // size in groups], head_substitute, n_layers)
+    swapped_heads = [head for head in heads if head in remaining]
+    swapped_remaining = None
+    if swapped_heads:
+        part = swapped_layer(layer, swapped_heads, head_substitute, n_layers)
+        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(remaining_groups))
+        swapped_remaining = dataclasses.replace(
             part,
             layer=smaller,
-            heads=torch.tensor([remaining.index(head) for head in some]),
-            kv_heads=torch.tensor([kept_groups.index(int(g)) for g in part.kv_heads]),
+            heads=torch.tensor([remaining.index(head) for head in swapped_heads]),
+            kv_heads=torch.tensor([remaining_groups.index(int(g)) for g in part.kv_heads]),
         )
-    return _Split(torch.tensor(remaining, dtype=torch.long), among, freed, (tuple(kept_groups), tuple(groups)))
+    return _Split(
+        torch.tensor(remaining, dtype=torch.long), swapped_remaining, freed, (tuple(remaining_groups), tuple(groups))
+    )

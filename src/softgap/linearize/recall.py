@@ -1,8 +1,8 @@
 """Measure associative recall on as many lists as a half-width of two hundredths takes.
 
 A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
-of the original model's recall and of its change under the swap both have a half-width of at most :data:`HALF_WIDTH`, or
-until :data:`MOST_LISTS` are asked. What a search decides by and what a plan reports follow this one rule.
+of the original model's recall and of its change under the swap both have a half-width of at most ``HALF_WIDTH``, or
+until ``MOST_LISTS`` are asked. What a search decides by and what a plan reports follow this one rule.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class RecallTest:
     model: Model
     draw: Callable[[int, int], Sequences]
     lists: int | None = None
-    kept: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
+    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
     _blocks: list[Sequences] = field(default_factory=list, init=False)
-    _read: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
+    _readings: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
         self, heads: Sequence[Head], make_substitute: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
@@ -71,7 +71,7 @@ class RecallTest:
         self, heads: tuple[Head, ...], make_substitute: Callable[[], Substitute | None], blocks: int
     ) -> Reading:
         """The first blocks of lists; what was asked before is used again."""
-        readings = self._read.setdefault(heads, [])
+        readings = self._readings.setdefault(heads, [])
         while len(readings) < blocks:
             block = self._block(len(readings))
 
@@ -79,7 +79,7 @@ class RecallTest:
                 return read_swapped(self.model, None, block, heads, make_substitute() if heads else None).to_json()
 
             readings.append(
-                Reading.from_json(self.kept.find_or_make(["recall", heads, digest_of_sequences(block)], make))
+                Reading.from_json(self.checkpoints.find_or_make(["recall", heads, digest_of_sequences(block)], make))
             )
             self.report(sum(len(part.recall) for part in readings))
         return join_readings(readings[:blocks])

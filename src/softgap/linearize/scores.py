@@ -1,4 +1,4 @@
-"""Score how costly the swap of each head will be, from a few forward and backward passes."""
+"""Score how costly the swap of each head will be, and measure how well a score ranks heads by that cost."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.stats import rankdata
 from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism, compare_outputs
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
+from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
-from softgap.probe.layout import AttentionLayer, attention_layers
-from softgap.probe.softmax import softmax_rows
+from softgap.probe.layout import attention_layers, output_weight
+from softgap.probe.softmax import head_shapes
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["SCORES", "Scores", "add_recall_scores", "head_scores"]
+__all__ = ["SCORES", "Ranking", "Scores", "add_recall_scores", "head_scores", "rank_agreement", "split_half"]
 
 
 SHAPES: Mapping[str, str] = {
@@ -33,49 +36,6 @@ SHAPES: Mapping[str, str] = {
     "logit_variance": "variance of the scores over the visible keys, mean over queries",
     "block_rank": "effective rank of the weights of the second half of the queries on the first half of the keys",
 }
-
-
-_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
-
-
-def head_shapes(call: AttentionCall) -> dict[str, Float[Tensor, " head"]]:
-    """The three numbers for every head of one call."""
-    visible = VisibleSets().of(call)
-    batch, heads, n, _ = call.query.shape
-    focus, spread, queries = torch.zeros(heads), torch.zeros(heads), 0
-    corner = torch.zeros(heads, n - n // 2, n // 2)
-    for block in softmax_rows(call, visible):
-        a = block.weights.float().cpu()
-        seen = visible.fitted_to(batch, heads, n, call.key.shape[2]).rows(
-            block.rows.start, block.rows.stop, (block.keys.start, block.keys.stop), call.query.device
-        )
-        count = seen.sum(dim=-1).clamp(min=1).cpu()
-        focus += (1 - a.sum(-1) / (count * a.square().sum(-1)).sqrt().clamp(min=1e-12)).sum(dim=(0, 2))
-        # log a is the score up to a constant per row.
-        logs = a.clamp(min=1e-30).log().masked_fill(~seen.cpu(), 0)
-        mean = logs.sum(-1) / count
-        spread += (logs.square().sum(-1) / count - mean.square()).sum(dim=(0, 2))
-        queries += a.shape[0] * a.shape[2]
-        first = max(block.rows.start, n // 2)
-        if block.rows.stop > first and block.keys.start == 0:
-            corner[:, first - n // 2 : block.rows.stop - n // 2] = a[0, :, first - block.rows.start :, : n // 2]
-    energy = torch.linalg.svdvals(corner).square()
-    share = energy / energy.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    rank = (-(share * share.clamp(min=1e-30).log()).sum(dim=-1)).exp()
-    return {"focus": focus / queries, "logit_variance": spread / queries, "block_rank": rank}
-
-
-def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head value_dim model_dim"] | None:
-    """The rows of the output projection that each head writes with; None where the module has none of a known name."""
-    for name in _PROJECTIONS:
-        weight = getattr(getattr(layer.module, name, None), "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            continue
-        for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
-            if matrix.shape[0] == layer.heads * value_dim:
-                weights: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
-                return weights
-    return None
 
 
 SAMPLES = 4
@@ -124,12 +84,13 @@ class Scores:
         return means
 
 
+@deprecated_keywords(asked="recall_lists", read="sequences")
 def head_scores(
     model: Model,
-    read: Sequences,
+    sequences: Sequences,
     mechanism: str | Mechanism | Substitute,
     *,
-    asked: Sequences | None = None,
+    recall_lists: Sequences | None = None,
     names: Sequence[str] = tuple(SCORES),
     heads: Sequence[Head] | None = None,
     swapped: Sequence[Head] = (),
@@ -138,17 +99,21 @@ def head_scores(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Scores:
-    """Score every head for a swap by a mechanism.
+    """Score every head for a swap by a mechanism; larger means costlier.
 
     Parameters
     ----------
-    read
+    model
+        Any causal model of transformers that softgap supports.
+    sequences
         Sequences; slopes and curvatures are those of the loss of the next tokens that count.
-    asked
+    mechanism
+        What heads would become, by name, or as a ``Mechanism`` or ``Substitute``.
+    recall_lists
         Recall lists whose scores are added, scaled so that over all heads they weigh as much as those of the text:
         heads that text hardly misses may carry all of recall.
     names
-        Which scores; see :data:`SCORES`.
+        Which scores; see ``SCORES``.
     heads
         Which heads; None for all that are not swapped.
     swapped
@@ -159,43 +124,77 @@ def head_scores(
     steps
         Points on the way for integrated gradients.
     seed
-        Of the drawn labels.
+        Random seed of the drawn labels.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Scores
+        A value for each score, sequence and head; ``mean`` is over sequences.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> sequences = softgap.linearize.split_sequences(model, tokenizer, [book], length=64, tokens=512)
+    >>> scores = softgap.linearize.head_scores(model, sequences, "elu1", names=["gradient+fisher"])
+    >>> scores.heads[:3]
+    ((0, 0), (0, 1), (0, 2))
+    >>> scores.mean("gradient+fisher").shape
+    (8,)
     """
     check_measurable(model)
     names = as_items(names)
-    for name in names:
-        if name not in SCORES:
-            raise unknown_name("score", name, tuple(SCORES))
-    if samples < 1 or steps < 1:
-        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
+    _check_score_options(names, samples, steps)
     layers = attention_layers(model)
-    gone = {tuple(head) for head in swapped}
-    everything = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
-    by_layer = heads_by_layer(layers, [head for head in everything if head not in gone] if heads is None else heads)
-    used = substitute(mechanism, model)
-    parts = [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in by_layer]
-    under = (
-        [swapped_layer(layer, layer_heads, used, len(layers)) for layer, layer_heads in heads_by_layer(layers, swapped)]
-        if gone
-        else []
+    swapped_heads = {tuple(head) for head in swapped}
+    all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
+    by_layer = heads_by_layer(
+        layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
+    )
+    head_substitute = substitute(mechanism, model)
+    parts, swapped_parts = (
+        [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in selection]
+        for selection in (by_layer, heads_by_layer(layers, swapped) if swapped_heads else [])
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for number in range(len(read)):
-        one_text = read.part(slice(number, number + 1))
-        columns.append(_score_sequence(model, one_text, parts, under, set(names), samples, steps, generator))
-        progress("scoring heads", (number + 1) / len(read))
+    for number in range(len(sequences)):
+        sequence = sequences.part(slice(number, number + 1))
+        columns.append(_score_sequence(model, sequence, parts, swapped_parts, set(names), samples, steps, generator))
+        progress("scoring heads", (number + 1) / len(sequences))
     values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
-    if asked is not None:
-        more = head_scores(
-            model, asked, used, names=names, heads=heads, swapped=swapped, samples=samples, steps=steps, seed=seed
+    if recall_lists is not None:
+        recall_scores = head_scores(
+            model,
+            recall_lists,
+            head_substitute,
+            names=names,
+            heads=heads,
+            swapped=swapped,
+            samples=samples,
+            steps=steps,
+            seed=seed,
         )
-        values = {name: add_recall_scores(values[name], more.mean(name)) for name in names}
+        values = {name: add_recall_scores(values[name], recall_scores.mean(name)) for name in names}
     return Scores(
         tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+def _check_score_options(names: Sequence[str], samples: int, steps: int) -> None:
+    for name in names:
+        if name not in SCORES:
+            raise unknown_name("score", name, tuple(SCORES))
+    if samples < 1 or steps < 1:
+        raise ValueInputError(f"samples and steps must be at least 1, got {samples} and {steps}")
 
 
 def add_recall_scores(
@@ -220,18 +219,18 @@ def _score_sequence(
     model: Model,
     text: Sequences,
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     names: set[str],
     samples: int,
     steps: int,
     generator: torch.Generator,
 ) -> dict[str, Float[Tensor, " head"]]:
     scores: dict[str, Tensor] = {}
-    ids, wanted, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
+    ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
-        with _Gates(model, parts, under) as gates:
+        with _Gates(model, parts, swapped_parts) as gates:
             logits = gates.logits(text)
-            slopes = gates.slopes(_loss(logits, wanted))
+            slopes = gates.slopes(_loss(logits, next_ids))
             curvature = torch.zeros_like(slopes)
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
@@ -242,21 +241,21 @@ def _score_sequence(
         scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
-        way = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
+        integrated = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
-            with _Gates(model, parts, under, (step + 0.5) / steps) as gates:
-                way = way + gates.slopes(_loss(gates.logits(text), wanted)) / (steps * n)
-        scores["integrated"] = way
+            with _Gates(model, parts, swapped_parts, (step + 0.5) / steps) as gates:
+                integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
+        scores["integrated"] = integrated
         if "fisher" in scores:
-            scores["integrated+fisher"] = way + scores["fisher"]
+            scores["integrated+fisher"] = integrated + scores["fisher"]
     if names - set(scores):
-        scores |= _forward_scores(model, ids, parts, under, shapes=bool(names & set(SHAPES)))
+        scores |= _forward_scores(model, ids, parts, swapped_parts, shapes=bool(names & set(SHAPES)))
     return {name: values.detach().cpu() for name, values in scores.items() if name in names}
 
 
-def _loss(logits: Float[Tensor, "next vocabulary"], wanted: Int[Tensor, " next"]) -> Float[Tensor, ""]:
+def _loss(logits: Float[Tensor, "next vocabulary"], next_ids: Int[Tensor, " next"]) -> Float[Tensor, ""]:
     return functional.cross_entropy(
-        logits if logits.dtype == torch.float64 else logits.float(), wanted, reduction="sum"
+        logits if logits.dtype == torch.float64 else logits.float(), next_ids, reduction="sum"
     )
 
 
@@ -264,11 +263,11 @@ class _Gates:
     """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
 
     def __init__(
-        self, model: Model, parts: Sequence[SwappedLayer], under: Sequence[SwappedLayer], place: float = 0.0
+        self, model: Model, parts: Sequence[SwappedLayer], swapped_parts: Sequence[SwappedLayer], place: float = 0.0
     ) -> None:
         self._model, self._place = model, place
         self._parts = {id(part.layer.module): part for part in parts}
-        self._under = {id(part.layer.module): part for part in under}
+        self._swapped_parts = {id(part.layer.module): part for part in swapped_parts}
         self._order = [id(part.layer.module) for part in parts]
         self._outputs: dict[int, Tensor] = {}
         self._steps: dict[int, Tensor] = {}
@@ -308,12 +307,12 @@ class _Gates:
         return torch.cat(slopes)
 
     def _gated(self, call: AttentionCall) -> Tensor:
-        output = _step_towards(call, self._under.get(id(call.module)))[0]
+        output = _step_towards(call, self._swapped_parts.get(id(call.module)))[0]
         part = self._parts.get(id(call.module))
         if part is None:
             return output
-        whole, step = _step_towards(call._replace(output=output), part, self._place)
-        output = whole if self._place else output
+        moved_output, step = _step_towards(call._replace(output=output), part, self._place)
+        output = moved_output if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
         self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
@@ -338,7 +337,7 @@ def _forward_scores(
     model: Model,
     ids: Int[Tensor, "1 time"],
     parts: Sequence[SwappedLayer],
-    under: Sequence[SwappedLayer],
+    swapped_parts: Sequence[SwappedLayer],
     *,
     shapes: bool,
 ) -> dict[str, Float[Tensor, " head"]]:
@@ -364,7 +363,7 @@ def _forward_scores(
             **({name: x[heads.to(x.device)] for name, x in head_shapes(call).items()} if shapes else {}),
         }
 
-    below = {id(part.layer.module): part for part in under}
+    below = {id(part.layer.module): part for part in swapped_parts}
 
     def swapped(call: AttentionCall) -> Tensor:
         return _step_towards(call, below.get(id(call.module)))[0]
@@ -373,3 +372,66 @@ def _forward_scores(
         model(ids[:, :-1], use_cache=False)
     columns = [rows[id(part.layer.module)] for part in parts]
     return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+
+SPLITS = 100
+
+
+RESAMPLES = 999
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Spearman's correlation of a score with measured costs.
+
+    Attributes
+    ----------
+    correlation
+        With its middle 95 % over resampled heads. Texts stay: drawing them anew would add their noise once more, and
+        what it does is what the ceiling says.
+    half
+        Correlation of the costs measured on two halves of the texts, mean over random splits.
+    ceiling
+        What the true costs would reach: sqrt(2 half / (1 + half)); 0 where the halves do not agree at all.
+    disattenuated
+        correlation / ceiling; NaN where there is no ceiling.
+    """
+
+    correlation: Interval
+    half: float
+    ceiling: float
+    disattenuated: float
+
+
+def rank_agreement(
+    score: Float[np.ndarray, " head"], costs: Float[np.ndarray, "head text"], *, rng: np.random.Generator
+) -> Ranking:
+    """How well a score, taken elsewhere, ranks the costs measured on these texts."""
+    measured = costs.mean(axis=-1)
+    draws = rng.integers(len(score), size=(RESAMPLES, len(score)))
+    low, high = np.nanquantile([_spearman(score[rows], measured[rows]) for rows in draws], [0.025, 0.975])
+    value = _spearman(score, measured)
+    half, ceiling = split_half(costs, rng=rng)
+    corrected = value / ceiling if ceiling > 0 else float("nan")
+    return Ranking(Interval(value, float(low), float(high)), half, ceiling, corrected)
+
+
+def split_half(costs: Float[np.ndarray, "head text"], *, rng: np.random.Generator) -> tuple[float, float]:
+    """Mean correlation of two halves of the texts over random splits, and the ceiling that follows."""
+    texts = costs.shape[1]
+    if texts < 2:
+        return float("nan"), 0.0
+    correlations = []
+    for _ in range(SPLITS):
+        order = rng.permutation(texts)
+        first, second = order[: texts // 2], order[texts // 2 :]
+        correlations.append(_spearman(costs[:, first].mean(axis=-1), costs[:, second].mean(axis=-1)))
+    half = float(np.mean(correlations))
+    return half, float(np.sqrt(2 * half / (1 + half))) if half > 0 else 0.0
+
+
+def _spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
+    x, y = rankdata(a), rankdata(b)
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])

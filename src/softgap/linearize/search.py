@@ -2,7 +2,7 @@
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
-of its own; those that choose and those that check are as many as :mod:`softgap.linearize.recall` asks for.
+of its own; those that choose and those that check are as many as ``softgap.linearize.recall`` asks for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
+from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
@@ -54,6 +55,7 @@ FIT_LISTS = 8
 CHECK, CHOOSE, FIT = range(3)
 
 
+@deprecated_keywords(repair="correct", tune="distil")
 def find_plan(
     model: Model,
     tokenizer: Tokenizer,
@@ -64,8 +66,8 @@ def find_plan(
     recall_budget: float | None = None,
     by: str = "heads",
     score: str = DEFAULT_SCORE,
-    repair: bool = True,
-    tune: int = 0,
+    correct: bool = True,
+    distil: int = 0,
     length: int = LENGTH,
     tokens: int | None = TOKENS,
     recalls: int | None = None,
@@ -77,10 +79,14 @@ def find_plan(
 
     Parameters
     ----------
+    model
+        Any causal model of transformers that softgap supports.
+    tokenizer
+        Its tokenizer.
     texts
         What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
-        What heads become, by name, or as a :class:`Substitute`.
+        What heads become, by name, or as a ``Substitute``.
     budget
         Rise in loss that is allowed, in nats per token.
     recall_budget
@@ -88,25 +94,64 @@ def find_plan(
     by
         ``heads`` or ``groups``.
     score
-        What ranks the heads; see :data:`SCORES`.
-    repair
-        Whether swapped heads get a readout.
-    tune
-        Steps by which every set is distilled after its output correction (:func:`distil_substitute`); 0 for none. A
-        step takes the
-        time of about four forwards over a sequence.
+        What ranks the heads; see ``SCORES``.
+    correct
+        Whether swapped heads get an output correction.
+    distil
+        Steps by which every set is distilled after its output correction (``distil_substitute``); 0 for none. A step
+        takes the time of about four forwards over a sequence.
+    length
+        Tokens per sequence.
+    tokens
+        About how many tokens of the texts to use; None for all.
     recalls
         Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
-        as many as a half-width of .02 takes (:data:`softgap.linearize.recall.HALF_WIDTH`), 0 none.
+        as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
+    seed
+        Random seed of the recall lists, the scores and the bootstrap.
     folder
-        Where finished steps wait, so that the same call goes on after an interruption.
+        Where finished steps are saved, so that the same call resumes after an interruption.
+    progress
+        Called with the stage in words and the share of the whole that is done.
+
+    Returns
+    -------
+    Plan
+        Heads, KV groups and layers to swap, the expected cost with intervals, and the memory saved.
+
+    Raises
+    ------
+    ValueInputError
+        If the text is too short for the search.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> from pathlib import Path
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> book = Path("book.txt").read_text()
+    >>> plan = softgap.linearize.find_plan(
+    ...     model, tokenizer, [book], "elu1", budget=0.5, length=64, tokens=1024, recalls=0
+    ... )
+    >>> 0 < len(plan.heads) <= 8
+    True
+    >>> sorted(plan.expected)
+    ['accuracy', 'loss']
     """
     check_measurable(model)
     limits = check_search(
-        budget=budget, recall_budget=recall_budget, score=score, repair=repair, tune=tune, length=length, tokens=tokens
+        budget=budget,
+        recall_budget=recall_budget,
+        score=score,
+        correct=correct,
+        distil=distil,
+        length=length,
+        tokens=tokens,
     )
-    used = substitute(mechanism, model)
-    read = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
+    head_substitute = substitute(mechanism, model)
+    sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
         raise ValueInputError(
             "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
@@ -116,12 +161,14 @@ def find_plan(
         return recall_sequences(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
 
     limited = limits.recall is not None
-    text = _split_text(read, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
-    settings = _settings(model, read, used, length=length, by=by, score=score, repair=repair, tune=tune, seed=seed)
+    text = _split_text(sequences, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
+    settings = _settings(
+        model, sequences, head_substitute, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
+    )
     checkpoints = Checkpoints(folder, settings)
     choose = RecallTest(model, partial(lists, CHOOSE), recalls, checkpoints, seed) if limited else None
-    search = _Search(model, text, used, settings, checkpoints, progress, choose)
-    order = _order_by_score(model, text, used, settings, checkpoints, progress)
+    search = _Search(model, text, head_substitute, settings, checkpoints, progress, choose)
+    order = _order_by_score(model, text, head_substitute, settings, checkpoints, progress)
     heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
@@ -129,19 +176,19 @@ def find_plan(
     if recalls != 0:
         check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
         check.report = lambda n: progress(f"{stage}, {n} recall lists", 0.97)
-    about = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    return _evaluate_plan(model, text, heads, search.substitute(heads), about, check, search.lists(heads))
+    provenance = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
+    return _evaluate_plan(model, text, heads, search.substitute(heads), provenance, check, search.lists(heads))
 
 
-def _settings(model: Model, read: Sequences, used: Substitute, **options: Any) -> dict[str, Any]:
+def _settings(model: Model, sequences: Sequences, head_substitute: Substitute, **options: Any) -> dict[str, Any]:
     """Everything that scores and costs of sets depend on; a budget does not change them."""
     return {
         "fingerprint": model_fingerprint(model),
-        "mechanism": used.name,
-        "calibration": used.mechanism.origin,
-        "parameters": used.digest,
-        "text": digest_of_sequences(read),
-        "tokens": read.tokens,
+        "mechanism": head_substitute.name,
+        "calibration": head_substitute.mechanism.origin,
+        "parameters": head_substitute.digest,
+        "text": digest_of_sequences(sequences),
+        "tokens": sequences.tokens,
         **options,
     }
 
@@ -151,8 +198,8 @@ def check_search(
     budget: float,
     recall_budget: float | None,
     score: str,
-    repair: bool,
-    tune: int,
+    correct: bool,
+    distil: int,
     length: int,
     tokens: int | None,
 ) -> Budget:
@@ -160,10 +207,10 @@ def check_search(
     limits = Budget(budget, recall_budget)
     if score not in SCORES:
         raise unknown_name("score", score, SCORES)
-    if tune < 0 or (tune and not repair):
+    if distil < 0 or (distil and not correct):
         raise ValueInputError(
-            f"distillation takes 0 steps or more and needs the output correction, got tune={tune} and "
-            f"repair={repair}; leave one out"
+            f"distillation takes 0 steps or more and needs the output correction, got distil={distil} and "
+            f"correct={correct}; leave one out"
         )
     check_length(length)
     if tokens is not None and tokens < 1:
@@ -178,21 +225,21 @@ class _SearchText:
     fit: Sequences
     choose: Sequences
     check: Sequences
-    fit_asked: Sequences | None = None
+    fit_recall_lists: Sequences | None = None
 
 
-def _split_text(read: Sequences, recall: Sequences | None) -> _SearchText:
+def _split_text(sequences: Sequences, recall: Sequences | None) -> _SearchText:
     """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
-    half, quarter = len(read) // 2, max(1, len(read) // 4)
-    bounds = ((0, half), (half, len(read) - quarter), (len(read) - quarter, None))
-    fit, choose, check = (read.part(slice(*bound)) for bound in bounds)
+    half, quarter = len(sequences) // 2, max(1, len(sequences) // 4)
+    bounds = ((0, half), (half, len(sequences) - quarter), (len(sequences) - quarter, None))
+    fit, choose, check = (sequences.part(slice(*bound)) for bound in bounds)
     return _SearchText(fit, choose, check, recall)
 
 
 def _order_by_score(
     model: Model,
     text: _SearchText,
-    used: Substitute,
+    head_substitute: Substitute,
     settings: dict[str, Any],
     checkpoints: Checkpoints,
     progress: Progress,
@@ -203,12 +250,12 @@ def _order_by_score(
     """
     name = settings["score"]
 
-    def scored() -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         scores_of_heads = head_scores(
             model,
             text.fit,
-            used,
-            asked=text.fit_asked,
+            head_substitute,
+            recall_lists=text.fit_recall_lists,
             names=[name],
             seed=settings["seed"],
             progress=lambda stage, share: progress(stage, 0.3 * share),
@@ -216,7 +263,7 @@ def _order_by_score(
         return {"heads": scores_of_heads.heads, "score": scores_of_heads.mean(name).tolist()}
 
     scores = checkpoints.find_or_make(
-        ["scores", digest_of_sequences(text.fit_asked)] if text.fit_asked else "scores", scored
+        ["scores", digest_of_sequences(text.fit_recall_lists)] if text.fit_recall_lists else "scores", make
     )
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
     return order_units(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
@@ -229,13 +276,13 @@ class _Search:
         self,
         model: Model,
         text: _SearchText,
-        used: Substitute,
+        head_substitute: Substitute,
         settings: dict[str, Any],
         checkpoints: Checkpoints,
         progress: Progress,
         recall: RecallTest | None,
     ) -> None:
-        self._model, self._text, self._plain, self._recall = model, text, used, recall
+        self._model, self._text, self._plain, self._recall = model, text, head_substitute, recall
         self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
         self._substitutes: dict[tuple[Head, ...], Substitute] = {}
         self.share = 0.3
@@ -252,8 +299,8 @@ class _Search:
             self._substitutes[key] = fit_output_correction(self._model, self._text.fit, heads, self._plain)
             if self._settings["tune"]:
                 self._substitutes[key] = distil_substitute(
-                    self._model, self._text.fit, heads, self._substitutes[key], asked=self._text.fit_asked,
-                    steps=self._settings["tune"], seed=self._settings["seed"],
+                    self._model, self._text.fit, heads, self._substitutes[key],
+                    recall_lists=self._text.fit_recall_lists, steps=self._settings["tune"], seed=self._settings["seed"],
                     progress=lambda stage, share: self._progress(stage, self.share),
                 )  # fmt: skip
         return self._substitutes[key]
@@ -276,8 +323,8 @@ class _Search:
 
     def _reading(self, heads: list[Head]) -> Reading:
         def make() -> dict[str, Any]:
-            used = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, None, heads, used).to_json()
+            head_substitute = self.substitute(heads) if heads else None
+            return read_swapped(self._model, self._text.choose, None, heads, head_substitute).to_json()
 
         return Reading.from_json(self._checkpoints.find_or_make(["set", heads], make))
 
@@ -307,7 +354,7 @@ def _evaluate_plan(
     model: Model,
     text: _SearchText,
     heads: Sequence[Head],
-    used: Substitute,
+    head_substitute: Substitute,
     provenance: dict[str, Any],
     recall: RecallTest | None,
     decided_on: int,
@@ -316,13 +363,15 @@ def _evaluate_plan(
 
     Recall is checked on at least as many lists as it was decided on.
     """
-    original, swapped = (read_swapped(model, text.check, None, some, used) for some in ([], heads))
-    about: dict[str, float] = {}
+    original, swapped = (
+        read_swapped(model, text.check, None, swapped_heads, head_substitute) for swapped_heads in ([], heads)
+    )
+    recall_record: dict[str, float] = {}
     if recall is not None:
-        before, after = recall.compare(heads, lambda: used, fewest=max(FEWEST_LISTS, decided_on))
+        before, after = recall.compare(heads, lambda: head_substitute, fewest=max(FEWEST_LISTS, decided_on))
         original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
-        about = {
+        recall_record = {
             "lists": len(before.recall),
             "questions": len(before.recall) * PAIRS,
             "half_width": widths["change"],
@@ -331,7 +380,11 @@ def _evaluate_plan(
         }
     bounded = bounded_layers(model)
     by_layer = heads_by_layer(attention_layers(model), heads)
-    freed = [(layer, layer_heads) for layer, layer_heads in by_layer if streams(used) and layer.number not in bounded]
+    freed = [
+        (layer, layer_heads)
+        for layer, layer_heads in by_layer
+        if streams(head_substitute) and layer.number not in bounded
+    ]
     groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
     return Plan(
         model=model.name_or_path or model.config.model_type,
@@ -339,10 +392,10 @@ def _evaluate_plan(
         heads=tuple(heads),
         groups=groups,
         layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
-        substitute=used,
+        substitute=head_substitute,
         original=original.means(),
         expected=swapped.change_from(original),
-        recall=about,
-        memory=memory_of(model, groups, used),
+        recall=recall_record,
+        memory=memory_of(model, groups, head_substitute),
         provenance=provenance,
     )

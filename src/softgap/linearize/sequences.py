@@ -69,7 +69,7 @@ class Sequences:
         """Some of them."""
         return Sequences(self.ids[rows], self.scored[rows], None if self.first is None else self.first[rows])
 
-    def answered(
+    def answer_shares(
         self, right: Float[Tensor, "*copies text next"]
     ) -> tuple[Float[Tensor, "*copies text"], Float[Tensor, "*copies text"]]:
         """The share of answers whose first token is right, and of those that are right as a whole, text by text.
@@ -113,15 +113,15 @@ def split_sequences(
             f"sequences can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
     ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
-    whole = len(ids) // length
-    if whole < fewest:
+    n_whole = len(ids) // length
+    if n_whole < fewest:
         raise ValueInputError(
             f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
             f" got {len(ids)}; give more text or choose shorter sequences"
         )
-    wanted = whole if tokens is None else min(whole, max(fewest, tokens // length))
-    places = np.linspace(0, whole - 1, wanted).round().astype(int)
-    rows = torch.tensor(ids[: whole * length]).view(whole, length)[torch.from_numpy(places)].to(model.device)
+    n_sequences = n_whole if tokens is None else min(n_whole, max(fewest, tokens // length))
+    places = np.linspace(0, n_whole - 1, n_sequences).round().astype(int)
+    rows = torch.tensor(ids[: n_whole * length]).view(n_whole, length)[torch.from_numpy(places)].to(model.device)
     return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
 
 
@@ -161,14 +161,14 @@ def recall_sequences(
 
 def digest_of_sequences(*sequences: Sequences) -> str:
     """Hash of the tokens and of which of them count."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in sequences:
-        whole.update(str(tuple(part.ids.shape)).encode())
-        whole.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
-        whole.update(part.scored.cpu().numpy().tobytes())
+        digest.update(str(tuple(part.ids.shape)).encode())
+        digest.update(part.ids.cpu().numpy().astype(np.int64).tobytes())
+        digest.update(part.scored.cpu().numpy().tobytes())
         if part.first is not None:
-            whole.update(part.first.cpu().numpy().tobytes())
-    return whole.hexdigest()[:32]
+            digest.update(part.first.cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _recall_sequence(
@@ -222,7 +222,7 @@ class PredictionScores:
         means: Tensor = (values * scored).sum(dim=-1) / scored.sum(dim=-1)
         if sequences.first is None:
             return means
-        return torch.cat([means, torch.stack(sequences.answered(values[2]))])
+        return torch.cat([means, torch.stack(sequences.answer_shares(values[2]))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +239,9 @@ def read_original(model: Model, ids: Int[Tensor, "text time"]) -> Original:
     n = ids.shape[1] - 1
     blocks = forward_then_logits(model, _inputs(ids), n, rows=max(1, ROWS // len(ids)))
     logs = torch.cat([_numbers(logits) for _, logits in blocks()], dim=1).log_softmax(dim=-1)
-    wanted = ids[:, 1:, None]
-    loss = -logs.gather(-1, wanted)[..., 0]
-    right = (logs.argmax(dim=-1) == wanted[..., 0]).to(loss.dtype)
+    next_ids = ids[:, 1:, None]
+    loss = -logs.gather(-1, next_ids)[..., 0]
+    right = (logs.argmax(dim=-1) == next_ids[..., 0]).to(loss.dtype)
     probability = logs.exp()
     # A token that a model rules out has probability 0 and log-probability -inf, and counts as 0.
     entropy = (probability * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
@@ -257,13 +257,13 @@ def score_forward(
     KL = sum p log p - sum p z + log Z sum p, in which it does not matter that rounded p do not quite sum to 1.
     """
     n = ids.shape[1] - 1
-    many = ids.repeat(copies, 1)
-    scores = torch.empty(3, len(many), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
-    for start, logits in forward_then_logits(model, _inputs(many), n, rows=max(1, ROWS // len(many)))():
+    copied_ids = ids.repeat(copies, 1)
+    scores = torch.empty(3, len(copied_ids), n, dtype=torch.float64 if model.dtype == torch.float64 else torch.float32)
+    for start, logits in forward_then_logits(model, _inputs(copied_ids), n, rows=max(1, ROWS // len(copied_ids)))():
         stop = start + logits.shape[1]
-        for row in range(len(many)):
+        for row in range(len(copied_ids)):
             base = None if original is None else original.probability[row % len(ids), start:stop]
-            scores[:, row, start:stop] = _score_rows(logits[row], many[row, start + 1 : stop + 1], base)
+            scores[:, row, start:stop] = _score_rows(logits[row], copied_ids[row, start + 1 : stop + 1], base)
     loss, cross, right = scores
     if original is None:
         return PredictionScores(loss, torch.full_like(loss, torch.nan), right)
@@ -285,14 +285,14 @@ def correct_tokens(model: Model, sequences: Sequences) -> Float[Tensor, "text ne
 
 def _score_rows(
     logits: Float[Tensor, "next vocabulary"],
-    wanted: Int[Tensor, " next"],
+    next_ids: Int[Tensor, " next"],
     base: Float[Tensor, "next vocabulary"] | None,
 ) -> Float[Tensor, "quantity next"]:
     """Loss, cross term log Z sum p - sum p z, and whether the top token is right."""
     blocks = []
     step = max(1, CACHED // logits.shape[-1])
     for start in range(0, len(logits), step):
-        z, y = _numbers(logits[start : start + step]), wanted[start : start + step]
+        z, y = _numbers(logits[start : start + step]), next_ids[start : start + step]
         total = z.logsumexp(dim=-1)
         cross = torch.full_like(total, torch.nan)
         if base is not None:
@@ -364,21 +364,25 @@ class Reading:
 
 
 def read_swapped(
-    model: Model, read: Sequences | None, recall_lists: Sequences | None, heads: Sequence[Head], used: Substitute | None
+    model: Model,
+    sequences: Sequences | None,
+    recall_lists: Sequences | None,
+    heads: Sequence[Head],
+    head_substitute: Substitute | None,
 ) -> Reading:
     """Evaluate text and recall lists with these heads swapped, whichever is given; no heads is the original model."""
     check_measurable(model)
-    swapped = swap(model, heads, used) if heads and used is not None else nullcontext()
+    swapped = swap(model, heads, head_substitute) if heads and head_substitute is not None else nullcontext()
     with torch.inference_mode(), swapped:
-        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(read)]
+        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(sequences)]
         lists = (
             []
             if recall_lists is None
-            else [part.answered(correct_tokens(model, part)) for part in _batches(recall_lists)]
+            else [part.answer_shares(correct_tokens(model, part)) for part in _batches(recall_lists)]
         )
     loss, _, accuracy = _concatenate(text) if text else np.zeros((3, 0))
-    recall, whole = _concatenate([torch.stack(both) for both in lists]) if lists else np.zeros((2, 0))
-    return Reading(loss, accuracy, recall, whole)
+    recall, whole_answers = _concatenate([torch.stack(shares) for shares in lists]) if lists else np.zeros((2, 0))
+    return Reading(loss, accuracy, recall, whole_answers)
 
 
 def join_readings(readings: Sequence[Reading]) -> Reading:

@@ -139,7 +139,7 @@ def _cached_model(name: str, revision: CachedRevisionInfo) -> ModelInfo | None:
 
 
 def _refusal(config: Mapping[str, Any]) -> str | None:
-    """As :func:`softgap.models.support.refusal`; it needs transformers, which a cache without models does not."""
+    """As ``softgap.models.support.refusal``; it needs transformers, which a cache without models does not."""
     from softgap.models.support import refusal
 
     return refusal(config)

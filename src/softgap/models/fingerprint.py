@@ -79,12 +79,12 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     known = _FINGERPRINTS.get(model)
     if known is not None and known[0] == state and not fresh:
         return known[1]
-    whole = hashlib.sha256(settings.encode())
+    hasher = hashlib.sha256(settings.encode())
     # hashlib lets go of the interpreter lock, so threads hash side by side.
     with ThreadPoolExecutor() as pool:
         for digest in pool.map(_digest, tensors, tensors.values()):
-            whole.update(digest)
-    value = whole.hexdigest()[:32]
+            hasher.update(digest)
+    value = hasher.hexdigest()[:32]
     _FINGERPRINTS[model] = (state, value)
     return value
 

@@ -30,8 +30,8 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 from softgap.errors import ModelError
 from softgap.models.cache import CopyRecord, build_copy, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256, embedded_copy, package_file
+from softgap.models.loading import quiet_transformers
 from softgap.models.support import refusal
-from softgap.models.verbosity import quiet_transformers
 from softgap.progress import Progress
 
 __all__ = [
@@ -181,21 +181,21 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 def _verify(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise unless the saved files give back every weight, the config and the tokenizer."""
-    wanted = model.state_dict()
-    unseen = {name for name, _ in model.named_parameters()}
+    weights = model.state_dict()
+    missing = {name for name, _ in model.named_parameters()}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - not a dict
-                if not torch.equal(stored.get_tensor(name), wanted[name]):
+                if not torch.equal(stored.get_tensor(name), weights[name]):
                     raise ModelError(f"the converted weight '{name}' differs from its source; convert again")
-                unseen.discard(name)
-    again = AutoTokenizer.from_pretrained(folder)
+                missing.discard(name)
+    tokenizer_again = AutoTokenizer.from_pretrained(folder)
     same = (
-        not unseen
+        not missing
         and AutoConfig.from_pretrained(folder).to_diff_dict() == {**model.config.to_diff_dict()}
-        and again(_SAMPLE).input_ids == tokenizer(_SAMPLE).input_ids
-        and again.decode(again(_SAMPLE).input_ids) == tokenizer.decode(tokenizer(_SAMPLE).input_ids)
-        and again.chat_template == tokenizer.chat_template
+        and tokenizer_again(_SAMPLE).input_ids == tokenizer(_SAMPLE).input_ids
+        and tokenizer_again.decode(tokenizer_again(_SAMPLE).input_ids) == tokenizer.decode(tokenizer(_SAMPLE).input_ids)
+        and tokenizer_again.chat_template == tokenizer.chat_template
     )
     if not same:
         raise ModelError(f"the converted model in '{folder}' does not give back its source; convert again")

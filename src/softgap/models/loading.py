@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub.utils
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -21,6 +24,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -30,23 +34,48 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from softgap.errors import ModelError
 from softgap.models.cache import copy_folder, read_record
 from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256
-from softgap.models.gguf import (
-    LARGEST_CACHED,
-    convert,
-    embedded_folder,
-    file_hash,
-    gguf_metadata,
-    read_gguf,
-)
 from softgap.models.support import TAPPED_ATTENTION, refusal
-from softgap.models.verbosity import quiet_transformers
 from softgap.progress import Progress, bar_or_callback
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "quiet_transformers"]
+
+
+_QUIET = threading.RLock()
+
+
+@contextlib.contextmanager
+def quiet_transformers(*, downloads: bool) -> Iterator[None]:
+    """Silence the warnings and bars of transformers and the hub, then restore them; `downloads` keeps download bars.
+
+    What those warnings tell (missing weights, unknown types) is checked by the caller and raised instead. The lock
+    keeps two threads from restoring each other's settings.
+    """
+    with _QUIET:
+        level = logging.get_verbosity()
+        hub_level = hub_logging.get_verbosity()
+        bars = logging.is_progress_bar_enabled()
+        hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
+        logging.set_verbosity_error()
+        hub_logging.set_verbosity(hub_logging.ERROR)
+        logging.disable_progress_bar()
+        if downloads and hub_bars:
+            huggingface_hub.utils.enable_progress_bars()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            hub_logging.set_verbosity(hub_level)
+            if bars:
+                logging.enable_progress_bar()
+            if hub_bars:
+                huggingface_hub.utils.enable_progress_bars()
+            else:
+                huggingface_hub.utils.disable_progress_bars()
 
 
 def explain(name: str, error: Exception) -> ModelError:
@@ -141,7 +170,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
 
 
-# What transformers calls them, for rooms that do not import it.
+# What transformers calls them, for packages that do not import it.
 Model = PreTrainedModel
 
 
@@ -168,7 +197,7 @@ def load_model(
         embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
         over a hub id.
     dtype
-        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as `torch.dtype`, or ``"auto"``: what the weights are
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as ``torch.dtype``, or ``"auto"``: what the weights are
         stored in, which is float32 for the embedded model and GGUF files.
     device
         ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
@@ -182,12 +211,26 @@ def load_model(
     -------
     tuple
         The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be found or loaded.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("smollm2-135m")
+    >>> model.config.num_hidden_layers, model.config.num_attention_heads
+    (30, 9)
     """
     downloads = bool(progress) and sys.stderr.isatty()
     options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
         if source.kind == "embedded":
+            from softgap.models.gguf import embedded_folder
+
             return _load_pretrained(source, embedded_folder(report), options)
         if source.kind == "gguf":
             return _load_gguf(source, Path(source.name), options, report)
@@ -250,6 +293,8 @@ def _require_model_folder(folder: Path) -> None:
 
 def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress) -> Loaded:
     """A GGUF file by way of its converted copy; a large one directly."""
+    from softgap.models.gguf import LARGEST_CACHED, convert, file_hash, gguf_metadata, read_gguf
+
     if path.stat().st_size > LARGEST_CACHED:
         model, tokenizer = read_gguf(path, report)
         if options.attn is not None:
@@ -351,22 +396,22 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _check_device(device: str | torch.device) -> torch.device:
-    here = _devices()
+    available = _devices()
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
         resolved = None
-    if resolved is None or (resolved.index or 0) >= here.get(resolved.type, 0):
-        raise ModelError(f"device must be one of those here ({', '.join(here)}), got '{device}'; use 'cpu'")
+    if resolved is None or (resolved.index or 0) >= available.get(resolved.type, 0):
+        raise ModelError(f"device must be one of those here ({', '.join(available)}), got '{device}'; use 'cpu'")
     return resolved
 
 
 def _devices() -> dict[str, int]:
     """Kinds of device that can be used here, with how many there are of each."""
-    here = {"cpu": 1}
+    available = {"cpu": 1}
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        here[accelerator.type] = torch.accelerator.device_count()
-    return here
+        available[accelerator.type] = torch.accelerator.device_count()
+    return available
 
 
 def _check_attn(attn: str | None) -> str | None:

@@ -23,7 +23,6 @@ from softgap.errors import ModelError
 __all__ = [
     "TAPPED_ATTENTION",
     "attention_modules",
-    "attention_registries",
     "check_measurable",
     "check_tappable",
     "refusal",
@@ -208,11 +207,6 @@ def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:
         if registry is not None and not any(name.startswith(tower) for tower in towers):
             modules.append(AttentionModule(name, getattr(module, "layer_idx", None), module, registry))
     return tuple(modules)
-
-
-def attention_registries(model: PreTrainedModel) -> tuple[AttentionInterface, ...]:
-    """The distinct registries this model's attention is looked up in; Doge, for one, has its own."""
-    return tuple({id(entry.registry): entry.registry for entry in attention_modules(model)}.values())
 
 
 def _in_training(model: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensor files: named tensors and one JSON document in a safetensors file, checked by a hash when read."""
+"""Tensor files: tensors and one JSON document, checked by a hash; a model's calibration, found by its fingerprint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
 from softgap.errors import StoreError, UnsupportedError
+from softgap.models.cache import cache_dir
+from softgap.models.fingerprint import model_fingerprint
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
-    "BLOCK",
-    "FORMAT",
     "StoredCalibration",
+    "calibrated_mechanisms",
+    "calibration_path",
+    "default_mechanisms",
     "digest_of",
+    "equip_mechanism",
     "held_out_summary",
     "load_calibration",
     "save_calibration",
@@ -136,8 +142,58 @@ def load_calibration(path: Path) -> StoredCalibration:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Hash of named tensors: names, shapes, dtypes and all bytes."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        whole.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
-        whole.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return whole.hexdigest()[:32]
+        hasher.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return hasher.hexdigest()[:32]
+
+
+DEFAULT_MECHANISMS = ("elu1", BASELINE)
+
+
+def calibration_path(fingerprint: str) -> Path:
+    """Where the calibration of the model with this fingerprint is kept.
+
+    In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
+    """
+    override = os.environ.get("SOFTGAP_CALIBRATIONS")
+    folder = Path(override).expanduser().absolute() if override else cache_dir() / "calibrations"
+    return folder / f"{fingerprint}.safetensors"
+
+
+def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
+    """A mechanism ready for a model: by name, as ``name@file``, or itself; parameters come from its calibration."""
+    if isinstance(mechanism, str) and "@" in mechanism:
+        name, _, file = mechanism.partition("@")
+        return _check_fingerprint(load_calibration(Path(file).expanduser()), model, Path(file)).equip(name)
+    resolved = resolve(mechanism)
+    if not resolved.missing:
+        return resolved
+    path = calibration_path(model_fingerprint(model))
+    if not path.is_file():
+        raise UnsupportedError(
+            f"mechanism '{resolved.name}' needs the parameters {', '.join(resolved.missing)}, and there is no "
+            f"calibration for this model; make one with 'softgap calibrate', or name a file as in {resolved.name}@FILE"
+        )
+    return _check_fingerprint(load_calibration(path), model, path).equip(resolved)
+
+
+def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
+    """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
+    return (*DEFAULT_MECHANISMS, *calibrated_mechanisms(model))
+
+
+def calibrated_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
+    """``fitted`` where the model has a calibration, else nothing."""
+    return ("fitted",) if calibration_path(model_fingerprint(model)).is_file() else ()
+
+
+def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
+    fingerprint = model_fingerprint(model)
+    if stored.metadata.get("fingerprint") != fingerprint:
+        raise UnsupportedError(
+            f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "
+            f"({stored.metadata.get('model')}), and this one is {fingerprint}; calibrate this model"
+        )
+    return stored

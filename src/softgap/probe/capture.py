@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.models.calibrations import DEFAULT_MECHANISMS
 from softgap.models.fingerprint import live_options, manifest_of, replay_options
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import takes_positions
+from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.recording import BLOCK, Step, record
+from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
 from softgap.trajectories import Manifest, Trajectories, inputs_digest
 
@@ -202,24 +202,57 @@ def generate(
 
     Parameters
     ----------
+    model
+        Any causal model of transformers whose attention goes through the registry.
+    tokenizer
+        Its tokenizer.
     prompt
         One text gives one Trajectories, a list of texts a list; ``num_return_sequences`` makes it a list too.
+    max_new_tokens
+        The most tokens that the model may write.
+    mechanisms
+        What to compare the model's softmax attention with: names (``"elu1"``, ``"top_k:k=8"``) or ``Mechanism``
+        objects.
     chat
         Whether to wrap the prompt in the tokenizer's chat template; None does so where there is one.
     seed
         With it the model samples (temperature 1 unless ``settings`` say otherwise); without it greedy search. The
         global random state is left as it was.
     listener
-        Called with each :class:`~softgap.probe.Step` while the model writes.
+        Called with each ``softgap.probe.Step`` while the model writes.
     stop
         Asked after every token; once it says True the generation ends there, as if by itself.
-    settings
+    block
+        Steps to reduce together; it changes the speed, not the numbers.
+    focus
+        Measure S(a), attention entropy and the largest weight too.
+    drop_sinks
+        Leave out this many first keys of every sequence, in softmax and in the mechanisms.
+    **settings
         Anything else that ``model.generate`` takes.
+
+    Returns
+    -------
+    Trajectories or list of Trajectories
+        Divergence, relative L2 and norm ratio ``[layer, head, step]`` for each mechanism; tokens, log-probability and
+        entropy of each step.
 
     Raises
     ------
     Interrupted
         On Ctrl-C: a KeyboardInterrupt that carries what was measured up to then.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("smollm2-135m")
+    >>> run = softgap.generate(model, tokenizer, "Tell me a story about a fox.", max_new_tokens=4)
+    >>> "".join(run.tokens)
+    'The story of a'
+    >>> run.divergence.shape  # layer, head, step; of the first mechanism
+    (30, 9, 4)
+    >>> run.mechanisms
+    ('elu1', 'uniform')
     """
     check_measurable(model)
     if max_new_tokens < 1:
@@ -314,16 +347,44 @@ def read(
     focus: bool = False,
     drop_sinks: int = 0,
 ) -> Trajectories | list[Trajectories]:
-    """Read a text in one teacher-forced pass: one step per query, whoever wrote it.
+    """Read a text in one teacher-forced pass: one step per query, whoever wrote the text.
 
     Parameters
     ----------
+    model
+        Any causal model of transformers whose attention goes through the registry.
+    tokenizer
+        Its tokenizer.
     text
         One text gives one Trajectories, a list of texts (a batch, padded on the right) a list.
     completion
         What followed the text: then steps are those of a generation of exactly these tokens.
+    mechanisms
+        What to compare the model's softmax attention with: names (``"elu1"``, ``"top_k:k=8"``) or ``Mechanism``
+        objects.
     chat
         Wrap the text in the tokenizer's chat template (with a completion).
+    focus
+        Measure S(a), attention entropy and the largest weight too.
+    drop_sinks
+        Leave out this many first keys of every sequence, in softmax and in the mechanisms.
+
+    Returns
+    -------
+    Trajectories or list of Trajectories
+        The same as ``generate`` returns for these tokens.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> run = softgap.read(model, tokenizer, "A fox went out", completion=" at night.", mechanisms=["elu1"])
+    >>> "".join(run.tokens)
+    ' at night.'
+    >>> run.divergence.shape
+    (2, 4, 10)
     """
     check_measurable(model)
     texts = [text] if isinstance(text, str) else list(text)
@@ -359,7 +420,7 @@ def read_ids(
     focus: bool = False,
     drop_sinks: int = 0,
 ) -> list[Trajectories]:
-    """Read token ids: the same as :func:`read`, for who has tokens already."""
+    """Read token ids: the same as ``read``, for who has tokens already."""
     check_measurable(model)
     followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
     # The last token of a completion is predicted, never fed: as in a generation.

@@ -1,12 +1,12 @@
-"""The attention layers of a model: their heads, and the rotary embedding of each."""
+"""The attention layers of a model: their heads, the rotary embedding of each, and their tensors on one text."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import get_args
+from typing import TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,12 +15,23 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from softgap.attention import Visible
 from softgap.attention.rotary import Layout, Rotation
-from softgap.errors import ModelError
+from softgap.errors import ModelError, ValueInputError
 from softgap.models.support import attention_modules, check_tappable
 from softgap.probe.tap import AttentionCall, observe_attention
+from softgap.probe.token_scores import forward_then_logits
+from softgap.probe.visibility import VisibleSets
 
-__all__ = ["AttentionLayer", "attention_layers", "layer_numbers", "layer_rotations"]
+__all__ = [
+    "AttentionLayer",
+    "LayerTensors",
+    "attention_layers",
+    "layer_numbers",
+    "layer_rotations",
+    "output_weight",
+    "visit_layers",
+]
 
 
 PROBE_TOKENS = (0, 1)
@@ -206,3 +217,74 @@ def _error(rotation: Rotation, before: Vectors, after: Vectors, shift: int) -> f
 def _tolerance(dtype: torch.dtype, position: int) -> float:
     # Models take the product of position and frequency in float32: far out their own angles are rounded.
     return TOLERANCE.get(dtype, ROUNDED) + position * 2.0**-22
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTensors:
+    """One layer on one text, in float32: after rotary embedding, KV heads not repeated.
+
+    Attributes
+    ----------
+    layer
+        Its number in the order of the calls.
+    scale
+        The model's scaling.
+    visible
+        Which keys each query sees.
+    softcap
+        Bound of its scores, where it has one.
+    """
+
+    layer: int
+    query: Float[Tensor, "head query dim"]
+    key: Float[Tensor, "kv_head key dim"]
+    value: Float[Tensor, "kv_head key value_dim"]
+    output: Float[Tensor, "head query value_dim"]
+    scale: float
+    visible: Visible
+    softcap: float | None = None
+
+
+def visit_layers(
+    model: PreTrainedModel, token_ids: Sequence[int], visit: Callable[[LayerTensors], Result]
+) -> list[Result]:
+    """Run a model once over a text and hand every layer's tensors to ``visit``, one layer at a time.
+
+    Only what ``visit`` returns is kept, so memory does not grow with the number of layers.
+    """
+    if not len(token_ids):
+        raise ValueInputError("a text must hold at least one token, got none")
+    results: list[Result] = []
+    sets = VisibleSets()
+
+    def listen(call: AttentionCall) -> None:
+        q, k, v = (x.detach()[0].float() for x in (call.query, call.key, call.value))
+        output = call.output.detach()[0].transpose(0, 1).float()
+        results.append(
+            visit(LayerTensors(len(results), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
+        )
+
+    with torch.inference_mode(), observe_attention(model, listen):
+        inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
+        # The logits of a long text would be the largest tensor of all, and nobody asks for them.
+        forward_then_logits(model, inputs, len(token_ids))
+    return results
+
+
+_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
+
+
+def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head value_dim model_dim"] | None:
+    """The rows of the output projection that each head writes with; None where the module has none of a known name."""
+    for name in _PROJECTIONS:
+        weight = getattr(getattr(layer.module, name, None), "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
+            if matrix.shape[0] == layer.heads * value_dim:
+                weights: Tensor = matrix.detach().unflatten(0, (layer.heads, value_dim))
+                return weights
+    return None

@@ -135,7 +135,7 @@ class Meter:
         self._valid: Bool[Tensor, "batch time"] | None = None
         self._new_valid: Bool[Tensor, "batch time"] | None = None
         self._new = 0
-        self._told = False
+        self._has_padding_mask = False
         self._by_reference = False
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
@@ -150,7 +150,7 @@ class Meter:
         """
         self._new = n
         self._by_reference = by_reference and n == 1
-        self._told = valid is not None
+        self._has_padding_mask = valid is not None
         self._new_valid = None
         if valid is not None and not bool(valid.all()):
             self._new_valid = valid[:, -n:]
@@ -185,7 +185,7 @@ class Meter:
         batch, heads, n, d = call.query.shape
         self._dim = d
         shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
-        if index == 0 and not self._told:
+        if index == 0 and not self._has_padding_mask:
             self._derive_valid(shown, batch, n, call.query.device)
         output = call.output.detach().transpose(1, 2)
         if self._drop:

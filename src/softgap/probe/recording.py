@@ -17,10 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.calibrations import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
-from softgap.probe.arguments import (
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
+from softgap.probe.meter import Meter
+from softgap.probe.stream import Stream
+from softgap.probe.tap import (
+    AttentionCall,
     by_name,
     cache_length,
     cached_keys,
@@ -28,12 +31,10 @@ from softgap.probe.arguments import (
     generation_config,
     grows_by_copies,
     new_valid,
+    observe_attention,
     prompt_length,
     row_lengths,
 )
-from softgap.probe.meter import Meter
-from softgap.probe.stream import Stream
-from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
@@ -64,7 +65,7 @@ class Step:
 
 
 class Recording:
-    """What was seen of a model's attention; made by :func:`record`."""
+    """What was seen of a model's attention; made by ``record``."""
 
     def __init__(
         self,
@@ -294,15 +295,32 @@ def record(
     tokenizer
         For the text of the tokens; without it they stay empty.
     listener
-        Called with each :class:`Step` while the model generates; steps are then reduced one by one.
+        Called with each ``Step`` while the model generates; steps are then reduced one by one.
     block
         Steps to reduce together; it changes the speed, not the numbers.
     focus
         Measure S(a), attention entropy and the largest weight too.
     drop_sinks
-        Leave out the first keys of every sequence, on both sides.
+        Leave out this many first keys of every sequence, in softmax and in the mechanisms.
     logits
         Score the logits of each forward; replay does that apart.
+
+    Yields
+    ------
+    Recording
+        Its ``trajectories()`` returns one Trajectories per sequence.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model of two layers with four heads:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> inputs = tokenizer("A fox went out.", return_tensors="pt")
+    >>> with softgap.record(model, ["elu1"], tokenizer=tokenizer) as recording:
+    ...     ids = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    >>> [run.divergence.shape for run in recording.trajectories()]  # layer, head, step
+    [(2, 4, 4)]
     """
     recording = Recording(
         model,

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from softgap.attention import Visible
 from softgap.probe.tap import AttentionCall
+from softgap.probe.visibility import VisibleSets
 
-__all__ = ["Focus", "SoftmaxRows", "focus_of", "softmax_output", "softmax_rows"]
+__all__ = ["focus_of", "head_shapes", "softmax_output", "softmax_rows"]
+
 
 BLOCK_NUMBERS = 2**22
 
@@ -62,7 +64,7 @@ def softmax_rows(call: AttentionCall, visible: Visible, dtype: torch.dtype = tor
         seen = shown.rows(start, stop, keys, q.device)
         grouped = q[:, :, start:stop].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         scores = (grouped @ k[:, :, slice(*keys)].transpose(-1, -2)).reshape(batch, heads, stop - start, -1)
-        scores = _biased(scores * call.scale, call, slice(start, stop), slice(*keys))
+        scores = _add_bias(scores * call.scale, call, slice(start, stop), slice(*keys))
         scores = scores.masked_fill(~seen, -torch.inf)
         sinks = call.options.get("s_aux")
         if sinks is None:
@@ -103,7 +105,7 @@ def focus_of(call: AttentionCall, visible: Visible) -> Focus:
     return Focus(sparsity, entropy, largest)
 
 
-def _biased(
+def _add_bias(
     scores: Float[Tensor, "batch head query key"], call: AttentionCall, rows: slice, keys: slice
 ) -> Float[Tensor, "batch head query key"]:
     softcap = call.options.get("softcap")
@@ -116,3 +118,30 @@ def _biased(
         mask = call.mask.expand(-1, -1, call.query.shape[2], -1)
         scores = scores + mask[..., rows, keys].to(scores.dtype).clamp(min=torch.finfo(scores.dtype).min / 2)
     return scores
+
+
+def head_shapes(call: AttentionCall) -> dict[str, Float[Tensor, " head"]]:
+    """Focus, logit variance and block rank of the softmax weights of every head of one call."""
+    visible = VisibleSets().of(call)
+    batch, heads, n, _ = call.query.shape
+    focus, spread, queries = torch.zeros(heads), torch.zeros(heads), 0
+    corner = torch.zeros(heads, n - n // 2, n // 2)
+    for block in softmax_rows(call, visible):
+        a = block.weights.float().cpu()
+        seen = visible.fitted_to(batch, heads, n, call.key.shape[2]).rows(
+            block.rows.start, block.rows.stop, (block.keys.start, block.keys.stop), call.query.device
+        )
+        count = seen.sum(dim=-1).clamp(min=1).cpu()
+        focus += (1 - a.sum(-1) / (count * a.square().sum(-1)).sqrt().clamp(min=1e-12)).sum(dim=(0, 2))
+        # log a is the score up to a constant per row.
+        logs = a.clamp(min=1e-30).log().masked_fill(~seen.cpu(), 0)
+        mean = logs.sum(-1) / count
+        spread += (logs.square().sum(-1) / count - mean.square()).sum(dim=(0, 2))
+        queries += a.shape[0] * a.shape[2]
+        first = max(block.rows.start, n // 2)
+        if block.rows.stop > first and block.keys.start == 0:
+            corner[:, first - n // 2 : block.rows.stop - n // 2] = a[0, :, first - block.rows.start :, : n // 2]
+    energy = torch.linalg.svdvals(corner).square()
+    share = energy / energy.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+    rank = (-(share * share.clamp(min=1e-30).log()).sum(dim=-1)).exp()
+    return {"focus": focus / queries, "logit_variance": spread / queries, "block_rank": rank}

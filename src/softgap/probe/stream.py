@@ -244,9 +244,11 @@ class _Row:
             mechanisms=self.mechanisms,
             layers=self.layout.layers,
             kv_group=self.layout.kv_group,
-            quantities={q: self._padded(self.measurements.quantities, i, steps) for i, q in enumerate(QUANTITIES)},
+            quantities={
+                q: self._stack_layers(self.measurements.quantities, i, steps) for i, q in enumerate(QUANTITIES)
+            },
             focus={
-                q: self._padded(self.measurements.focus, i, steps)
+                q: self._stack_layers(self.measurements.focus, i, steps)
                 for i, q in enumerate(FOCUS)
                 if self.measurements.focus
             },
@@ -263,7 +265,7 @@ class _Row:
             manifest=manifest,
         )
 
-    def _padded(self, source: Sequence[Tensor], quantity: int, steps: slice | Int[Tensor, " step"]) -> np.ndarray:
+    def _stack_layers(self, source: Sequence[Tensor], quantity: int, steps: slice | Int[Tensor, " step"]) -> np.ndarray:
         """One quantity of every layer, ``[mechanism, layer, head, step]`` or without the first axis."""
         layers = [x[quantity][..., self.row, :, :][..., steps] for x in source]
         widest = self.layout.kv_group.shape[1]

@@ -1,17 +1,18 @@
-"""Tap the attention of a model by an override of the attention function that it already uses.
+"""Tap a model: its attention, by an override of the attention function it uses, and the arguments of its calls.
 
 transformers looks its attention function up by name in a registry at every call. While a model is tapped, the entry of
 the name it uses is replaced by a dispatcher that computes the model's own attention first and then shows queries, keys,
 values and output to whoever listens to that very module. The name stays, so masks and every branch on the name stay as
 they were; other models pass through untouched; the entry is put back when the last tap goes.
 
-A tap observes (:func:`observe_attention`) or returns another output (:func:`replace_attention`). All replacements come
+A tap observes (``observe_attention``) or returns another output (``replace_attention``). All replacements come
 first, in the order in which they were entered, and then all listeners: a listener sees what the model really passes
 on, whichever of the two blocks is inside the other.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,13 +20,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from softgap.errors import ModelError, UnsupportedError
+from softgap.models.loading import Model
 from softgap.models.support import attention_modules, check_measurable, check_tappable
 
-__all__ = ["AttentionCall", "observe_attention", "overridden_names", "override_attention", "replace_attention"]
+__all__ = [
+    "AttentionCall",
+    "by_name",
+    "cache_length",
+    "cached_keys",
+    "fed_tokens",
+    "generation_config",
+    "grows_by_copies",
+    "new_valid",
+    "observe_attention",
+    "overridden_names",
+    "override_attention",
+    "prompt_length",
+    "replace_attention",
+    "row_lengths",
+    "takes_positions",
+]
 
 
 class AttentionCall(NamedTuple):
@@ -57,8 +78,14 @@ class AttentionCall(NamedTuple):
 
 
 Listener = Callable[[AttentionCall], None]
+
+
 Replacer = Callable[[AttentionCall], Tensor]
+
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
 # Given the model's own attention function and its arguments: a result in its place, or None to let it run.
 Stand = Callable[..., tuple[Tensor, Tensor | None] | None]
 
@@ -85,7 +112,11 @@ class _Override:
 
 
 _lock = threading.RLock()
+
+
 _taps: dict[int, tuple[_Tap, ...]] = {}
+
+
 _overrides: dict[tuple[int, str], _Override] = {}
 
 
@@ -131,13 +162,13 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     entries = attention_modules(model)
     # Keyed by identity: no two live modules share an id, and the entries keep these alive.
     modules = {id(entry.module) for entry in entries}
-    wanted = {
+    targets = {
         (id(entry.registry), name): (entry.registry, name)
         for entry in entries
         for name in (getattr(entry.module, "config", model.config)._attn_implementation,)
     }
     with _lock:
-        for key, (registry, name) in wanted.items():
+        for key, (registry, name) in targets.items():
             _acquire(key, registry, name)
         for module in modules:
             _taps[module] = (*_taps.get(module, ()), tap)
@@ -151,7 +182,7 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
                     _taps[module] = remaining
                 else:
                     del _taps[module]
-            for key in wanted:
+            for key in targets:
                 _release(key)
 
 
@@ -239,3 +270,107 @@ def _eager_of(module: nn.Module) -> Attention:
             eager: Attention = function
             return eager
     raise ModelError(f"'{type(module).__name__}' has no eager attention of its own; use attn='sdpa'")
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names that the function gives them."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+
+
+def takes_positions(model: Model) -> bool:
+    """Whether a model can be told where its tokens are."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def fed_tokens(arguments: dict[str, Any]) -> Int[Tensor, "batch time"]:
+    """The tokens of a forward, -1 where it was given embeddings."""
+    ids = arguments.get("input_ids")
+    if ids is not None:
+        # A copy: the caller's may be a view that keeps all earlier tokens alive.
+        return ids.detach().clone()  # type: ignore[no-any-return]
+    embeddings = arguments.get("inputs_embeds")
+    if embeddings is None:
+        raise ModelError("a recorded forward needs input_ids or inputs_embeds, got neither")
+    # Embeddings have no token ids: -1 stands for a token that is not known.
+    return torch.full(embeddings.shape[:2], -1, dtype=torch.long, device=embeddings.device)
+
+
+def new_valid(attention_mask: object, n: int, cached: int) -> Bool[Tensor, "batch time"] | None:
+    """Which tokens are no padding, where the caller's mask says so: all of them, or at least the n newest."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return None
+    return (attention_mask if attention_mask.shape[1] == cached + n else attention_mask[:, -n:]).bool()
+
+
+def cache_length(cache: object) -> int:
+    """Positions a cache holds; 0 for none, or where it cannot tell."""
+    count = getattr(cache, "get_seq_length", None)
+    return int(count()) if callable(count) else 0
+
+
+def cached_keys(cache: object) -> object:
+    """The tensor that a cache keeps its first layer's keys in, where it has one: another one once it was reordered."""
+    for layer in getattr(cache, "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor):
+            return keys
+    return None
+
+
+def grows_by_copies(cache: object) -> bool:
+    """Whether a cache never writes to a tensor it has handed out: the plain dynamic cache, which concatenates."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def prompt_length(arguments: dict[str, Any]) -> int:
+    """Tokens of the prompt, those in a cache included: the mask counts them where only new tokens are given."""
+    lengths = [
+        int(value.shape[1])
+        for value in (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask"))
+        if isinstance(value, Tensor) and value.dim() >= 2
+    ]
+    return max(lengths, default=1)  # nothing given: the model begins with its own first token
+
+
+def generation_config(model: Any, arguments: dict[str, Any]) -> Any:
+    """The settings this generation will use, refused where one step is not one token of one sequence."""
+    named = inspect.signature(type(model).generate).parameters
+    settings = {key: value for key, value in arguments.items() if key not in named}
+    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **settings)
+    mode = str(config.get_generation_mode(arguments.get("assistant_model")).value).replace("_", " ")
+    if arguments.get("custom_generate") is not None:
+        mode = "a custom generation"
+    elif config.guidance_scale not in (None, 1):
+        mode = "classifier-free guidance"
+    if mode not in ("greedy search", "sample"):
+        raise UnsupportedError(
+            f"live recording follows greedy search and sampling, got {mode}; generate without recording, then replay "
+            "the text with softgap.read"
+        )
+    if config.use_cache is False:
+        raise UnsupportedError(
+            "recording a generation needs the KV cache, got use_cache=False; leave it on, or generate without "
+            "recording and then replay the text with softgap.read"
+        )
+    return config
+
+
+def row_lengths(new: Int[Tensor, "batch time"], config: Any, arguments: dict[str, Any], otherwise: int) -> list[int]:
+    """New tokens of each row up to where it stopped; ``otherwise`` for a row that did not."""
+    lengths = [otherwise] * len(new)
+    if config.eos_token_id is None:
+        return lengths
+    ends = torch.as_tensor(config.eos_token_id, device=new.device).reshape(-1)
+    criteria = bool(config.stop_strings or arguments.get("stopping_criteria"))
+    for i, tokens in enumerate(new):
+        stops, not_padding = torch.isin(tokens, ends), tokens != config.pad_token_id
+        if bool(stops.any()):
+            lengths[i] = int(stops.int().argmax()) + 1
+        elif criteria and bool(not_padding.any()) and not bool(not_padding[-1]):
+            # A row that a criterion stopped has no mark of its own, only padding behind it.
+            lengths[i] = int(not_padding.nonzero()[-1]) + 1
+    return lengths

@@ -28,7 +28,7 @@ def score(
 
     With x the logits less their largest, Z = sum exp(x): log p = x - log Z and H = log Z - sum x exp(x) / Z.
     """
-    rows, wanted = logits.flatten(0, 1), tokens.flatten()
+    rows, targets = logits.flatten(0, 1), tokens.flatten()
     logprobs = torch.empty(len(rows), device=logits.device)
     entropy = torch.empty_like(logprobs)
     step = max(1, CACHED // rows.shape[-1])
@@ -39,13 +39,13 @@ def score(
         e = x.exp()
         total = e.sum(dim=-1)
         log_total = total.log()
-        logprobs[part] = x.gather(-1, wanted[part].clamp(min=0)[:, None])[:, 0] - log_total
+        logprobs[part] = x.gather(-1, targets[part].clamp(min=0)[:, None])[:, 0] - log_total
         mean = torch.linalg.vecdot(x, e) / total
         if bool(mean.isnan().any()):
             # A token that a model rules out has the logit -inf, and 0 * -inf counts as 0.
             mean = x.mul_(e).nan_to_num_(nan=0.0).sum(dim=-1) / total
         entropy[part] = log_total - mean
-    return logprobs.masked_fill_(wanted < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
+    return logprobs.masked_fill_(targets < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
 class TokenScores:

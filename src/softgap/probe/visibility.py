@@ -38,7 +38,7 @@ class VisibleSets:
 
     def of(self, call: AttentionCall) -> Visible:
         """The visible set of one attention call, with the positions that the model was told."""
-        visible, position_ids = self._seen(call), call.options.get("position_ids")
+        visible, position_ids = self._visible_keys(call), call.options.get("position_ids")
         if not isinstance(position_ids, Tensor):
             return visible
         batch, _, n_queries, _ = call.query.shape
@@ -59,7 +59,7 @@ class VisibleSets:
             )
         return replace(visible, origin=self._placed[key][2].origin)
 
-    def _seen(self, call: AttentionCall) -> Visible:
+    def _visible_keys(self, call: AttentionCall) -> Visible:
         n_queries, n_keys = call.query.shape[2], call.key.shape[2]
         if call.mask is None:
             return _without_mask(n_queries, n_keys, call)

@@ -80,18 +80,18 @@ def read_columns(path: str | os.PathLike[str]) -> list[Column]:
             f"'{path}' must have the columns layer, head and at least one quantity, got "
             f"{', '.join(map(str, rows[0])) if rows else 'no rows'}; add them"
         )
-    found: dict[str, dict[tuple[int, int], float]] = {name: {} for name in names}
+    columns: dict[str, dict[tuple[int, int], float]] = {name: {} for name in names}
     for line, row in enumerate(rows, start=2):
         try:
             place = int(row["layer"]), int(row["head"])
             for name in names:
                 if row[name] not in ("", None):
-                    found[name][place] = float(row[name])
+                    columns[name][place] = float(row[name])
         except (TypeError, ValueError) as error:
             raise ValueInputError(
                 f"'{path}', line {line}: {error}; layer and head are whole numbers, the rest numbers"
             ) from error
-    return [Column(name, values, source=f"'{file.name}'") for name, values in found.items()]
+    return [Column(name, values, source=f"'{file.name}'") for name, values in columns.items()]
 
 
 def calibration_columns(path: str | os.PathLike[str], run: Trajectories) -> list[Column]:
@@ -140,7 +140,7 @@ def study_calibration(manifest: Manifest) -> Path | None:
         return None
     # Only now: they bring torch with them.
     from softgap.calibration import Calibration
-    from softgap.models.calibrations import calibration_path
+    from softgap.models.tensor_files import calibration_path
 
     path = calibration_path(manifest.weights)
     if not path.is_file():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.report.figures import draw_plan
-from softgap.report.files import figure_bytes, written_whole
+from softgap.report.figures import draw_plan, figure_bytes
+from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings
@@ -38,8 +38,6 @@ __all__ = [
 
 
 FORMAT = "softgap-findings"
-
-
 VERSION = 1
 
 
@@ -141,8 +139,8 @@ def read_documents(folder: Path) -> list[Document]:
     """The documents of a folder, by name; none where there are none."""
     if not folder.is_dir():
         return []
-    found = [*sorted(folder.glob("findings*.json")), *sorted(folder.glob("comparisons/*/findings.json"))]
-    return [_read(path) for path in found if path.is_file()]
+    paths = [*sorted(folder.glob("findings*.json")), *sorted(folder.glob("comparisons/*/findings.json"))]
+    return [_read(path) for path in paths if path.is_file()]
 
 
 def _read(path: Path) -> Document:
@@ -175,8 +173,8 @@ def _read(path: Path) -> Document:
 
 def read_picture(folder: Path, name: str, caption: str = "") -> Picture:
     """A picture in a folder; its name never leads out of it."""
-    found = Picture(name, b"", caption)
-    path = folder / found.name
+    picture = Picture(name, b"", caption)
+    path = folder / picture.name
     if path.is_symlink() or not path.is_file():
         raise StoreError(f"the figure '{name}' is not in '{folder}'; put it there, or write the findings again")
     if path.stat().st_size > _LARGEST_PICTURE:
@@ -441,8 +439,8 @@ def _number(value: float | None) -> str:
 def _verdict(verdicts: list[str]) -> str:
     counted = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     words = {"holds": "hold", "holds only when": "hold under a condition", "does not hold": "do not hold"}
-    said = ", ".join(f"{count} {words.get(verdict, f'are {verdict}')}" for verdict, count in counted.items())
-    return f"Of {len(verdicts)} claims, {said}." if verdicts else "This lab tested no claim."
+    outcomes = ", ".join(f"{count} {words.get(verdict, f'are {verdict}')}" for verdict, count in counted.items())
+    return f"Of {len(verdicts)} claims, {outcomes}." if verdicts else "This lab tested no claim."
 
 
 def _short(value: Any) -> str:

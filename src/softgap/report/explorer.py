@@ -23,10 +23,10 @@ from softgap.report.documents import (
     read_documents,
     read_lab,
 )
-from softgap.report.files import check_output_file, written_whole
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
+from softgap.trajectories.folder import check_output_file, written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings
@@ -65,7 +65,35 @@ def explorer(
     findings: Sequence[Document] = (),
     progress: Progress | None = None,
 ) -> str:
-    """The explorer of a study as HTML; see :func:`softgap.report.payload.payload` for the arguments."""
+    """The explorer of a study as HTML.
+
+    Parameters
+    ----------
+    study
+        A study from ``softgap.open_study``.
+    samples
+        Names of the samples to carry token by token; by default as many as the file holds.
+    columns
+        Further quantities of the heads; ``read_columns`` reads them from CSV files.
+    findings
+        Documents to show beside the study: comparisons, plans and labs.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    str
+        One self-contained page.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+    >>> import softgap
+    >>> page = softgap.report.explorer(softgap.open_study("runs/fox"))
+    >>> page[:15]
+    '<!doctype html>'
+    """
     return render(payload(study, samples=samples, columns=columns, findings=findings, progress=progress))
 
 
@@ -92,23 +120,41 @@ def write_explorer(
 
     Parameters
     ----------
+    study
+        A folder or URI.
     out
         The file; by default ``report.html`` in the study's folder, or here for a study behind a URI. A report that is
         there is replaced.
     samples
         Names of the samples to carry token by token; by default as many as the file holds.
     heads
-        CSV files with further quantities of the heads; see :mod:`softgap.report.columns`.
+        CSV files with further quantities of the heads; see ``softgap.report.columns``.
     calibration
         File of the model's calibration, for the share of each head's gap that it closes; by default the one that the
         study was measured with, if it is at hand.
     overwrite
         Replace a file that is not a report, too.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Report
+        The path and size of the file, and how many samples it carries.
 
     Raises
     ------
     StoreError
         If the study cannot be read, or the file not written. What was there stays then.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+    >>> import softgap
+    >>> report = softgap.report.write_explorer("runs/fox", "fox.html")
+    >>> report.path.name, report.samples
+    ('fox.html', 1)
     """
     target = Path(out) if out is not None else _default_path(os.fspath(study))
     documents = _documents(study)
@@ -145,13 +191,13 @@ def _columns(
     study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
 ) -> list[Column]:
     path = study_calibration(study.manifest) if calibration is None else calibration
-    found = [column for file in heads for column in read_columns(file)]
+    from_files = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
     if path is None or first is None:
-        return found
+        return from_files
     columns = calibration_columns(path, first)
     # Where no head has a gap there is nothing to show; who named a file is told so.
-    return [*columns, *found] if columns[0].values or calibration is not None else found
+    return [*columns, *from_files] if columns[0].values or calibration is not None else from_files
 
 
 def _write(target: Path, page: str) -> int:

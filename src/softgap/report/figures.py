@@ -1,7 +1,8 @@
-"""Figures of results: the complexity-entropy plane, comparisons, plans and frontiers."""
+"""Figures of results (the complexity-entropy plane, comparisons, plans and frontiers), and their files."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from softgap.errors import ValueInputError
-from softgap.report.files import new_figure, save_figure
+from softgap.errors import UnsupportedError, ValueInputError
 from softgap.signal import complexity_bounds
+from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,66 @@ if TYPE_CHECKING:
     from softgap.linearize.frontier import Frontier, Point
     from softgap.linearize.plan import Plan
 
-__all__ = ["draw_comparison", "draw_frontier", "draw_plan", "draw_plane", "save_plane"]
+__all__ = [
+    "PICTURES",
+    "check_ending",
+    "draw_comparison",
+    "draw_frontier",
+    "draw_plan",
+    "draw_plane",
+    "figure_bytes",
+    "new_figure",
+    "require_matplotlib",
+    "save_figure",
+    "save_plane",
+]
+
+
+PICTURES = (".png", ".svg")
+
+
+def require_matplotlib() -> None:
+    """Matplotlib is an extra: say so where it is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError("a figure needs matplotlib; install it with: pip install 'softgap[plot]'") from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure, as its path ends."""
+    target = Path(path)
+    content = figure_bytes(figure, check_ending(target))
+    with written_whole(target) as partial:
+        partial.write_bytes(content)
+    return target
+
+
+def check_ending(path: Path) -> str:
+    """The ending of a picture's name, if it is one."""
+    ending = path.suffix.lower()
+    if ending not in PICTURES:
+        raise ValueInputError(f"the file of a figure must end in .png or .svg, got '{path.name}'; choose one of them")
+    return ending
+
+
+def figure_bytes(figure: Figure, ending: str) -> bytes:
+    """A figure as the bytes of a file with this ending."""
+    import matplotlib
+
+    content = io.BytesIO()
+    metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
+        figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
+    return content.getvalue()
 
 
 Points = Float[np.ndarray, "point 2"]
@@ -61,12 +121,12 @@ def place_names(
     frame = np.asarray(axes.get_window_extent().extents) * to_points
     drawn = np.concatenate([points, others])
     marks = axes.transData.transform(drawn) * to_points
-    taken = np.c_[marks - _MARK, marks + _MARK]
+    boxes = np.c_[marks - _MARK, marks + _MARK]
     line = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
     for name, point, at in zip(names, points, marks, strict=False):
         half = np.array([_LETTER[0] * len(name), _LETTER[1]]) * size / 2
-        offset = _free_offset(at, half, frame, taken)
-        taken = np.r_[taken, [[*(at + offset - half), *(at + offset + half)]]]
+        offset = _free_offset(at, half, frame, boxes)
+        boxes = np.r_[boxes, [[*(at + offset - half), *(at + offset + half)]]]
         axes.annotate(
             name,
             (float(point[0]), float(point[1])),
@@ -82,7 +142,7 @@ def place_names(
 
 
 def _free_offset(
-    at: Float[np.ndarray, " 2"], half: Float[np.ndarray, " 2"], frame: Float[np.ndarray, " 4"], taken: Boxes
+    at: Float[np.ndarray, " 2"], half: Float[np.ndarray, " 2"], frame: Float[np.ndarray, " 4"], boxes: Boxes
 ) -> Float[np.ndarray, " 2"]:
     """The nearest place inside the frame that covers nothing, else the one that covers least."""
     best, fewest = np.zeros(2), math.inf
@@ -92,7 +152,7 @@ def _free_offset(
             low, high = at + offset - half, at + offset + half
             if (low < frame[:2] + 1).any() or (high > frame[2:] - 1).any():
                 continue
-            covered = int(((taken[:, :2] < high) & (taken[:, 2:] > low)).all(axis=1).sum())
+            covered = int(((boxes[:, :2] < high) & (boxes[:, 2:] > low)).all(axis=1).sum())
             if covered == 0:
                 return offset
             if covered < fewest:
@@ -228,8 +288,8 @@ def draw_comparison(findings: ComparisonFindings) -> Figure:
 
 def _draw_head_effects(figure: Figure, axes: Axes, findings: ComparisonFindings) -> None:
     layers = np.unique(findings.table.layer)
-    t = np.full(findings.kept.shape, np.nan)
-    t[findings.kept] = np.abs(findings.comparison.contrast.t)
+    t = np.full(findings.varying.shape, np.nan)
+    t[findings.varying] = np.abs(findings.comparison.contrast.t)
     largest = np.where(np.isnan(t).all(axis=0), np.nan, np.nanmax(np.where(np.isnan(t), -np.inf, t), axis=0))
     grid = np.full((int(findings.table.head.max()) + 1, len(layers)), np.nan)
     grid[findings.table.head, np.searchsorted(layers, findings.table.layer)] = largest
@@ -247,7 +307,7 @@ def _draw_null(axes: Axes, findings: ComparisonFindings) -> None:
     axes.hist(maximum.sample, bins=40, color="#9ca3af")
     axes.axvline(maximum.value, color="#c2410c", label=f"observed, p = {maximum.p:.2g}")
     axes.axvline(findings.comparison.critical, color="#444444", linestyle=":", label="critical")
-    axes.set_xlabel(f"largest |t| of {int(findings.kept.sum()):,} units")
+    axes.set_xlabel(f"largest |t| of {int(findings.varying.sum()):,} units")
     axes.set_ylabel("relabellings")
     axes.set_title("compared with permuted labels", fontsize="small")
     axes.legend(fontsize="small", frameon=False)
@@ -310,25 +370,27 @@ def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers
     return figure
 
 
-def draw_frontier(found: Frontier) -> Figure:
+def draw_frontier(result: Frontier) -> Figure:
     """Rise in loss and change in recall against the share that is swapped, one line per order and substitute."""
-    quantities = [name for name in ("loss", "recall") if found.points and name in found.points[0].change]
+    quantities = [name for name in ("loss", "recall") if result.points and name in result.points[0].change]
     figure = new_figure(6.5 * len(quantities), 4.8)
     places = figure.subplots(1, len(quantities), squeeze=False)[0]
     lines: dict[tuple[str, str], list[Point]] = {}
-    for point in found.points:
+    for point in result.points:
         lines.setdefault((point.order, point.mechanism), []).append(point)
     for axes, quantity in zip(places, quantities, strict=True):
         for number, ((order, mechanism), points) in enumerate(lines.items()):
             _draw_line(axes, quantity, f"{order}: {mechanism}", sorted(points, key=lambda p: p.share), number)
         axes.axhline(0, color="#444444", linewidth=0.8)
-        axes.set(xlabel=f"share of {found.by} swapped", xlim=(0, 1.02))
+        axes.set(xlabel=f"share of {result.by} swapped", xlim=(0, 1.02))
     places[0].set(ylabel="rise in loss, nats per token", yscale="symlog")
     places[0].set_yscale("symlog", linthresh=0.05)
     if len(places) > 1:
         places[1].set(ylabel="change in recall")
     places[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(f"What {found.settings.get('model', 'a model')} loses, {found.settings.get('tokens', 0):,} tokens")
+    figure.suptitle(
+        f"What {result.settings.get('model', 'a model')} loses, {result.settings.get('tokens', 0):,} tokens"
+    )
     return figure
 
 

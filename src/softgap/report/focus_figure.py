@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from softgap.report.files import new_figure
+from softgap.report.figures import new_figure
 from softgap.theory.focus.concentration import AMOUNTS, FAMILIES
 from softgap.theory.focus.synthetic import BETAS
+from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from softgap.theory.focus.concentration import Milestone
+    from softgap.theory.focus.concentration import FamilyPoint
     from softgap.theory.focus.model import ModelFocus
     from softgap.theory.focus.synthetic import FocusFindings
 
@@ -27,25 +28,25 @@ _NAMED = ("softmax", "relu", "decay", "self_token", "first_token", "identity", "
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7c3aed", "#444444")
 
 
-def draw_focus(found: FocusFindings) -> Figure:
+def draw_focus(findings: FocusFindings) -> Figure:
     """The curves of the article, redrawn: S against spread, length and number of features."""
     figure = new_figure(13, 7.5)
     axes = figure.subplots(2, 3)
-    _draw_exp(axes[0, 0], found)
+    _draw_exp(axes[0, 0], findings)
     for place, name, betas in ((axes[0, 1], "relu2", BETAS), (axes[0, 2], "identity", [b for b in BETAS if b >= 0])):
         for beta in betas:
-            place.plot(found.gammas, found.curves[name][BETAS.index(beta)], label=f"β = {beta:g}")
+            place.plot(findings.gammas, findings.curves[name][BETAS.index(beta)], label=f"β = {beta:g}")
         place.set_title(f"{name}")
         place.set_xlabel("γ, standard deviation of the scores")
         place.set_xscale("log")
     axes[0, 2].axhline(np.sqrt(2 / np.pi), color=_COLOURS[-1], linestyle=":", label="√(2/π)")
     for beta in BETAS:
-        axes[1, 0].plot(found.gammas, found.curves["relu"][BETAS.index(beta)], label=f"β = {beta:g}")
+        axes[1, 0].plot(findings.gammas, findings.curves["relu"][BETAS.index(beta)], label=f"β = {beta:g}")
     axes[1, 0].set(title="relu", xlabel="γ, standard deviation of the scores", xscale="log")
-    for decay, curve in found.decays.items():
-        axes[1, 1].plot(found.lengths, curve, label=f"λ = {decay:g}")
+    for decay, curve in findings.decays.items():
+        axes[1, 1].plot(findings.lengths, curve, label=f"λ = {decay:g}")
     axes[1, 1].set(title="decay", xlabel="n, number of keys", xscale="log", yscale="log")
-    _draw_feature_families(axes[1, 2], found.road)
+    _draw_feature_families(axes[1, 2], findings.feature_families)
     for place in axes.flat[:-1]:
         place.legend(fontsize=7, frameon=False)
     for place in (*axes[0], axes[1, 0], axes[1, 1]):
@@ -54,29 +55,29 @@ def draw_focus(found: FocusFindings) -> Figure:
     return figure
 
 
-def draw_focus_in_model(found: ModelFocus) -> Figure:
+def draw_focus_in_model(findings: ModelFocus) -> Figure:
     """Heads of a model: theory against measurement, mechanisms, capacity, interventions, placement, features."""
     figure = new_figure(17, 8.5)
     axes = figure.subplots(2, 4)
-    _draw_predictions(axes[0, 0], found)
-    _draw_sparsity(axes[0, 1], found)
-    _draw_divergence(axes[0, 2], found)
-    _draw_capacity(axes[0, 3], found)
-    _draw_effects(axes[1, 0], found)
-    _draw_placement(axes[1, 1], found)
-    _draw_floor(axes[1, 2], found)
-    _draw_feature_families(axes[1, 3], found.road)
+    _draw_predictions(axes[0, 0], findings)
+    _draw_sparsity(axes[0, 1], findings)
+    _draw_divergence(axes[0, 2], findings)
+    _draw_capacity(axes[0, 3], findings)
+    _draw_effects(axes[1, 0], findings)
+    _draw_placement(axes[1, 1], findings)
+    _draw_floor(axes[1, 2], findings)
+    _draw_feature_families(axes[1, 3], findings.feature_families)
     for place in (axes[0, 0], axes[0, 3], axes[1, 0]):
         place.legend(fontsize=7, frameon=False)
-    name = found.settings.get("model", "a model")
-    figure.suptitle(f"Focus in the heads of {name}, {found.settings['tokens']} tokens")
+    name = findings.settings.get("model", "a model")
+    figure.suptitle(f"Focus in the heads of {name}, {findings.settings['tokens']} tokens")
     return figure
 
 
-def _draw_exp(axes: Axes, found: FocusFindings) -> None:
-    axes.plot(found.gammas, found.curves["exp"][0], color=_COLOURS[0], label="n → ∞, every β")
-    for colour, n in zip(_COLOURS[1:], sorted({row.n for row in found.finite}), strict=False):
-        rows = [row for row in found.finite if row.n == n]
+def _draw_exp(axes: Axes, findings: FocusFindings) -> None:
+    axes.plot(findings.gammas, findings.curves["exp"][0], color=_COLOURS[0], label="n → ∞, every β")
+    for colour, n in zip(_COLOURS[1:], sorted({row.n for row in findings.finite}), strict=False):
+        rows = [row for row in findings.finite if row.n == n]
         gammas = [row.gamma for row in rows]
         axes.plot(gammas, [row.finite for row in rows], color=colour, label=f"n = {n}")
         axes.errorbar(
@@ -96,49 +97,51 @@ def _draw_exp(axes: Axes, found: FocusFindings) -> None:
     )
 
 
-def _draw_feature_families(axes: Axes, road: Sequence[Milestone]) -> None:
+def _draw_feature_families(axes: Axes, family_points: Sequence[FamilyPoint]) -> None:
     for colour, family in zip(_COLOURS, FAMILIES, strict=False):
-        stops = [stop for stop in road if stop.family == family]
-        features = [stop.features for stop in stops]
+        points = [point for point in family_points if point.family == family]
+        features = [point.features for point in points]
         label = {"shifted": "(1 + s/p)^p", "polynomial": "s^p"}.get(family, family)
-        axes.plot(features, [stop.weight_error for stop in stops], "o-", color=colour, label=f"{label}: weight error")
-        axes.plot(features, [stop.sparsity for stop in stops], "s:", color=colour, label=f"{label}: S")
-    axes.axhline(road[-1].sparsity, color=_COLOURS[-1], linestyle="--", label="S of softmax")
+        axes.plot(
+            features, [point.weight_error for point in points], "o-", color=colour, label=f"{label}: weight error"
+        )
+        axes.plot(features, [point.sparsity for point in points], "s:", color=colour, label=f"{label}: S")
+    axes.axhline(family_points[-1].sparsity, color=_COLOURS[-1], linestyle="--", label="S of softmax")
     axes.set(title="more features", xlabel="features", xscale="log", yscale="log")
     # Below the panel: its lines cross all of it.
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
-def _draw_predictions(axes: Axes, found: ModelFocus) -> None:
-    for colour, rung in zip(_COLOURS, found.predictions[:4], strict=False):
+def _draw_predictions(axes: Axes, findings: ModelFocus) -> None:
+    for colour, rung in zip(_COLOURS, findings.predictions[:4], strict=False):
         measured, predicted = np.nanmean(rung.measured, axis=-1).ravel(), np.nanmean(rung.values, axis=-1).ravel()
         axes.scatter(measured, predicted, s=6, color=colour, alpha=0.6, linewidths=0, label=rung.name)
     axes.plot([0, 1], [0, 1], color=_COLOURS[-1], linewidth=0.8)
     axes.set(title="softmax: theory and measurement", xlabel="S measured, mean of a head", ylabel="S predicted")
 
 
-def _draw_sparsity(axes: Axes, found: ModelFocus) -> None:
-    order = sorted(found.mechanisms, key=lambda one: float(np.nanmean(one.sparsity)))
+def _draw_sparsity(axes: Axes, findings: ModelFocus) -> None:
+    order = sorted(findings.mechanisms, key=lambda mechanism: float(np.nanmean(mechanism.sparsity)))
     axes.boxplot(
-        [one.sparsity[np.isfinite(one.sparsity)] for one in order],
+        [mechanism.sparsity[np.isfinite(mechanism.sparsity)] for mechanism in order],
         orientation="horizontal",
         flierprops={"markersize": 2},
     )
-    axes.set_yticks(range(1, len(order) + 1), [one.name for one in order], fontsize=7)
+    axes.set_yticks(range(1, len(order) + 1), [mechanism.name for mechanism in order], fontsize=7)
     axes.set(title="S by mechanism", xlabel="S, heads")
 
 
-def _draw_divergence(axes: Axes, found: ModelFocus) -> None:
-    uniform, elu1 = found.of("uniform").from_softmax.ravel(), found.of("elu1").from_softmax.ravel()
-    points = axes.scatter(uniform, elu1, c=found.of("softmax").sparsity.ravel(), s=10, cmap="viridis", linewidths=0)
+def _draw_divergence(axes: Axes, findings: ModelFocus) -> None:
+    uniform, elu1 = findings.of(BASELINE).from_softmax.ravel(), findings.of("elu1").from_softmax.ravel()
+    points = axes.scatter(uniform, elu1, c=findings.of("softmax").sparsity.ravel(), s=10, cmap="viridis", linewidths=0)
     axes.plot([0, 1], [0, 1], color=_COLOURS[-1], linewidth=0.8)
     axes.set(title="divergence of heads", xlabel="from the mean of values", ylabel="from elu1")
     if axes.figure is not None:
         axes.figure.colorbar(points, ax=axes, label="S of softmax")
 
 
-def _draw_capacity(axes: Axes, found: ModelFocus) -> None:
-    capacity = found.capacity
+def _draw_capacity(axes: Axes, findings: ModelFocus) -> None:
+    capacity = findings.capacity
     for i, energy in enumerate(capacity.energies):
         for ranks, style, name in ((capacity.ranks, "-", ""), (capacity.ranks_with_sink, ":", ", with the sink")):
             middle = np.median(ranks[i].reshape(len(capacity.sizes), -1), axis=1)
@@ -158,10 +161,10 @@ def _mark(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xticks(list(values), [f"{value:g}" for value in values])
 
 
-def _draw_effects(axes: Axes, found: ModelFocus) -> None:
+def _draw_effects(axes: Axes, findings: ModelFocus) -> None:
     for style, change in zip(("o-", "s--"), ("scale q", "spread keys"), strict=True):
         for colour, name in zip(_COLOURS, _SHOWN, strict=False):
-            some = [effect for effect in found.effects if (effect.change, effect.mechanism) == (change, name)]
+            some = [effect for effect in findings.effects if (effect.change, effect.mechanism) == (change, name)]
             if some:
                 axes.plot(
                     AMOUNTS[change],
@@ -174,22 +177,25 @@ def _draw_effects(axes: Axes, found: ModelFocus) -> None:
     _mark(axes, AMOUNTS["scale q"])
 
 
-def _draw_placement(axes: Axes, found: ModelFocus) -> None:
-    for one in found.mechanisms:
-        if np.isfinite(one.columns).any():
-            place = (float(np.nanmedian(one.columns)), float(np.nanmedian(one.distance)))
+def _draw_placement(axes: Axes, findings: ModelFocus) -> None:
+    for mechanism in findings.mechanisms:
+        if np.isfinite(mechanism.columns).any():
+            place = (float(np.nanmedian(mechanism.columns)), float(np.nanmedian(mechanism.distance)))
             axes.scatter(*place, s=14, color=_COLOURS[0])
-            if one.name in _NAMED:  # the others crowd around relu
-                axes.annotate(one.name, place, (3, 3), textcoords="offset points", fontsize=7)
+            if mechanism.name in _NAMED:  # the others crowd around relu
+                axes.annotate(mechanism.name, place, (3, 3), textcoords="offset points", fontsize=7)
     axes.set(title="share by position alone", xlabel="absolute position (columns)", ylabel="distance (Toeplitz)")
 
 
-def _draw_floor(axes: Axes, found: ModelFocus) -> None:
-    mapped = sorted((one for one in found.mechanisms if one.features), key=lambda one: float(np.mean(one.block_error)))
-    rows = range(len(mapped))
-    axes.scatter([float(np.mean(one.block_error)) for one in mapped], rows, color=_COLOURS[1], s=14)
-    axes.scatter([float(np.mean(one.floor)) for one in mapped], rows, color=_COLOURS[0], s=14, marker="|")
-    axes.set_yticks(list(rows), [f"{one.name} ({one.features})" for one in mapped], fontsize=7)
+def _draw_floor(axes: Axes, findings: ModelFocus) -> None:
+    ordered = sorted(
+        (mechanism for mechanism in findings.mechanisms if mechanism.features),
+        key=lambda mechanism: float(np.mean(mechanism.block_error)),
+    )
+    rows = range(len(ordered))
+    axes.scatter([float(np.mean(mechanism.block_error)) for mechanism in ordered], rows, color=_COLOURS[1], s=14)
+    axes.scatter([float(np.mean(mechanism.floor)) for mechanism in ordered], rows, color=_COLOURS[0], s=14, marker="|")
+    axes.set_yticks(list(rows), [f"{mechanism.name} ({mechanism.features})" for mechanism in ordered], fontsize=7)
     axes.set(
         title="weight error and its rank floor (|)", xlabel="relative error over off-diagonal blocks", xscale="symlog"
     )

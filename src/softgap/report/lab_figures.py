@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.report.files import new_figure
+from softgap.report.figures import new_figure
 from softgap.theory.injectivity.model import ModelInjectivity
 from softgap.theory.injectivity.synthetic import Injectivity
 from softgap.theory.position.drift import TERMS
@@ -16,6 +16,7 @@ from softgap.theory.separation.lab import Separation
 from softgap.theory.separation.phase_map import PhaseMap
 from softgap.theory.separation.small_models import task
 from softgap.theory.separation.training import Trained
+from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def _draw_prefixes(axes: Axes, lab: Injectivity) -> None:
 def _draw_searches(axes: Axes, lab: Injectivity) -> None:
     ordered = sorted(lab.searches, key=lambda search: -search.closest)
     place = np.arange(len(ordered))
-    colours = [_WARM if search.found else _COOL for search in ordered]
+    colours = [_WARM if search.has_collision else _COOL for search in ordered]
     axes.barh(place, [max(search.closest, _SMALLEST) for search in ordered], color=colours, left=_SMALLEST)
     names = [search.mechanism + ("" if not search.outside else " *") for search in ordered]
     axes.set_yticks(place, names, fontsize="x-small")
@@ -178,8 +179,8 @@ def _draw_profiles(axes: Axes, lab: Position) -> None:
         bins = np.digitize(lab.positions, edges)
         used = np.unique(bins)
         x = [lab.positions[bins == b].mean() for b in used]
-        strong = name in (first, "uniform", "exchangeable values")
-        style = "--" if name == "uniform" else ":" if name == "exchangeable values" else "-"
+        strong = name in (first, BASELINE, "exchangeable values")
+        style = "--" if name == BASELINE else ":" if name == "exchangeable values" else "-"
         y = [values[bins == b].mean() for b in used]
         width = 2.2 if strong else 0.9
         axes.plot(x, y, style, label=name, linewidth=width, zorder=3 if strong else 1, color=shades[place % 20])
@@ -211,9 +212,9 @@ def _draw_shares(axes: Axes, lab: Position) -> None:
     place = np.arange(len(lab.trends))
     width = 0.8 / len(TERMS)
     for i, (name, colour) in enumerate(zip(TERMS, _COLOURS, strict=True)):
-        found = [trend.shares[i] for trend in lab.trends]
-        value = np.array([share.value for share in found])
-        spread = np.abs(np.array([[s.value - s.low for s in found], [s.high - s.value for s in found]]))
+        shares = [trend.shares[i] for trend in lab.trends]
+        value = np.array([share.value for share in shares])
+        spread = np.abs(np.array([[s.value - s.low for s in shares], [s.high - s.value for s in shares]]))
         axes.barh(place + i * width, value, width, xerr=spread, color=colour, label=name, error_kw={"linewidth": 0.6})
     axes.set_yticks(place + 0.4, [trend.mechanism for trend in lab.trends], fontsize="x-small")
     axes.axvline(0, color="#444444", linewidth=0.6)
@@ -227,34 +228,36 @@ _D0, _D1 = "#94a3b8", "#c2410c"
 _LINES = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0f766e")
 
 
-def draw_separation(found: Separation) -> Figure:
+def draw_separation(lab: Separation) -> Figure:
     """Firing of every mechanism on top, phase maps and growth below; a row for trained models where there are any."""
-    maps, trained = found.maps[:3], found.trained
+    maps, trained = lab.maps[:3], lab.trained
     rows = 2 if trained is None else 3
     figure = new_figure(4.2 * (len(maps) + 1), 4.0 * rows)
     grid = figure.add_gridspec(rows, len(maps) + 1)
-    _draw_trials(figure.add_subplot(grid[0, :]), found)
-    for column, one in enumerate(maps):
-        _draw_map(figure, figure.add_subplot(grid[1, column]), one)
-    _draw_growth(figure.add_subplot(grid[1, len(maps)]), found)
+    _draw_trials(figure.add_subplot(grid[0, :]), lab)
+    for column, phase_map in enumerate(maps):
+        _draw_map(figure, figure.add_subplot(grid[1, column]), phase_map)
+    _draw_growth(figure.add_subplot(grid[1, len(maps)]), lab)
     if trained is not None:
         _draw_scores(figure.add_subplot(grid[2, : len(maps)]), trained)
         _draw_gradients(figure.add_subplot(grid[2, len(maps)]), trained)
-    size = found.construction
+    size = lab.construction
     kind = "cross-attention" if size.cross else "self-attention"
     figure.suptitle(
         f"Separation, {kind}: n = {size.n}, d = {size.d}, t = {size.t}, m = {size.m}, a0 = {size.a0:g}, "
-        f"a1 = {size.a1:g}, b = {size.b:g}, c = {size.c:g}; {found.settings['draws']} draws"
+        f"a1 = {size.a1:g}, b = {size.b:g}, c = {size.c:g}; {lab.settings['draws']} draws"
     )
     return figure
 
 
-def _draw_trials(axes: Axes, found: Separation) -> None:
-    place = np.arange(len(found.trials))
+def _draw_trials(axes: Axes, lab: Separation) -> None:
+    place = np.arange(len(lab.trials))
     for offset, colour, label in ((-0.18, _D0, "D0"), (0.18, _D1, "D1")):
-        shares = [one.fires_d0 if label == "D0" else one.fires_d1 for one in found.trials]
-        values = np.array([one.value for one in shares])
-        spread = np.array([[one.value - one.low for one in shares], [one.high - one.value for one in shares]])
+        shares = [trial.fires_d0 if label == "D0" else trial.fires_d1 for trial in lab.trials]
+        values = np.array([share.value for share in shares])
+        spread = np.array(
+            [[share.value - share.low for share in shares], [share.high - share.value for share in shares]]
+        )
         axes.bar(
             place + offset,
             values,
@@ -265,38 +268,44 @@ def _draw_trials(axes: Axes, found: Separation) -> None:
             ecolor=_INK,
             capsize=2,
         )
-    axes.set_xticks(place, [one.mechanism for one in found.trials], rotation=60, ha="right", fontsize="small")
+    axes.set_xticks(place, [trial.mechanism for trial in lab.trials], rotation=60, ha="right", fontsize="small")
     axes.set_ylabel("P(F > 0), 95 % interval")
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
-def _draw_map(figure: Figure, axes: Axes, one: PhaseMap) -> None:
-    image = axes.imshow(one.success, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
-    axes.set_xticks(range(len(one.x.values)), [f"{value:g}" for value in one.x.values], rotation=45, fontsize="small")
-    axes.set_yticks(range(len(one.y.values)), [f"{value:g}" for value in one.y.values], fontsize="small")
-    axes.set_xlabel(one.x.name)
-    axes.set_ylabel(one.y.name)
-    columns, rows = np.meshgrid(range(len(one.x.values)), range(len(one.y.values)))
-    lines: list[tuple[Any, str, str]] = [(one.median, "white", "argued"), (one.bound < 0.5, "#dc2626", "bound < 1/2")]
+def _draw_map(figure: Figure, axes: Axes, phase_map: PhaseMap) -> None:
+    image = axes.imshow(phase_map.success, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    axes.set_xticks(
+        range(len(phase_map.x.values)), [f"{value:g}" for value in phase_map.x.values], rotation=45, fontsize="small"
+    )
+    axes.set_yticks(range(len(phase_map.y.values)), [f"{value:g}" for value in phase_map.y.values], fontsize="small")
+    axes.set_xlabel(phase_map.x.name)
+    axes.set_ylabel(phase_map.y.name)
+    columns, rows = np.meshgrid(range(len(phase_map.x.values)), range(len(phase_map.y.values)))
+    lines: list[tuple[Any, str, str]] = [
+        (phase_map.median, "white", "argued"),
+        (phase_map.bound < 0.5, "#dc2626", "bound < 1/2"),
+    ]
     named = []
     for values, colour, label in lines:
         inside = np.nan_to_num(np.asarray(values, float))
         if 0 < inside.mean() < 1 and min(inside.shape) > 1:
             axes.contour(columns, rows, inside, levels=[0.5], colors=[colour], linewidths=1.5)
             named.append(f"{label}: {'white' if colour == 'white' else 'red'}")
-    axes.set_title(f"{one.mechanism}, P(both right)\n{'; '.join(named)}", fontsize="small")
+    axes.set_title(f"{phase_map.mechanism}, P(both right)\n{'; '.join(named)}", fontsize="small")
     figure.colorbar(image, ax=axes, fraction=0.05)
 
 
-def _draw_growth(axes: Axes, found: Separation) -> None:
-    n = [one.n for one in found.scaled]
-    for index, name in enumerate(one.mechanism for one in found.scaled[0].trials):
-        shares = [one.trials[index].success for one in found.scaled]
-        axes.plot(n, [one.value for one in shares], marker="o", color=_LINES[index], label=name)
-        axes.fill_between(n, [one.low for one in shares], [one.high for one in shares], color=_LINES[index], alpha=0.15)
-    if found.turning is not None:
-        axes.axvline(found.turning, color=_INK, linestyle=":", label=f"margin lost, n = {found.turning:,}")
+def _draw_growth(axes: Axes, lab: Separation) -> None:
+    n = [size.n for size in lab.scaled]
+    for index, name in enumerate(trial.mechanism for trial in lab.scaled[0].trials):
+        shares = [size.trials[index].success for size in lab.scaled]
+        axes.plot(n, [share.value for share in shares], marker="o", color=_LINES[index], label=name)
+        low, high = [share.low for share in shares], [share.high for share in shares]
+        axes.fill_between(n, low, high, color=_LINES[index], alpha=0.15)
+    if lab.turning is not None:
+        axes.axvline(lab.turning, color=_INK, linestyle=":", label=f"margin lost, n = {lab.turning:,}")
     axes.set_xscale("log", base=2)
     axes.set_ylim(-0.02, 1.05)
     axes.set_xlabel("n (t = 1, a1 = 0.7, b = c = 0.5)")
@@ -308,9 +317,9 @@ def _draw_scores(axes: Axes, trained: Trained) -> None:
     place, width = np.arange(len(trained.tasks)), 0.8 / len(trained.mechanisms)
     for index, mechanism in enumerate(trained.mechanisms):
         scores = [trained.score(name, mechanism) for name in trained.tasks]
-        spread = np.nan_to_num([[one.mean - one.low, one.high - one.mean] for one in scores]).T
+        spread = np.nan_to_num([[score.value - score.low, score.high - score.value] for score in scores]).T
         where = place + (index - (len(trained.mechanisms) - 1) / 2) * width
-        means = [one.mean for one in scores]
+        means = [score.value for score in scores]
         axes.bar(
             where,
             means,
@@ -333,7 +342,9 @@ def _draw_gradients(axes: Axes, trained: Trained) -> None:
     name = trained.tasks[0]
     for index, mechanism in enumerate(trained.mechanisms):
         for cell in trained.of(name, mechanism):
-            steps, norms = zip(*((one.step, one.gradient) for one in cell.checkpoints), strict=True)
+            steps, norms = zip(
+                *((checkpoint.step, checkpoint.gradient) for checkpoint in cell.checkpoints), strict=True
+            )
             label = mechanism if cell.seed == 0 else None
             axes.plot(steps, norms, color=_LINES[index % 5], alpha=0.7, label=label)
     axes.set_yscale("log")

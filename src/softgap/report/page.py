@@ -139,7 +139,7 @@ def _hash(content: str) -> str:
 
 def _json(payload: Payload) -> str:
     text = json.dumps(payload.document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], text)
+    return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], text)
 
 
 def _array(index: int, text: str) -> str:
@@ -153,18 +153,18 @@ def _asset(name: str) -> str:
 def _charts() -> str:
     """D3, as the installed package mpld3 carries it; without importing mpld3, which would import matplotlib."""
     try:
-        found = distribution("mpld3")
+        package = distribution("mpld3")
     except PackageNotFoundError as error:
         remedy = "install it with: pip install 'softgap[report]'"
         raise UnsupportedError(f"a report needs D3 from the package mpld3; {remedy}") from error
     versions = {
         int(match[1]): file
-        for file in found.files or ()
+        for file in package.files or ()
         if (match := re.fullmatch(r"mpld3/js/d3\.v(\d+)\.min\.js", file.as_posix()))
     }
     if not versions:
         raise UnsupportedError(
-            f"a report needs D3 from mpld3, but mpld3 {found.version} does not contain it; install mpld3 0.5.12"
+            f"a report needs D3 from mpld3, but mpld3 {package.version} does not contain it; install mpld3 0.5.12"
         )
     text = Path(str(versions[max(versions)].locate())).read_text(encoding="utf-8")
     # The hash is of what a browser parses, which knows no carriage returns.

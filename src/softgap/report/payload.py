@@ -16,9 +16,11 @@ from softgap.inputs import as_items
 from softgap.progress import Progress, silent
 from softgap.report.columns import Column
 from softgap.report.documents import Document
-from softgap.report.groups import LEVEL, Group, Groups
 from softgap.report.samples import (
-    Packed,
+    LEVEL,
+    Group,
+    Groups,
+    PackedArray,
     Selection,
     array_keys,
     head_means,
@@ -43,13 +45,13 @@ _WORDS = ("nearest", "reason")
 
 def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | None = None) -> dict[str, Any]:
     """By mechanism the columns of its heads, and once the settings, the known systems and the bounds of the plane."""
-    found: dict[str, Findings] = {}
+    by_mechanism: dict[str, Findings] = {}
     try:
         for mechanism in mechanisms:
-            found[mechanism] = analyze(study, mechanism=mechanism, progress=progress)
+            by_mechanism[mechanism] = analyze(study, mechanism=mechanism, progress=progress)
     except SoftgapError as error:
         return {"reason": str(error)}
-    first = found[mechanisms[0]]
+    first = by_mechanism[mechanisms[0]]
     order = int(first.settings["order"])
     bounds = complexity_bounds(order)
     names = ("transform", "order", "delay", "segment", "ties", "least_windows", "seed")
@@ -58,7 +60,7 @@ def dynamics(study: Study, mechanisms: tuple[str, ...], progress: Progress | Non
         "alpha": first.alpha,
         "samples": first.samples,
         "noise": first.noise_entropy,
-        "mechanisms": {mechanism: _columns(findings) for mechanism, findings in found.items()},
+        "mechanisms": {mechanism: _columns(findings) for mechanism, findings in by_mechanism.items()},
         "systems": [[system.name, system.kind, system.entropy, system.complexity] for system in first.systems],
         "least": _curve(bounds.least_entropy, bounds.least_complexity),
         "greatest": _curve(bounds.greatest_entropy, bounds.greatest_complexity),
@@ -124,8 +126,8 @@ def _mechanisms(manifest: Manifest, run: Trajectories) -> str:
     named = []
     for name in run.mechanisms:
         options = manifest.mechanisms.get(name, {})
-        given = ", ".join(f"{key} {value}" for key, value in options.items())
-        named.append(f"{name} ({given})" if given else name)
+        settings = ", ".join(f"{key} {value}" for key, value in options.items())
+        named.append(f"{name} ({settings})" if settings else name)
     control = (
         f" {BASELINE} is the baseline: the plain mean of all visible values, which ignores the query."
         if BASELINE in run.mechanisms
@@ -152,10 +154,10 @@ def _contents(samples: int, embedded: int, keys: tuple[str, ...], whole: bool) -
         if embedded == samples
         else f"Token by token for {embedded:,} of {samples:,} samples (select others with report --sample NAME): "
     )
-    rest = "" if whole else "; all other quantities as means per head only, to keep the file small"
+    omission = "" if whole else "; all other quantities as means per head only, to keep the file small"
     return (
-        f"{which}{', '.join(key.replace('/', ' from ') for key in keys)}{rest}. Values are rounded to 16 bits between "
-        "the minimum and the maximum of each head; the study holds the exact values."
+        f"{which}{', '.join(key.replace('/', ' from ') for key in keys)}{omission}. Values are rounded to 16 bits "
+        "between the minimum and the maximum of each head; the study holds the exact values."
     )
 
 
@@ -183,13 +185,13 @@ class Payload:
     document
         Plain values only. Wherever it says an index of an array, that of ``arrays`` is meant.
     arrays
-        See :mod:`softgap.report.samples`.
+        See ``softgap.report.samples``.
     findings
         Sections of their own.
     """
 
     document: dict[str, Any]
-    arrays: tuple[Packed, ...]
+    arrays: tuple[PackedArray, ...]
     findings: tuple[Document, ...] = ()
 
 
@@ -218,11 +220,11 @@ def payload(
     """
     tell = progress or silent
     first = _first(study)
-    chosen = select_samples(study, first, as_items(samples))
-    arrays: list[Packed] = []
+    selection = select_samples(study, first, as_items(samples))
+    arrays: list[PackedArray] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 
-    def store(packed: Packed) -> int:
+    def store(packed: PackedArray) -> int:
         arrays.append(packed)
         return len(arrays) - 1
 
@@ -233,15 +235,17 @@ def payload(
         means = head_means(run)
         groups.add(run, means)
         entry = sample_row(run, means)
-        entry["data"] = sample_payload(run, chosen.keys, means, store) if run.sample_id in chosen.samples else None
+        entry["data"] = (
+            sample_payload(run, selection.keys, means, store) if run.sample_id in selection.samples else None
+        )
         lines.append(entry)
         gaps.append(gap_sums(run))
-    sentence, found = opening_sentence(gaps, first)
+    sentence, has_gap = opening_sentence(gaps, first)
     document = {
-        **_frame(study, first, chosen),
+        **_frame(study, first, selection),
         "headline": sentence,
-        "heldOut": held_out_sentence(study.manifest.extra.get("held_out", {})) if found else "",
-        "opening": {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if found else {},
+        "heldOut": held_out_sentence(study.manifest.extra.get("held_out", {})) if has_gap else "",
+        "opening": {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if has_gap else {},
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
@@ -256,8 +260,8 @@ def opening_sentence(gaps: Sequence[GapSums | None], first: Trajectories) -> tup
     measured = [gap for gap in gaps if gap is not None]
     if not measured:
         return UNKNOWN, False
-    found = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
-    return ("", False) if found is None else (found.sentence, found.heads > 0)
+    opening = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
+    return ("", False) if opening is None else (opening.sentence, opening.heads > 0)
 
 
 def _first(study: Study) -> Trajectories:
@@ -288,7 +292,7 @@ def _check_same_heads(run: Trajectories, first: Trajectories) -> None:
         )
 
 
-def _frame(study: Study, first: Trajectories, chosen: Selection) -> dict[str, Any]:
+def _frame(study: Study, first: Trajectories, selection: Selection) -> dict[str, Any]:
     """What holds for all samples."""
     return {
         "softgap": __version__,
@@ -300,13 +304,13 @@ def _frame(study: Study, first: Trajectories, chosen: Selection) -> dict[str, An
         "mechanisms": list(first.mechanisms),
         "keys": list(array_keys(first)),
         "about": about(
-            study, first, len(chosen.samples), chosen.keys, whole=len(chosen.keys) == len(array_keys(first))
+            study, first, len(selection.samples), selection.keys, whole=len(selection.keys) == len(array_keys(first))
         ),
     }
 
 
-def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _group(group: Group, store: Callable[[PackedArray], int]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
         "label": group.label,
         "samples": group.samples,
         "level": LEVEL,
@@ -321,7 +325,7 @@ def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
             key: round_values(np.stack([sums.mean()[0], sums.half_width()[0]])) for key, sums in group.overall.items()
         },
     }
-    found["steps"] = {
+    entry["steps"] = {
         key: {
             "mean": store(pack(sums.mean())),
             "halfWidth": store(pack(sums.half_width())),
@@ -329,4 +333,4 @@ def _group(group: Group, store: Callable[[Packed], int]) -> dict[str, Any]:
         }
         for key, sums in group.steps.items()
     }
-    return found
+    return entry

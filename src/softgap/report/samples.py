@@ -1,25 +1,31 @@
-"""The samples of a page: which are carried token by token, what is said of each, and their packed arrays."""
+"""The samples of a page: which are carried token by token, their packed arrays, and their means by label."""
 
 from __future__ import annotations
 
 import base64
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64
+from scipy.stats import t as student
 
+from softgap.analysis.headline import gap_shares, gap_steps
 from softgap.errors import unknown_name
 from softgap.trajectories import FOCUS, QUANTITIES, Study, Trajectories
 from softgap.trajectories.run import pieces
+from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Packed",
+    "LEVEL",
+    "Group",
+    "Groups",
+    "PackedArray",
     "Selection",
     "array_keys",
     "array_of",
@@ -73,28 +79,28 @@ def keys_of(mechanisms: Sequence[str], focus: Container[str] = ()) -> tuple[str,
     )
 
 
-def select_samples(study: Study, first: Trajectories, wanted: Sequence[str], *, values: int = VALUES) -> Selection:
+def select_samples(study: Study, first: Trajectories, names: Sequence[str], *, values: int = VALUES) -> Selection:
     """Fill a page: samples with their divergences (one of every label in turn, or those asked for), then other arrays.
 
     Samples asked for are carried however large they are, and the first one is if nothing was asked for.
     """
-    for sample_id in wanted:
+    for sample_id in names:
         if sample_id not in study.ids:
             raise unknown_name("sample", sample_id, study.ids)
     table = study.samples()
     steps = _lengths(table)
     keys, needed = array_keys(first), len(first.mechanisms)
     room = values // first.n_heads
-    kept: list[str] = []
+    selected: list[str] = []
     used = 0
-    for sample_id in wanted or _by_label_in_turn(table):
-        if kept and not wanted and used + steps[sample_id] * needed > room:
+    for sample_id in names or _by_label_in_turn(table):
+        if selected and not names and used + steps[sample_id] * needed > room:
             continue
-        kept.append(sample_id)
+        selected.append(sample_id)
         used += steps[sample_id] * needed
-    total = sum(steps[sample_id] for sample_id in kept)
+    total = sum(steps[sample_id] for sample_id in selected)
     fitting = max(needed, min(len(keys), room // max(1, total)))
-    return Selection(frozenset(kept), keys[:fitting])
+    return Selection(frozenset(selected), keys[:fitting])
 
 
 def _lengths(table: pd.DataFrame) -> dict[str, int]:
@@ -119,7 +125,7 @@ CODES = 65535
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedArray:
     """An array as text, with its shape."""
 
     rows: int
@@ -127,7 +133,7 @@ class Packed:
     text: str
 
 
-def pack(values: Float[np.ndarray, "row column"]) -> Packed:
+def pack(values: Float[np.ndarray, "row column"]) -> PackedArray:
     """Quantise every row between its least and greatest number; what is not finite becomes NaN."""
     wide = np.asarray(values, np.float64)
     known = np.isfinite(wide)
@@ -144,10 +150,10 @@ def pack(values: Float[np.ndarray, "row column"]) -> Packed:
     planes = stored.view(np.uint8).reshape(*stored.shape, 2)
     content = low.tobytes() + step.tobytes() + planes[..., 1].tobytes() + planes[..., 0].tobytes()
     text = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
-    return Packed(wide.shape[0], wide.shape[1], text)
+    return PackedArray(wide.shape[0], wide.shape[1], text)
 
 
-def unpack(packed: Packed) -> Float64[np.ndarray, "row column"]:
+def unpack(packed: PackedArray) -> Float64[np.ndarray, "row column"]:
     """What the page makes of it: the reference for its own decoder."""
     content = zlib.decompress(base64.b64decode(packed.text))
     rows, size = packed.rows, packed.rows * packed.columns
@@ -161,7 +167,7 @@ _EXCERPT = 120
 
 
 # Says where a packed array can be found in the page.
-Store = Callable[[Packed], int]
+Store = Callable[[PackedArray], int]
 
 
 def sample_row(run: Trajectories, means: Mapping[str, Float64[np.ndarray, " head"]]) -> dict[str, Any]:
@@ -201,12 +207,12 @@ def sample_payload(
 def head_means(run: Trajectories) -> dict[str, Float64[np.ndarray, " head"]]:
     """Mean over the completion's steps of every array of a run, per head, padding left out."""
     real = run.kv_group >= 0
-    found = {}
+    means = {}
     for key in array_keys(run):
         values = array_of(run, key)[real].astype(np.float64)
         known = np.count_nonzero(~np.isnan(values), axis=-1)
-        found[key] = np.where(known > 0, np.nansum(values, axis=-1) / np.maximum(known, 1), np.nan)
-    return found
+        means[key] = np.where(known > 0, np.nansum(values, axis=-1) / np.maximum(known, 1), np.nan)
+    return means
 
 
 def round_values(values: Float[np.ndarray, " value"]) -> list[float | None]:
@@ -215,7 +221,7 @@ def round_values(values: Float[np.ndarray, " value"]) -> list[float | None]:
 
 
 def array_of(run: Trajectories, key: str) -> Float32[np.ndarray, "layer head step"]:
-    """The array of a run that a key of :func:`softgap.report.samples.array_keys` names."""
+    """The array of a run that a key of ``softgap.report.samples.array_keys`` names."""
     quantity, _, mechanism = key.partition("/")
     values: np.ndarray = run.quantities[quantity][run.mechanisms.index(mechanism)] if mechanism else run.focus[quantity]
     return values
@@ -242,18 +248,155 @@ def pieces_of(run: Trajectories) -> dict[str, list[list[Any]]]:
 
 
 def part_pieces(text: str, tokens: Sequence[str], offset: int) -> list[list[Any]]:
-    """The pieces of one part, whose first step is ``offset``; see :func:`pieces_of`."""
-    found = []
+    """The pieces of one part, whose first step is ``offset``; see ``pieces_of``."""
+    entries = []
     following = 0
     for piece, indices in pieces(text, tokens):
         if indices:
-            found += _hidden_pieces(tokens, following, indices[0], offset)
-            found.append([piece, offset + indices[0], len(indices), True])
+            entries += _hidden_pieces(tokens, following, indices[0], offset)
+            entries.append([piece, offset + indices[0], len(indices), True])
             following = indices[-1] + 1
         else:
-            found.append([piece, -1, 0, True])
-    return found + _hidden_pieces(tokens, following, len(tokens), offset)
+            entries.append([piece, -1, 0, True])
+    return entries + _hidden_pieces(tokens, following, len(tokens), offset)
 
 
 def _hidden_pieces(tokens: Sequence[str], start: int, stop: int, offset: int) -> list[list[Any]]:
     return [[tokens[i], offset + i, 1, False] for i in range(start, stop) if tokens[i]]
+
+
+LEVEL = 0.95
+
+
+"""Of every interval."""
+
+
+# With more labels than this a label is a name, not a group.
+_MOST = 12
+
+
+@dataclass
+class _Sums:
+    """Number, sum and sum of squares of what has been added, entry by entry; NaN does not count."""
+
+    count: Float64[np.ndarray, ...]
+    total: Float64[np.ndarray, ...]
+    squares: Float64[np.ndarray, ...]
+
+    @classmethod
+    def like(cls, values: Float[np.ndarray, ...]) -> _Sums:
+        return cls(*(np.zeros(values.shape) for _ in range(3)))
+
+    def add(self, values: Float[np.ndarray, ...]) -> None:
+        if values.shape[-1] > self.count.shape[-1]:
+            more = [(0, 0)] * (values.ndim - 1) + [(0, values.shape[-1] - self.count.shape[-1])]
+            self.count, self.total, self.squares = (np.pad(x, more) for x in (self.count, self.total, self.squares))
+        part = (..., slice(0, values.shape[-1]))
+        known = ~np.isnan(values)
+        wide = np.where(known, values, 0.0).astype(np.float64)
+        self.count[part] += known
+        self.total[part] += wide
+        self.squares[part] += wide**2
+
+    def mean(self) -> Float64[np.ndarray, ...]:
+        return np.where(self.count > 0, self.total / np.maximum(self.count, 1), np.nan)
+
+    def half_width(self) -> Float64[np.ndarray, ...]:
+        """Half of Student's interval of the mean; NaN with fewer than two samples."""
+        n = np.maximum(self.count, 2)
+        variance = np.maximum(0.0, self.squares - n * self.mean() ** 2) / (n - 1)
+        width = student.ppf((1 + LEVEL) / 2, n - 1) * np.sqrt(variance / n)
+        return np.where(self.count > 1, width, np.nan)
+
+
+@dataclass(eq=False)
+class Group:
+    """One label's samples.
+
+    Attributes
+    ----------
+    label
+        None for all samples of the study together.
+    samples
+        How many.
+    heads
+        By ``quantity/mechanism`` (or the name of a focus quantity): sums over samples of the mean over the completion's
+        steps, per head. Every sample counts once, however long it is.
+    overall
+        The same, averaged over the heads.
+    steps
+        By ``divergence/mechanism``: sums over samples of the divergence at each step, as the mean over all heads, then
+        over each layer.
+    gap
+        By mechanism: the divergence of every head, summed over all steps that a share of the gap is taken over.
+    gap_steps
+        How many steps these are.
+    """
+
+    label: str | None
+    samples: int = 0
+    heads: dict[str, _Sums] = field(default_factory=dict)
+    overall: dict[str, _Sums] = field(default_factory=dict)
+    steps: dict[str, _Sums] = field(default_factory=dict)
+    gap: dict[str, Float64[np.ndarray, " head"]] = field(default_factory=dict)
+    gap_steps: int = 0
+
+    def add(self, run: Trajectories, means: Mapping[str, Float[np.ndarray, " head"]]) -> None:
+        """Count one sample."""
+        self.samples += 1
+        for key, values in means.items():
+            self.heads.setdefault(key, _Sums.like(values)).add(values)
+            whole = _mean(values)[None]
+            self.overall.setdefault(key, _Sums.like(whole)).add(whole)
+        for key, steps in step_means(run).items():
+            self.steps.setdefault(key, _Sums.like(steps)).add(steps)
+        steps_with_gap = gap_steps(run)
+        self.gap_steps += int(np.count_nonzero(steps_with_gap))
+        real = run.kv_group >= 0
+        for name in run.mechanisms:
+            total = np.nansum(run.select(name).divergence[real][:, steps_with_gap], axis=-1, dtype=np.float64)
+            self.gap[name] = total + self.gap.get(name, np.zeros_like(total))
+
+    def gap_left(self) -> dict[str, Float64[np.ndarray, " head"]]:
+        """The share of each head's gap that a mechanism leaves, by ``gap/mechanism``; none without the control."""
+        if BASELINE not in self.gap:
+            return {}
+        uniform = self.gap[BASELINE]
+        return {
+            f"gap/{name}": gap_shares(total, uniform, self.gap_steps)
+            for name, total in self.gap.items()
+            if name != BASELINE
+        }
+
+
+class Groups:
+    """All samples together, and those of every label, filled one sample at a time."""
+
+    def __init__(self) -> None:
+        self._everyone = Group(None)
+        self._by_label: dict[str, Group] = {}
+
+    def add(self, run: Trajectories, means: Mapping[str, Float[np.ndarray, " head"]]) -> None:
+        """Count one sample, with the means of its arrays; see ``Group``."""
+        self._everyone.add(run, means)
+        label = run.label
+        if label is not None and (label in self._by_label or len(self._by_label) <= _MOST):
+            self._by_label.setdefault(label, Group(label)).add(run, means)
+
+    def result(self) -> list[Group]:
+        """All samples first, then the labels in the order they came; none of these if they are too many."""
+        return [self._everyone, *(self._by_label.values() if len(self._by_label) <= _MOST else ())]
+
+
+def step_means(run: Trajectories) -> dict[str, Float64[np.ndarray, "layer step"]]:
+    """Divergence from each mechanism at each step of the completion: mean over all heads, then over each layer."""
+    means = {}
+    for name in run.mechanisms:
+        values = run.select(name).divergence.astype(np.float64)
+        means[f"divergence/{name}"] = np.stack([_mean(values, (0, 1)), *(_mean(layer, 0) for layer in values)])
+    return means
+
+
+def _mean(values: Float[np.ndarray, ...], axis: int | tuple[int, ...] | None = None) -> Float64[np.ndarray, ...]:
+    known = np.count_nonzero(~np.isnan(values), axis=axis)
+    return np.asarray(np.where(known > 0, np.nansum(values, axis=axis) / np.maximum(known, 1), np.nan))

@@ -3,12 +3,14 @@
 Works on numpy arrays whose last axis is time and imports without torch.
 """
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.signal.change_points import ChangePoints, change_points
 from softgap.signal.complexity import (
     ComplexityBounds,
     complexity_bounds,
     complexity_entropy,
-    fisher_shannon,
     missing_fraction,
     missing_patterns,
     renyi_complexity,
@@ -19,12 +21,11 @@ from softgap.signal.entropy import (
     multiscale_entropy,
     permutation_entropy,
     renyi_entropy,
-    tsallis_entropy,
     weighted_permutation_entropy,
     windowed_entropy,
 )
 from softgap.signal.estimates import (
-    Interval,
+    EntropyInterval,
     Rarefied,
     bias_factor,
     corrected_entropy,
@@ -46,7 +47,6 @@ from softgap.signal.patterns import (
 from softgap.signal.results import (
     ComplexityEntropy,
     Entropy,
-    FisherShannon,
     MissingPatterns,
     PatternCounts,
     Patterns,
@@ -86,8 +86,7 @@ __all__ = [
     "ComplexityEntropy",
     "Convergence",
     "Entropy",
-    "FisherShannon",
-    "Interval",
+    "EntropyInterval",
     "MissingPatterns",
     "Network",
     "NoiseNull",
@@ -111,7 +110,6 @@ __all__ = [
     "complexity_entropy",
     "corrected_entropy",
     "entropy_interval",
-    "fisher_shannon",
     "irreversibility",
     "missing_fraction",
     "missing_patterns",
@@ -136,8 +134,11 @@ __all__ = [
     "surrogates",
     "systems",
     "transition_entropy",
-    "tsallis_entropy",
     "weighted_permutation_entropy",
     "windowed_entropy",
     "z_scores",
 ]
+
+# Hidden from the type checker, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Interval": "EntropyInterval"})

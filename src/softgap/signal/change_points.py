@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.signal.kernels import compiled
 from softgap.signal.validation import check_series
 
@@ -75,7 +75,7 @@ def change_points(
     shortest
         Fewest values of a level.
     """
-    checked_rng(rng)
+    check_rng(rng)
     _check_options(level, permutations, shortest)
     series = check_series(x, least=2 * shortest, use="a change point")
     rows = series.reshape(-1, series.shape[-1])
@@ -108,9 +108,9 @@ def change_points(
 
 
 def _check_options(level: float, permutations: int, shortest: int) -> None:
-    checked_count("shortest", shortest)
-    checked_count("permutations", permutations)
-    checked_share("level", level, usual=0.05)
+    check_count("shortest", shortest)
+    check_count("permutations", permutations)
+    check_share("level", level, usual=0.05)
     if (permutations + 1) * level < 1:
         raise ValueInputError(
             f"permutations must be at least 1 / level - 1 to reach level {level:g}, got {permutations}; use more"

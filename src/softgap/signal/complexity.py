@@ -10,17 +10,16 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Float
 
-from softgap.inputs import checked_count, checked_share
+from softgap.inputs import check_count, check_share
 from softgap.signal.entropy import check_q, log_where_positive, probabilities, reduce_blocks, renyi, shannon
-from softgap.signal.patterns import Options, check_batch, pattern_counts, sorting_patterns
-from softgap.signal.results import ComplexityEntropy, Entropy, FisherShannon, MissingPatterns, RenyiComplexity
+from softgap.signal.patterns import Options, check_batch, pattern_counts
+from softgap.signal.results import ComplexityEntropy, Entropy, MissingPatterns, RenyiComplexity
 from softgap.signal.validation import check_order
 
 __all__ = [
     "ComplexityBounds",
     "complexity_bounds",
     "complexity_entropy",
-    "fisher_shannon",
     "missing_fraction",
     "missing_patterns",
     "plane",
@@ -40,12 +39,12 @@ def complexity_entropy(x: Any, order: int = 3, delay: int = 1, **options: Unpack
     def reduce(counts: np.ndarray) -> np.ndarray:
         return np.stack(plane(probabilities(counts)), axis=-1)
 
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
-    return ComplexityEntropy(values[..., 0], values[..., 1], *rest)
+    values, *window_arrays = reduce_blocks(batch, batch.counts(), reduce, (2,))
+    return ComplexityEntropy(values[..., 0], values[..., 1], *window_arrays)
 
 
 def statistical_complexity(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Entropy:
-    """The complexity of :func:`complexity_entropy` alone."""
+    """The complexity of ``complexity_entropy`` alone."""
     result = complexity_entropy(x, order, delay, **options)
     return Entropy(result.complexity, result.windows, result.tie_rate, result.eligible)
 
@@ -57,7 +56,7 @@ def renyi_complexity(
 
     H_q is the normalised Renyi entropy, C_q = H_q D_q / D_q,max with the Jensen-Renyi divergence
     D_q = [log sum p^q m^(1-q) + log sum u^q m^(1-q)] / (2 (q - 1)), m = (p + u) / 2 (Jauregui et al., Physica A 498,
-    74 (2018), Eqs. 4 and 5). At q = 1 it is the point of :func:`complexity_entropy`.
+    74 (2018), Eqs. 4 and 5). At q = 1 it is the point of ``complexity_entropy``.
     """
     grid = np.atleast_1d(check_q(q))
     batch = check_batch(x, order, delay, options)
@@ -71,28 +70,8 @@ def renyi_complexity(
         divergence = np.stack([_jensen_renyi(p, value) for value in grid], axis=-1)
         return np.stack([entropy, entropy * divergence / largest], axis=-1)
 
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
-    return RenyiComplexity(grid, values[..., 0], values[..., 1], *rest)
-
-
-def fisher_shannon(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> FisherShannon:
-    """Normalised permutation entropy and Fisher information of each series.
-
-    F = F_0 sum_i (sqrt p_{i+1} - sqrt p_i)^2, F_0 = 1 if only the first or only the last pattern occurs, else 1/2
-    (Olivares et al., Physica A 391, 2518 (2012)). F depends on how patterns are listed: here by the permutation that
-    sorts the window, lexicographically.
-    """
-    batch = check_batch(x, order, delay, options)
-    listed = np.argsort(sorting_patterns(batch.order))
-
-    def reduce(counts: np.ndarray) -> np.ndarray:
-        p = probabilities(counts)[:, listed]
-        at_an_end = (p[:, 0] == 1) | (p[:, -1] == 1)
-        information = (np.diff(np.sqrt(p), axis=-1) ** 2).sum(axis=-1) * np.where(at_an_end, 1.0, 0.5)
-        return np.stack([shannon(p) / math.log(batch.patterns), information], axis=-1)
-
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (2,))
-    return FisherShannon(values[..., 0], values[..., 1], *rest)
+    values, *window_arrays = reduce_blocks(batch, batch.counts(), reduce, (grid.size, 2))
+    return RenyiComplexity(grid, values[..., 0], values[..., 1], *window_arrays)
 
 
 def missing_patterns(
@@ -105,7 +84,7 @@ def missing_patterns(
     windows share no values and are independent. A real series has fewer effective windows: read forbidden patterns
     of slow series with care.
     """
-    checked_share("alpha", alpha, usual=0.01)
+    check_share("alpha", alpha, usual=0.01)
     counted = pattern_counts(x, order, delay, **options)
     patterns = counted.counts.shape[-1]
     missing = (counted.counts == 0) & counted.eligible[..., None]
@@ -138,8 +117,8 @@ def complexity_bounds(order: int = 3, *, points: int = 200, per_piece: int = 8) 
     frequency 0 to 1/(k + 1), k equal ones, the rest missing (Martin, Plastino and Rosso, Physica A 369, 439 (2006)).
     """
     n = math.factorial(check_order(order))
-    checked_count("points", points, least=2)
-    checked_count("per_piece", per_piece)
+    check_count("points", points, least=2)
+    check_count("per_piece", per_piece)
     large = np.linspace(1, 1 / n, points)
     least = _grouped_plane(np.stack([large, (1 - large) / (n - 1)]), np.array([[1.0], [n - 1.0]]), n)
     k = np.arange(1, n)

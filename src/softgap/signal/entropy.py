@@ -1,8 +1,7 @@
-"""Entropies of ordinal patterns: Shannon, Renyi, Tsallis, weighted, multiscale, and in sliding windows."""
+"""Entropies of ordinal patterns: Shannon, Renyi, weighted, multiscale, and in sliding windows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.signal.kernels import shannon_rows
 from softgap.signal.patterns import Block, Options, SeriesBatch, check_batch
 from softgap.signal.results import Entropy
@@ -27,7 +26,6 @@ __all__ = [
     "renyi",
     "renyi_entropy",
     "shannon",
-    "tsallis_entropy",
     "weighted_permutation_entropy",
     "windowed_entropy",
 ]
@@ -83,13 +81,29 @@ def permutation_entropy(
         Values per window, 2 to 8.
     delay
         Steps between neighbouring values of a window.
+    normalised
+        Divide by log(order!), so that white noise is near 1; False gives nats.
     **options
-        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see :class:`Options`.
+        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see ``Options``.
+
+    Returns
+    -------
+    Entropy
+        ``value``, the number of ``windows`` and whether they are enough (``eligible``), per series.
 
     Notes
     -----
-    The plug-in estimate is biased low at short length: :func:`corrected_entropy` corrects it, :func:`z_scores`
-    compares it with noise of the same length, :func:`rarefied_entropy` with series of other lengths.
+    The plug-in estimate is biased low at short length: ``corrected_entropy`` corrects it, ``z_scores``
+    compares it with noise of the same length, ``rarefied_entropy`` with series of other lengths.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.signal import permutation_entropy
+    >>> rng = np.random.default_rng(0)
+    >>> noise, line = rng.standard_normal(1000), np.arange(1000.0)
+    >>> permutation_entropy(np.stack([noise, line])).value.round(2) + 0.0
+    array([1., 0.])
     """
     batch = check_batch(x, order, delay, options)
     return Entropy(*reduce_blocks(batch, batch.entropies(), _in_unit(batch, normalised)))
@@ -126,26 +140,19 @@ def renyi_entropy(
     """Renyi entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
 
     H_q = log(sum_i p_i^q) / (1 - q), Shannon at q = 1, the log of the number of patterns seen at q = 0; divided by
-    log(order!) if ``normalised``. Keywords as in :func:`permutation_entropy`.
+    log(order!) if ``normalised``. Keywords as in ``permutation_entropy``. In nats it gives the Tsallis entropy too:
+    S_q = (exp((1 - q) H_q) - 1) / (1 - q).
     """
-    return _over_q(x, q, order, delay, options, renyi, lambda q, n: math.log(n) if normalised else 1.0)
+    grid = check_q(q)
+    batch = check_batch(x, order, delay, options)
+    unit = batch.unit(normalised)
 
+    def reduce(counts: np.ndarray) -> np.ndarray:
+        p = probabilities(counts)
+        return np.stack([renyi(p, value) / unit for value in np.atleast_1d(grid)], axis=-1)
 
-def tsallis_entropy(
-    x: Any,
-    q: float | Sequence[float],
-    order: int = 3,
-    delay: int = 1,
-    *,
-    normalised: bool = True,
-    **options: Unpack[Options],
-) -> Entropy:
-    """Tsallis entropy of the pattern frequencies, with an axis for ``q`` at the end if it is a sequence.
-
-    S_q = (1 - sum_i p_i^q) / (q - 1), Shannon at q = 1; divided by its value for equal frequencies,
-    (1 - (order!)^(1 - q)) / (q - 1), if ``normalised``. Keywords as in :func:`permutation_entropy`.
-    """
-    return _over_q(x, q, order, delay, options, tsallis, lambda q, n: _tsallis_largest(q, n) if normalised else 1.0)
+    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
+    return Entropy(values if grid.ndim else values[..., 0], *rest)
 
 
 def multiscale_entropy(
@@ -166,7 +173,7 @@ def multiscale_entropy(
     batch = check_batch(x, order, delay, options)
     results = []
     for scale in scales:
-        step = checked_count("a scale", scale)
+        step = check_count("a scale", scale)
         steps = batch.rows.shape[1] // step
         # The count is spelled out: reshape cannot infer it where a scale leaves no step.
         parts = batch.rows[:, : steps * step].reshape(len(batch.rows), steps, step)
@@ -206,13 +213,6 @@ def renyi(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
     return np.asarray((q * np.log(largest[..., 0]) + np.log(powers.sum(axis=-1))) / (1 - q))
 
 
-def tsallis(p: Probabilities, q: float) -> Float[np.ndarray, " series"]:
-    """Tsallis entropy along the last axis."""
-    if q == 1:
-        return shannon(p)
-    return np.asarray(-(p * np.expm1((q - 1) * log_where_positive(p))).sum(axis=-1) / (q - 1))
-
-
 def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     """``q`` as one number or a list of numbers from 0 to 500."""
     grid = np.asarray(q)
@@ -222,31 +222,6 @@ def check_q(q: float | Sequence[float]) -> Float[np.ndarray, ...]:
     if wrong.any():
         raise ValueInputError(f"q must be between 0 and {_LARGEST_Q:g}, got {grid[wrong].flat[0]}")
     return grid.astype(float)
-
-
-def _over_q(
-    x: Any,
-    q: float | Sequence[float],
-    order: int,
-    delay: int,
-    options: Options,
-    entropy: Callable[[np.ndarray, float], np.ndarray],
-    unit: Callable[[float, int], float],
-) -> Entropy:
-    grid = check_q(q)
-    batch = check_batch(x, order, delay, options)
-
-    def reduce(counts: np.ndarray) -> np.ndarray:
-        p = probabilities(counts)
-        columns = [entropy(p, value) / unit(value, batch.patterns) for value in np.atleast_1d(grid)]
-        return np.stack(columns, axis=-1)
-
-    values, *rest = reduce_blocks(batch, batch.counts(), reduce, (grid.size,))
-    return Entropy(values if grid.ndim else values[..., 0], *rest)
-
-
-def _tsallis_largest(q: float, patterns: int) -> float:
-    return math.log(patterns) if q == 1 else -math.expm1((1 - q) * math.log(patterns)) / (q - 1)
 
 
 def _in_unit(batch: SeriesBatch, normalised: bool) -> Reducer:
@@ -267,7 +242,7 @@ class WindowedEntropy:
     value : float [..., window]
         Normalised permutation entropy; NaN where not ``eligible``.
     tie_rate, eligible, windows
-        As for :func:`permutation_entropy`, per window; ``windows`` counts the ordinal windows inside.
+        As for ``permutation_entropy``, per window; ``windows`` counts the ordinal windows inside.
     starts : int [window]
         First step of each window.
     width : int
@@ -304,7 +279,7 @@ def windowed_entropy(
     """Permutation entropy in windows of ``width`` steps along the last axis.
 
     Windows begin at 0, ``stride``, 2 ``stride``, ...; steps after the last whole window are left out. Feed ``value``
-    to :func:`change_points` only with ``stride >= width`` (the default): windows that overlap share values, and what
+    to ``change_points`` only with ``stride >= width`` (the default): windows that overlap share values, and what
     they share looks like a level that changes.
 
     Parameters
@@ -314,11 +289,11 @@ def windowed_entropy(
     width, stride
         In steps; windows touch unless a stride is given.
     order, delay, ties, eligibility, rng
-        Of :func:`permutation_entropy`.
+        Of ``permutation_entropy``.
     """
     series = check_series(x, use="windowed entropy")
-    checked_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
-    step = checked_count("stride", width if stride is None else stride)
+    check_count("width", width, least=2, most=series.shape[-1], remedy=f"the series has {series.shape[-1]} steps")
+    step = check_count("stride", width if stride is None else stride)
     views = np.lib.stride_tricks.sliding_window_view(series, width, axis=-1)[..., ::step, :]
     count = views.shape[-2]
     windows_per_block = max(1, _BLOCK_VALUES // max(1, views[..., :1, :].size))

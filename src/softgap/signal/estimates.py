@@ -10,7 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
+from softgap.intervals import ArrayInterval
 from softgap.signal.entropy import reduce_blocks
 from softgap.signal.kernels import resample_row, shannon_rows, stretch_rows
 from softgap.signal.patterns import Options, check_batch, noise_spread
@@ -18,7 +19,7 @@ from softgap.signal.results import Entropy, SeriesResult
 from softgap.signal.validation import check_delay, check_order
 
 __all__ = [
-    "Interval",
+    "EntropyInterval",
     "Rarefied",
     "bias_factor",
     "centred_interval",
@@ -36,7 +37,7 @@ def corrected_entropy(
     """Permutation entropy with its short-length bias taken out; 1 on average for white noise of any length.
 
     H + f (K - 1) / 2N nats for K patterns seen in N windows. f = 1 is the correction of Miller and Madow, which is
-    too large here because neighbouring windows share values; f is measured on white noise, see :func:`bias_factor`.
+    too large here because neighbouring windows share values; f is measured on white noise, see ``bias_factor``.
     A single value may exceed 1, as an estimate that is right on average must.
 
     Notes
@@ -65,8 +66,8 @@ def bias_factor(order: int, windows: int, delay: int = 1, *, seed: int = 0) -> f
     """
     check_order(order)
     check_delay(delay)
-    checked_count("a seed", seed, least=0)
-    place = 2 * math.log2(min(checked_count("windows", windows), max(2000, 20 * math.factorial(order))))
+    check_count("a seed", seed, least=0)
+    place = 2 * math.log2(min(check_count("windows", windows), max(2000, 20 * math.factorial(order))))
     below = math.floor(place)
     low, high = (_simulated_factor(order, delay, k, seed) for k in (below, below + 1))
     return low + (place - below) * (high - low)
@@ -121,10 +122,8 @@ def rarefied_entropy(
     for block in batch.indices():
         counted[block.where], rate[block.where] = block.windows, block.tie_rate
     enough = counted[counted >= batch.least]
-    if windows is None:
-        common = int(enough.min()) if enough.size else batch.least
-    else:
-        common = checked_count("windows", windows)
+    fewest = int(enough.min()) if enough.size else batch.least
+    common = fewest if windows is None else check_count("windows", windows)
     values, stretches = np.full(series, np.nan), np.zeros(series, np.int64)
     if common >= batch.least:
         for block in batch.indices():
@@ -136,15 +135,12 @@ def rarefied_entropy(
 
 
 @dataclass(frozen=True, eq=False)
-class Interval(SeriesResult):
+class EntropyInterval(ArrayInterval, SeriesResult):
     """Permutation entropy of each series between ``low`` and ``high``; ``samples`` are the resampled entropies.
 
     ``block`` is the number of windows per block.
     """
 
-    value: Float[np.ndarray, "*lead"]
-    low: Float[np.ndarray, "*lead"]
-    high: Float[np.ndarray, "*lead"]
     samples: Float[np.ndarray, "*lead replicate"]
     block: Int[np.ndarray, "*lead"]
     windows: Int[np.ndarray, "*lead"]
@@ -162,7 +158,7 @@ def entropy_interval(
     block: int | None = None,
     normalised: bool = True,
     **options: Unpack[Options],
-) -> Interval:
+) -> EntropyInterval:
     """Block-bootstrap interval of the permutation entropy of each series.
 
     Blocks of consecutive windows are drawn with replacement from the pattern sequence, closed to a circle (Politis and
@@ -172,22 +168,48 @@ def entropy_interval(
 
     Parameters
     ----------
+    x
+        Real numbers, time last, any leading axes: one value per series.
+    order
+        Values per window, 2 to 8.
+    delay
+        Steps between neighbouring values of a window.
+    level
+        Coverage of the interval.
+    replicates
+        Bootstrap replicates.
     block
         Windows per block; by default the cube root of their number, and no fewer than share a value with one window.
+    normalised
+        Divide by log(order!); False gives nats.
     **options
-        As everywhere (:class:`Options`), but ``rng`` is required: it draws the blocks.
+        As everywhere (``Options``), but ``rng`` is required: it draws the blocks.
+
+    Returns
+    -------
+    Interval
+        ``value``, ``low`` and ``high``, per series.
 
     Notes
     -----
     The coverage that was measured is in docs/signal.md; the plain percentile interval never covered white noise. At
     the maximum of entropy the estimate is not normally distributed and the interval is too wide: compare such series
-    by :func:`z_scores`.
+    by ``z_scores``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.signal import entropy_interval
+    >>> rng = np.random.default_rng(0)
+    >>> found = entropy_interval(rng.standard_normal(500).cumsum(), replicates=199, rng=rng)
+    >>> bool(found.low <= found.value <= found.high)
+    True
     """
-    checked_share("level", level, usual=0.95)
-    checked_count("replicates", replicates, least=2)
+    check_share("level", level, usual=0.95)
+    check_count("replicates", replicates, least=2)
     if block is not None:
-        checked_count("block", block)
-    rng = checked_rng(options.get("rng"))
+        check_count("block", block)
+    rng = check_rng(options.get("rng"))
     batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     value, samples = np.full(series, np.nan), np.full((series, replicates), np.nan)
@@ -204,7 +226,7 @@ def entropy_interval(
     low, high = centred_interval(value, samples, level, math.log(batch.patterns))
     unit = batch.unit(normalised)
     results = (value / unit, low / unit, high / unit, samples / unit, sizes, windows, rate, eligible)
-    return Interval(*map(batch.restore_shape, results))
+    return EntropyInterval(*map(batch.restore_shape, results), level=level)
 
 
 def usual_block(windows: int, span: int) -> int:

@@ -84,7 +84,7 @@ def first_unusable_row(rows: Array, lengths: Array) -> int:
 def count_row(series: Array, order: int, delay: int, keep_ties: bool, index: Array, tied: Array, count: Array) -> int:
     """Add the windows of a series to ``count`` [pattern], and return how many hold equal values.
 
-    ``index`` and ``tied`` have a place for each window, filled as by :func:`encode`.
+    ``index`` and ``tied`` have a place for each window, filled as by ``encode``.
     """
     encode(series, order, delay, index, tied)
     equal = 0
@@ -129,7 +129,7 @@ def index_rows(rows: Array, lengths: Array, order: int, delay: int, keep_ties: b
 def weigh_rows(
     values: Array, rows: Array, lengths: Array, order: int, delay: int, keep_ties: bool, weights: Array, ties: Array
 ) -> None:
-    """Add the variance of each window of ``values`` to ``weights`` [row, pattern]; the rest as :func:`count_rows`.
+    """Add the variance of each window of ``values`` to ``weights`` [row, pattern]; the rest as ``count_rows``.
 
     ``rows`` holds the order of the values: the values themselves, or their ranks.
     """
@@ -174,7 +174,7 @@ def shannon(counts: Array, total: float) -> float:
 def entropy_rows(
     rows: Array, lengths: Array, order: int, delay: int, keep_ties: bool, entropy: Array, ties: Array
 ) -> None:
-    """Write the Shannon entropy in nats of each row to ``entropy`` [row, 1]; the rest as :func:`count_rows`.
+    """Write the Shannon entropy in nats of each row to ``entropy`` [row, 1]; the rest as ``count_rows``.
 
     One row of counts serves all series. Where patterns outnumber windows it is read and cleared through the windows,
     so that a short series never pays for order! bins.

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.signal.complexity import missing_fraction, statistical_complexity
 from softgap.signal.entropy import permutation_entropy, weighted_permutation_entropy
 from softgap.signal.patterns import Options, SeriesBatch, check_batch
@@ -95,19 +95,19 @@ def noise_null(
     Parameters
     ----------
     transform
-        A name that :func:`apply_transform` knows, or a function of an array along its last axis.
+        A name that ``apply_transform`` knows, or a function of an array along its last axis.
     rng
         A generator, or a seed. With a seed the null is kept and not simulated again in this process.
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)
     check_order(order)
-    checked_count("length", length)
-    checked_count("samples", samples, least=2)
+    check_count("length", length)
+    check_count("samples", samples, least=2)
     key = (int(length), int(order), delay, measure, transform, int(samples))
     if isinstance(rng, np.random.Generator):
         return _simulate_null(*key, rng)
-    return _cached_null(*key, checked_count("a seed", rng, least=0))
+    return _cached_null(*key, check_count("a seed", rng, least=0))
 
 
 def z_scores(
@@ -124,8 +124,42 @@ def z_scores(
     """A measure of ``transform(x)`` per series, against white noise of the same length under the same transform.
 
     The noise is as long as leaves it the windows that were counted: a series that lost windows to ties is compared
-    with noise that is shorter by as many steps. ``seed`` is a seed or a generator for the noise (``rng`` stays that
-    of the jitter); ``lengths`` are those of ``x``, before the transform.
+    with noise that is shorter by as many steps.
+
+    Parameters
+    ----------
+    x
+        Real numbers, time last, any leading axes: one value per series.
+    order
+        Values per window, 2 to 8.
+    delay
+        Steps between neighbouring values of a window.
+    measure
+        One of ``MEASURES``, by name.
+    transform
+        A name that ``apply_transform`` knows, or a function of an array along its last axis.
+    samples
+        Series of noise for each length.
+    seed
+        A seed or a generator for the noise; ``rng`` stays that of the jitter.
+    **options
+        ``ties``, ``rng``, ``lengths`` and ``eligibility``; see ``Options``. ``lengths`` are those of ``x``, before the
+        transform.
+
+    Returns
+    -------
+    ZScores
+        ``z`` and p-values, per series.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.signal import z_scores
+    >>> walk = np.random.default_rng(0).standard_normal(300).cumsum()
+    >>> float(z_scores(walk, samples=199).z) < -3  # far more regular than noise
+    True
+    >>> abs(float(z_scores(walk, transform="diff", samples=199).z)) < 3  # its steps are noise
+    True
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, MEASURES)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_rng, is_whole
+from softgap.inputs import check_count, check_rng, is_whole
 from softgap.signal.kernels import count_rows, entropy_rows, first_unusable_row, index_rows, shannon_rows, weigh_rows
 from softgap.signal.results import PatternCounts, Patterns
 from softgap.signal.validation import check_delay, check_order, not_finite, real_array, series_name
@@ -34,7 +34,6 @@ __all__ = [
     "pattern_counts",
     "pattern_ranks",
     "reversed_patterns",
-    "sorting_patterns",
 ]
 
 
@@ -84,9 +83,9 @@ def noise_spread(order: int, windows: int, *, delay: int = 1, series: int = 2000
     """Simulate ``series`` white-noise series of ``windows`` windows each."""
     check_order(order)
     check_delay(delay)
-    checked_count("windows", windows)
-    checked_count("series", series, least=2)
-    checked_rng(rng)
+    check_count("windows", windows)
+    check_count("series", series, least=2)
+    check_rng(rng)
     patterns, length = math.factorial(order), windows + (order - 1) * delay
     entropy, seen = np.empty(series), np.empty(series)
     rows = max(1, _NOISE_BLOCK // max(length, patterns))
@@ -176,24 +175,24 @@ class SeriesBatch:
     def counts(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: how often each pattern occurs."""
         for where in self._slices(self.patterns):
-            yield self._filled(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
+            yield self._fill_block(where, count_rows, np.zeros((where.stop - where.start, self.patterns), np.int64))
 
     def entropies(self) -> Iterator[Block]:
         """Blocks whose table is [series, 1]: Shannon entropy in nats, without a table of counts."""
         for where in self._slices(1):
-            yield self._filled(where, entropy_rows, np.empty((where.stop - where.start, 1)))
+            yield self._fill_block(where, entropy_rows, np.empty((where.stop - where.start, 1)))
 
     def weights(self) -> Iterator[Block]:
         """Blocks whose table is [series, pattern]: the summed variance of the windows of each pattern."""
         for where in self._slices(self.patterns):
             weigh = partial(weigh_rows, kernel_rows(self.rows[where]))
-            yield self._filled(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
+            yield self._fill_block(where, weigh, np.zeros((where.stop - where.start, self.patterns)))
 
     def indices(self) -> Iterator[Block]:
         """Blocks whose table is [series, window]: the index of each pattern, or -1."""
         windows = max(0, self.rows.shape[1] - self.span)
         for where in self._slices(windows):
-            yield self._filled(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
+            yield self._fill_block(where, index_rows, np.empty((where.stop - where.start, windows), np.int32))
 
     def restore_shape(self, array: np.ndarray) -> np.ndarray:
         """An array [series, ...] with the leading axes of the input."""
@@ -204,7 +203,7 @@ class SeriesBatch:
         for start in range(0, len(self.rows), step):
             yield slice(start, min(start + step, len(self.rows)))
 
-    def _filled(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
+    def _fill_block(self, where: slice, kernel: Kernel, table: np.ndarray) -> Block:
         rows, lengths = kernel_rows(self.rows[where]), self.lengths[where]
         self._check_finite(rows, lengths, where.start)
         ties = np.zeros(len(rows), np.int64)
@@ -244,10 +243,10 @@ def kernel_rows(rows: np.ndarray) -> np.ndarray:
     """Rows in memory order and a type the kernels compare exactly: float32, float64, int64 or uint64."""
     kind = rows.dtype.kind
     if kind == "f":
-        wanted: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
+        dtype: type = np.float32 if rows.dtype.itemsize <= 4 else np.float64
     else:
-        wanted = np.uint64 if rows.dtype == np.uint64 else np.int64
-    return np.ascontiguousarray(rows, dtype=wanted)
+        dtype = np.uint64 if rows.dtype == np.uint64 else np.int64
+    return np.ascontiguousarray(rows, dtype=dtype)
 
 
 def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool = False) -> SeriesBatch:
@@ -265,10 +264,10 @@ def check_batch(x: Any, order: int, delay: Any, options: Options, *, short: bool
     array = real_array(x)
     steps, lead = array.shape[-1], array.shape[:-1]
     if steps <= (order - 1) * delay and not short:
-        got = "an empty series" if steps == 0 else f"{steps} steps"
+        length = "an empty series" if steps == 0 else f"{steps} steps"
         raise ShapeError(
             f"a series must hold one window, {(order - 1) * delay + 1} steps at order {order} and delay {delay}, "
-            f"got {got}; use longer series or a shorter pattern"
+            f"got {length}; use longer series or a shorter pattern"
         )
     # The count is spelled out: reshape cannot infer it where an axis is empty.
     rows = array.reshape(math.prod(lead), steps)
@@ -296,7 +295,7 @@ def _lengths(value: Any, lead: tuple[int, ...], steps: int) -> np.ndarray:
 def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> Patterns:
     """The pattern index of every window, time last; -1 where the window is excluded or past the end of its series.
 
-    ``pattern_ranks(order)[index]`` gives the rank permutation. See :class:`Options` for the keywords.
+    ``pattern_ranks(order)[index]`` gives the rank permutation. See ``Options`` for the keywords.
     """
     batch = check_batch(x, order, delay, options)
     series, windows = len(batch.rows), batch.rows.shape[1] - batch.span
@@ -308,7 +307,7 @@ def ordinal_patterns(x: Any, order: int = 3, delay: int = 1, **options: Unpack[O
 
 
 def pattern_counts(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Options]) -> PatternCounts:
-    """How often each of the order! patterns occurs, as a last axis. See :class:`Options` for the keywords."""
+    """How often each of the order! patterns occurs, as a last axis. See ``Options`` for the keywords."""
     batch = check_batch(x, order, delay, options)
     series = len(batch.rows)
     counts = np.empty((series, batch.patterns), np.int64)
@@ -331,12 +330,6 @@ def pattern_ranks(order: int) -> Int[np.ndarray, "pattern order"]:
 def reversed_patterns(order: int) -> Int[np.ndarray, " pattern"]:
     """The index of each pattern read backwards in time."""
     return _indices(pattern_ranks(order)[:, ::-1])
-
-
-@cache
-def sorting_patterns(order: int) -> Int[np.ndarray, " pattern"]:
-    """For each pattern index, that of the permutation that sorts the window (argsort, the inverse of the ranks)."""
-    return _indices(np.argsort(pattern_ranks(order), axis=1))
 
 
 def _indices(permutations: np.ndarray) -> np.ndarray:

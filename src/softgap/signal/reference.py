@@ -15,13 +15,11 @@ __all__ = [
     "reference_complexity",
     "reference_counts",
     "reference_entropy",
-    "reference_fisher",
     "reference_irreversibility",
     "reference_patterns",
     "reference_renyi",
     "reference_renyi_complexity",
     "reference_transitions",
-    "reference_tsallis",
     "reference_weights",
 ]
 
@@ -71,12 +69,6 @@ def reference_renyi(counts: Sequence[float], q: float) -> float:
     return math.log(math.fsum((c / total) ** q for c in counts if c > 0)) / (1 - q)
 
 
-def reference_tsallis(counts: Sequence[float], q: float) -> float:
-    """Tsallis entropy."""
-    total = math.fsum(counts)
-    return (1 - math.fsum((c / total) ** q for c in counts if c > 0)) / (q - 1)
-
-
 def reference_complexity(counts: Sequence[float]) -> float:
     """Jensen-Shannon statistical complexity."""
     n, total = len(counts), math.fsum(counts)
@@ -103,15 +95,6 @@ def reference_renyi_complexity(counts: Sequence[float], q: float) -> float:
 
     p = [c / total for c in counts]
     return reference_renyi(p, q) / math.log(n) * divergence(p) / divergence(single)
-
-
-def reference_fisher(counts: Sequence[float], order: int) -> float:
-    """Fisher information, patterns listed by the permutation that sorts the window."""
-    total = math.fsum(counts)
-    share = dict(zip(itertools.permutations(range(order)), (c / total for c in counts), strict=True))
-    p = [share[tuple(sorting.index(i) for i in range(order))] for sorting in itertools.permutations(range(order))]
-    factor = 1.0 if 1.0 in (p[0], p[-1]) else 0.5
-    return factor * math.fsum((math.sqrt(b) - math.sqrt(a)) ** 2 for a, b in itertools.pairwise(p))
 
 
 def reference_transitions(x: Sequence[float], order: int, delay: int, ties: str = "exclude") -> tuple[float, float]:

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 __all__ = [
     "ComplexityEntropy",
     "Entropy",
-    "FisherShannon",
     "MissingPatterns",
     "PatternCounts",
     "Patterns",
@@ -100,17 +99,6 @@ class RenyiComplexity(SeriesResult):
     q: Float[np.ndarray, " q"]
     entropy: Numbers
     complexity: Numbers
-    windows: Counts
-    tie_rate: Numbers
-    eligible: Flags
-
-
-@dataclass(frozen=True, eq=False)
-class FisherShannon(SeriesResult):
-    """A point of the Fisher-Shannon plane per series."""
-
-    entropy: Numbers
-    information: Numbers
     windows: Counts
     tie_rate: Numbers
     eligible: Flags

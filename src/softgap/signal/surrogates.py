@@ -12,7 +12,7 @@ import scipy.fft
 from jaxtyping import Bool, Complex128, Float64, Int64
 
 from softgap.errors import UnsupportedError, unknown_name
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.signal.kernels import compiled
 from softgap.signal.validation import check_series
 
@@ -34,14 +34,14 @@ def iterate(
     amplitude = np.abs(scipy.fft.rfft(data, axis=-1))
     iterations, converged, error = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool), np.zeros(rows)
 
-    def one(start: int) -> None:
+    def iterate_rows(start: int) -> None:
         at = slice(start, min(rows, start + block_rows))
         source = np.arange(at.start, at.stop) // count
         iterations[at], converged[at] = _iterate_block(series[at], ordered, amplitude, source, max_iterations)
         error[at] = relative_distance(amplitude[source], np.abs(scipy.fft.rfft(series[at], axis=-1)))
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, range(0, rows, block_rows)))
+        list(pool.map(iterate_rows, range(0, rows, block_rows)))
     return iterations, converged, error
 
 
@@ -95,8 +95,8 @@ def _impose_amplitude(
         for j in range(spectrum.shape[1]):
             value = spectrum[i, j]
             size = np.sqrt(value.real * value.real + value.imag * value.imag)
-            wanted = amplitude[source[i], j]
-            spectrum[i, j] = value * (wanted / size) if size > 0 else complex(wanted)
+            target = amplitude[source[i], j]
+            spectrum[i, j] = value * (target / size) if size > 0 else complex(target)
 
 
 @compiled
@@ -163,7 +163,7 @@ class Convergence:
     converged : bool [..., surrogate]
         Whether the last iteration changed nothing.
     spectrum_error : float64 [..., surrogate]
-        Of the result, see :func:`spectrum_error`.
+        Of the result, see ``spectrum_error``.
     """
 
     iterations: Int64[np.ndarray, "*batch surrogate"]
@@ -219,6 +219,8 @@ def surrogates(
         ranks given to the values of x (ibid., section 2.4.2). Its spectrum is flatter than the data's.
         "iaaft": iterated until values and spectrum agree (Schreiber and Schmitz 1996, PRL 77, 635). Ends on the step
         that restores the values, so values are exact and the spectrum is close; how close is reported.
+    count
+        Surrogates per series.
     rng
         The only source of randomness.
     block
@@ -228,19 +230,25 @@ def surrogates(
     workers
         Threads over blocks of surrogates ("iaaft") or over the transforms ("phase", "aaft").
 
+    Returns
+    -------
+    Surrogates
+        ``series`` ``[..., count, step]``, and for "iaaft" how each one converged.
+
     Examples
     --------
     >>> import numpy as np
+    >>> from softgap.signal import surrogates
     >>> rng = np.random.default_rng(0)
-    >>> x = rng.standard_normal((30, 9, 400)).cumsum(-1)
+    >>> x = rng.standard_normal((2, 9, 100)).cumsum(-1)
     >>> surrogates(x, "iaaft", 19, rng=rng).series.shape
-    (30, 9, 19, 400)
+    (2, 9, 19, 100)
     """
     if method not in SURROGATES:
         raise unknown_name("surrogate", method, SURROGATES)
     series = check_series(x, least=_FEWEST_STEPS, use=f"surrogate '{method}'")
     _check_counts(method, series.shape[-1], count, block, max_iterations, workers)
-    checked_rng(rng)
+    check_rng(rng)
     time, shape = series.shape[-1], (*series.shape[:-1], count)
     rows = series.reshape(-1, time)
     initial = _draw_surrogates(rows, method, count, block, rng, workers)
@@ -266,10 +274,10 @@ def spectrum_error(x: Any, other: Any) -> Float64[np.ndarray, "*batch"]:
 def _check_counts(
     method: str, time: int, count: int, block: int | None, max_iterations: int | None, workers: int
 ) -> None:
-    checked_count("count", count)
-    checked_count("workers", workers)
+    check_count("count", count)
+    check_count("workers", workers)
     if method == "block_shuffle":
-        checked_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
+        check_count("block", block, most=time // 2, remedy=f"the series has {time} steps")
     elif block is not None:
         raise UnsupportedError(f"surrogate '{method}' has no blocks, got block={block!r}; use 'block_shuffle'")
     if max_iterations is None:
@@ -278,7 +286,7 @@ def _check_counts(
         raise UnsupportedError(
             f"surrogate '{method}' does not iterate, got max_iterations={max_iterations!r}; use 'iaaft'"
         )
-    checked_count("max_iterations", max_iterations)
+    check_count("max_iterations", max_iterations)
 
 
 def _draw_surrogates(

@@ -13,7 +13,7 @@ import scipy.fft
 from jaxtyping import Float64
 
 from softgap.errors import ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.signal import chaos
 
 __all__ = ["System", "fgn_covariance", "fgn_from_normals", "simulate", "systems"]
@@ -192,7 +192,7 @@ def simulate(
     Parameters
     ----------
     name
-        One of :func:`systems`.
+        One of ``systems``.
     n
         Steps; take those of the data, since entropies depend on length.
     rng
@@ -210,9 +210,9 @@ def simulate(
     """
     if name not in _SYSTEMS:
         raise unknown_name("system", name, _SYSTEMS)
-    checked_rng(rng)
+    check_rng(rng)
     axes = size if isinstance(size, tuple) else (size,)
-    shape = (*(checked_count("size", axis) for axis in axes), checked_count("n", n))
+    shape = (*(check_count("size", axis) for axis in axes), check_count("n", n))
     system = _SYSTEMS[name]
     values = system.check_parameters(parameters)
     series = system.make(shape, rng=rng, **values)

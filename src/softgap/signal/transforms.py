@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.signal.validation import check_series
 
 __all__ = [
@@ -59,7 +59,7 @@ def apply_transform(x: Any, name: str) -> Float64[np.ndarray, "*batch shorter"]:
     x
         Real numbers, time last, any leading axes. Never modified; ``raw`` returns a copy too.
     name
-        "raw", "diff", "diff2" or "diff3"; see :func:`steps_lost` for the lengths.
+        "raw", "diff", "diff2" or "diff3"; see ``steps_lost`` for the lengths.
     """
     lost = steps_lost(name)
     if name == "residual":
@@ -78,7 +78,7 @@ def segment_slice(n: int, name: str) -> slice:
     """
     if name not in SEGMENTS:
         raise unknown_name("segment", name, SEGMENTS)
-    checked_count("the number of steps", n, least=0)
+    check_count("the number of steps", n, least=0)
     if name == "full":
         return slice(0, n)
     if n < 3:
@@ -169,7 +169,7 @@ def residuals(
     degree
         Of the polynomial, 1 to 5.
     """
-    checked_count("degree", degree, least=1, most=5)
+    check_count("degree", degree, least=1, most=5)
     if not shrinkage >= 0:  # NaN too
         raise ValueInputError(f"shrinkage must be a number from 0, got {shrinkage!r}")
     series = _check_samples(samples, least=fewest_steps(degree))

@@ -104,7 +104,7 @@ def irreversibility(x: Any, order: int = 3, delay: int = 1, **options: Unpack[Op
 
     The Jensen-Shannon divergence of p and p', p'_i the frequency of pattern i read backwards, over log 2 (the
     comparison of Zanin et al., Entropy 20, 665 (2018), in a divergence that is finite where a pattern is missing).
-    It is 0 for a reversible process only in the limit: compare it with noise of the same length by :func:`z_scores`.
+    It is 0 for a reversible process only in the limit: compare it with noise of the same length by ``z_scores``.
     """
     batch = check_batch(x, order, delay, options)
     backwards = reversed_patterns(batch.order)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import checked_count, is_whole
+from softgap.inputs import check_count, is_whole
 
 __all__ = [
     "check_delay",
@@ -72,4 +72,4 @@ def check_order(order: Any) -> int:
 
 def check_delay(delay: Any) -> int:
     """``delay`` as a whole number from 1."""
-    return checked_count("delay", delay, remedy="1 takes neighbouring steps")
+    return check_count("delay", delay, remedy="1 takes neighbouring steps")

@@ -3,18 +3,19 @@
 Works on numpy arrays whose first axis is the sample and imports with numpy and scipy alone.
 """
 
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
 from softgap.stats.comparison import Comparison, ComparisonOptions, compare, compare_table
-from softgap.stats.design import EXCHANGES
+from softgap.stats.design import EXCHANGES, Split, confirmation_split
 from softgap.stats.effects import Contrast, EffectSize, contrast_table, hedges_g
 from softgap.stats.equivalence import Equivalence, Power, equivalence
 from softgap.stats.incremental import Incremental, incremental_auroc
-from softgap.stats.matching import MATCHINGS, JointControl, Matched, joint_control, match
-from softgap.stats.permutation import Null, Omnibus
-from softgap.stats.recurrence import Recurrence, recurrence
+from softgap.stats.matching import MATCHINGS, JointControl, MatchedSamples, joint_control, match
+from softgap.stats.permutation import Null, Omnibus, Recurrence, recurrence
 from softgap.stats.reliability import Kappa, LabelNoise, cohens_kappa, label_noise
-from softgap.stats.splits import Split, confirmation_split
-from softgap.stats.verdict import OUTCOMES, Step, Verdict, verdict
+from softgap.stats.verdict import OUTCOMES, Verdict, VerdictStep, verdict
 
 __all__ = [
     "EXCHANGES",
@@ -31,14 +32,14 @@ __all__ = [
     "JointControl",
     "Kappa",
     "LabelNoise",
-    "Matched",
+    "MatchedSamples",
     "Null",
     "Omnibus",
     "Power",
     "Recurrence",
     "Split",
-    "Step",
     "Verdict",
+    "VerdictStep",
     "auroc",
     "auroc_difference",
     "cohens_kappa",
@@ -55,3 +56,6 @@ __all__ = [
     "recurrence",
     "verdict",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Matched": "MatchedSamples", "Step": "VerdictStep"})

@@ -11,7 +11,7 @@ from scipy import stats
 from scipy.special import expit
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import bootstrap_weights, percentile_interval
 from softgap.stats.validation import check_codes, check_groups, check_labels, check_values
 
@@ -69,7 +69,7 @@ def auroc(
     that all agree, so that (tail)^(1/k) bounds the AUROC: exact, if wide.
     """
     table, labels, shape = check_groups(a, b)
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     first, second = _placements(table, labels)
     value = first.mean(axis=0)
     if clusters is None:
@@ -79,7 +79,7 @@ def auroc(
         return Auroc(value, low, high, error, level, "DeLong", None)
     codes = check_codes("clusters", clusters, len(table))
     weights = bootstrap_weights(
-        labels, codes, checked_count("replicates", replicates, least=99), _check_bootstrap_rng(rng)
+        labels, codes, check_count("replicates", replicates, least=99), _check_bootstrap_rng(rng)
     )
     sample = np.stack([_weighted_auroc(column, labels, weights) for column in table.T], axis=1)
     low, high = percentile_interval(sample, level)
@@ -109,14 +109,16 @@ def auroc_difference(
             f"both scores must have one number per sample, got {list(np.shape(score))} and {list(np.shape(other))}"
         )
     in_first, _ = check_labels(labels, len(columns[0]), first)
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     codes = None if clusters is None else check_codes("clusters", clusters, len(in_first))
-    both = np.concatenate(columns, axis=1)
+    paired_scores = np.concatenate(columns, axis=1)
     if codes is not None:
-        checked_count("replicates", replicates, least=99)
+        check_count("replicates", replicates, least=99)
         weights = bootstrap_weights(in_first, codes, replicates, _check_bootstrap_rng(rng))
-        sample = _weighted_auroc(both[:, 0], in_first, weights) - _weighted_auroc(both[:, 1], in_first, weights)
-    positive, negative = _placements(both, in_first)
+        sample = _weighted_auroc(paired_scores[:, 0], in_first, weights) - _weighted_auroc(
+            paired_scores[:, 1], in_first, weights
+        )
+    positive, negative = _placements(paired_scores, in_first)
     value = float(positive[:, 0].mean() - positive[:, 1].mean())
     if codes is not None:
         low, high = percentile_interval(sample, level)
@@ -131,7 +133,7 @@ def auroc_difference(
 def _check_bootstrap_rng(rng: np.random.Generator | None) -> np.random.Generator:
     if rng is None:
         raise ValueInputError("an interval over clusters is drawn at random, got rng None; give rng")
-    return checked_rng(rng)
+    return check_rng(rng)
 
 
 def _placements(

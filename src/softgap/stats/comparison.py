@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy import stats
 
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.deprecation import DeprecatedAttribute
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import Design, design_of
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast, check_covariates, contrast_of, label_share, residual_rows
 from softgap.stats.equivalence import Power, detectable
@@ -20,7 +21,7 @@ __all__ = ["Comparison", "ComparisonOptions", "compare", "compare_table"]
 
 
 class ComparisonOptions(TypedDict, total=False):
-    """What every comparison takes by name; see :func:`compare_table`."""
+    """What every comparison takes by name; see ``compare_table``."""
 
     clusters: Any
     strata: Any
@@ -53,7 +54,7 @@ class Comparison:
     power
         The smallest effect that this study would have found.
     alpha
-        The error rate that ``found`` and ``critical`` keep.
+        The error rate that ``significant_units`` and ``critical`` keep.
     """
 
     contrast: Contrast
@@ -65,6 +66,8 @@ class Comparison:
     power: Power
     alpha: float
 
+    found = DeprecatedAttribute("significant_units")
+
     @property
     def critical(self) -> float:
         """What |t| has to reach in this family of units."""
@@ -75,7 +78,7 @@ class Comparison:
         """Mean of the first group minus that of the second."""
         return self.contrast.effect
 
-    def found(self) -> tuple[tuple[int, ...], ...]:
+    def significant_units(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the units that differ after max-T, the largest |t| first."""
         where = np.argwhere(np.atleast_1d(self.p_max <= self.alpha))
         size = np.atleast_1d(np.abs(self.contrast.t))
@@ -86,7 +89,30 @@ class Comparison:
 def compare(a: Any, b: Any, *, rng: np.random.Generator, **options: Unpack[ComparisonOptions]) -> Comparison:
     """Compare two groups of samples, each [sample, *unit]; the effect is mean(a) - mean(b).
 
-    As :func:`compare_table`; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
+    Parameters
+    ----------
+    a, b
+        Values of each group ``[sample, *unit]``; the units must be the same.
+    rng
+        The generator that draws the permutations.
+    **options
+        ``clusters``, ``strata``, ``covariates``, ``exchange``, ``permutations``, ``alpha`` and ``power``, as in
+        ``compare_table``; ``clusters`` and ``strata`` have an entry for each sample of a, then of b.
+
+    Returns
+    -------
+    Comparison
+        Effects with intervals, p-values per unit and over all units (max-T), and the power of the test.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import compare
+    >>> rng = np.random.default_rng(0)
+    >>> a, b = rng.standard_normal((40, 3)), rng.standard_normal((50, 3))
+    >>> a[:, 1] += 2  # the groups differ in the second unit
+    >>> (compare(a, b, rng=rng, permutations=999).p_max <= 0.01).tolist()
+    [False, True, False]
     """
     table, labels, shape = check_groups(a, b)
     return _compare_rows(table, labels, ("a", "b"), shape, rng, **options)
@@ -107,26 +133,47 @@ def compare_table(
 
     Parameters
     ----------
+    values
+        Numbers ``[sample, *unit]``.
     labels, first
         Two different values; ``first`` names the group whose effect is positive, by default the larger value.
+    rng
+        The generator that draws the permutations.
     clusters, strata, exchange
-        What belongs together, what must not be exchanged across, and how: :func:`softgap.stats.design.design_of`.
+        What belongs together, what must not be exchanged across, and how: ``softgap.stats.design.design_of``.
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed from values and labels first.
     permutations
         Random permutations; no p is smaller than 1 / (permutations + 1).
     alpha
-        Chance of any false finding that ``Comparison.found`` keeps.
+        Chance of any false finding that ``Comparison.significant_units`` keeps.
     power
         Chance with which the smallest detectable effect would have been found.
+
+    Returns
+    -------
+    Comparison
+        Effects with intervals, p-values per unit and over all units (max-T), and the power of the test.
 
     Notes
     -----
     Exact where labels are exchangeable in their blocks, whatever the distribution; and since t is studentised, right
     in large samples also where the groups differ in spread and not in mean (Janssen 1997; Chung and Romano 2013). In
-    small samples with clearly unequal spread, p is made larger (:attr:`Contrast.unequal`). With covariates the values
+    small samples with clearly unequal spread, p is made larger (``Contrast.unequal``). With covariates the values
     are residuals, and p is right in large samples (Freedman and Lane 1983).
     Max-T: Westfall and Young (1993), single step. p = (k + 1) / (n + 1): Phipson and Smyth (2010).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import compare_table
+    >>> rng = np.random.default_rng(0)
+    >>> labels = np.repeat(["right", "wrong"], 40)
+    >>> values = rng.standard_normal((80, 2, 3))  # sample, layer, head
+    >>> values[labels == "wrong", 1, 2] += 2
+    >>> comparison = compare_table(values, labels, first="wrong", rng=rng, permutations=999)
+    >>> np.argwhere(comparison.p_max <= 0.05).tolist()
+    [[1, 2]]
     """
     table, shape = check_values(values)
     in_first, groups = check_labels(labels, len(table), first)
@@ -148,9 +195,9 @@ def _compare_rows(
     alpha: float = 0.05,
     power: float = 0.8,
 ) -> Comparison:
-    checked_rng(rng)
-    count = checked_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
-    alpha, power = checked_share("alpha", alpha, 0.05), checked_share("power", power, 0.8)
+    check_rng(rng)
+    count = check_count("permutations", permutations, least=19, remedy="fewer could never reach p = 0.05")
+    alpha, power = check_share("alpha", alpha, 0.05), check_share("power", power, 0.8)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
     design = design_of(labels, codes, check_strata(strata, len(table)), exchange)
     rows, basis = design.reduce(table), check_covariates(covariates, design, len(table))

@@ -12,7 +12,7 @@ from scipy import stats
 from scipy.special import gammaln, nctdtr
 
 from softgap.errors import ShapeError, ValueInputError
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import Design, bootstrap_weights, design_of, percentile_interval
 from softgap.stats.validation import check_codes, check_groups, check_labels, check_strata, check_values
 
@@ -72,7 +72,7 @@ class Contrast:
     groups, sizes
         Names of the first and second group, and their rows.
     kind, blocks, dropped, arrangements
-        How labels may be exchanged (:func:`softgap.stats.design.design_of`), in how many blocks, how many samples
+        How labels may be exchanged (``softgap.stats.design.design_of``), in how many blocks, how many samples
         were left out since their block holds one label only, and how many permutations there are.
     """
 
@@ -189,7 +189,7 @@ def contrast_table(
     covariates
         Numbers [sample, covariate] whose linear effect within blocks is removed.
     exchange
-        What clusters mean for the labels: see :func:`softgap.stats.design.design_of`. Under "whole" the standard
+        What clusters mean for the labels: see ``softgap.stats.design.design_of``. Under "whole" the standard
         error sums residuals over clusters (CR1), while ``t`` stays the statistic above.
     """
     table, shape = check_values(values)
@@ -197,7 +197,7 @@ def contrast_table(
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
     design = design_of(in_first, codes, check_strata(strata, len(table)), exchange)
     basis = check_covariates(covariates, design, len(table))
-    return contrast_of(design.reduce(table), design, groups, shape, checked_share("level", level, 0.95), basis)
+    return contrast_of(design.reduce(table), design, groups, shape, check_share("level", level, 0.95), basis)
 
 
 def check_covariates(covariates: Any, design: Design, samples: int) -> Float64[np.ndarray, "row dimension"] | None:
@@ -344,11 +344,33 @@ def hedges_g(
 
     Parameters
     ----------
+    a, b
+        Values of each group ``[sample, *unit]``.
+    level
+        Coverage of the interval.
     clusters
         What belongs together, an entry for each sample of a, then of b. Drawn as a whole; needs ``rng``.
+    replicates
+        Bootstrap replicates, with ``rng``.
+    rng
+        The generator of the bootstrap; None gives the exact interval of normal groups.
+
+    Returns
+    -------
+    EffectSize
+        ``value``, ``low`` and ``high``, per unit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import hedges_g
+    >>> rng = np.random.default_rng(0)
+    >>> effect = hedges_g(rng.standard_normal(60) + 1, rng.standard_normal(60))
+    >>> bool(effect.low < 1 < effect.high)
+    True
     """
     table, labels, shape = check_groups(a, b)
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     _raise_if_equal_within_groups(table, labels, shape)
     value = _g(table, labels.astype(np.float64)[None], (~labels).astype(np.float64)[None])[0]
     if rng is None:
@@ -357,7 +379,7 @@ def hedges_g(
         low, high = _noncentral_interval(value, labels, level)
         return EffectSize(value.reshape(shape), low.reshape(shape), high.reshape(shape), level, "noncentral t", None)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    weights = bootstrap_weights(labels, codes, checked_count("replicates", replicates, least=99), checked_rng(rng))
+    weights = bootstrap_weights(labels, codes, check_count("replicates", replicates, least=99), check_rng(rng))
     sample = _g(table, weights * labels, weights * ~labels)
     low, high = percentile_interval(sample, level)
     name = "bootstrap" if codes is None else "cluster bootstrap"

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float64
 from scipy import stats
 
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_share
+from softgap.inputs import check_share
 from softgap.stats.design import Design
 from softgap.stats.effects import LEAST_RESIDUAL, Contrast
 from softgap.stats.permutation import StatisticTerms, numerator_and_error
@@ -52,11 +52,38 @@ def equivalence(contrast: Contrast, margin: float, *, standardized: bool = True,
     freedom. A unit is equivalent exactly if its interval at level 1 - 2 alpha lies within the margin. The claim about
     all units needs no correction: it is made only if every single one is (Berger 1982).
 
+    Parameters
+    ----------
+    contrast
+        Effects and their errors, from ``compare`` or ``compare_table``.
+    margin
+        The smallest effect that would matter.
+    standardized
+        Whether the margin is in standard deviations; False takes it in the units of the values.
+    alpha
+        Chance of a false claim of equivalence.
+
+    Returns
+    -------
+    Equivalence
+        p-values, and which units are equivalent.
+
     Notes
     -----
     A margin in standard deviations is multiplied by the deviation that was estimated, as if that were known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.stats import compare, equivalence
+    >>> rng = np.random.default_rng(0)
+    >>> a, b = rng.standard_normal((400, 2)), rng.standard_normal((400, 2))
+    >>> a[:, 1] += 1
+    >>> found = equivalence(compare(a, b, rng=rng, permutations=199).contrast, margin=0.5)
+    >>> found.equivalent.tolist()
+    [True, False]
     """
-    alpha = checked_share("alpha", alpha, 0.05)
+    alpha = check_share("alpha", alpha, 0.05)
     if not (np.isfinite(margin) and margin > 0):
         raise ValueInputError(f"margin must be a positive number, got {margin!r}; 0.2 standard deviations are small")
     scale = contrast.deviation if standardized else np.ones_like(contrast.deviation)

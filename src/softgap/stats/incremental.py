@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
-from softgap.inputs import checked_count, checked_rng
+from softgap.inputs import check_count, check_rng
 from softgap.stats.auroc import Auroc, AurocDifference, auroc, auroc_difference
-from softgap.stats.design import row_exchange
+from softgap.stats.design import cluster_folds, row_exchange
 from softgap.stats.permutation import Null, null_of
-from softgap.stats.splits import grouped_folds
 from softgap.stats.validation import check_codes, check_labels, check_values
 
 __all__ = ["Incremental", "incremental_auroc"]
@@ -114,8 +114,8 @@ class Incremental:
         With intervals for the samples at hand; the training of the models is taken as given.
     null
         The difference when the units' own part is exchanged among samples, selection and all repeated; one-sided.
-    chosen
-        In how many outer folds each unit was taken.
+    fold_counts
+        In how many outer folds each unit was selected.
     baseline_scores, combined_scores, fold
         Of each sample, from the models of the other folds.
     """
@@ -124,17 +124,19 @@ class Incremental:
     combined: Auroc
     difference: AurocDifference
     null: Null
-    chosen: Int64[np.ndarray, "*unit"]
+    fold_counts: Int64[np.ndarray, "*unit"]
     baseline_scores: Float[np.ndarray, " sample"]
     combined_scores: Float[np.ndarray, " sample"]
     fold: Int64[np.ndarray, " sample"]
+
+    chosen = DeprecatedAttribute("fold_counts")
 
 
 @dataclass(frozen=True, eq=False)
 class _FoldScores:
     baseline: Float64[np.ndarray, " sample"]
     combined: Float64[np.ndarray, " sample"]
-    chosen: Int64[np.ndarray, " unit"]
+    fold_counts: Int64[np.ndarray, " unit"]
 
 
 # Training samples, held-out samples, and the inner splits of the training samples.
@@ -185,11 +187,11 @@ def incremental_auroc(
             f"baselines must have one row per sample, got {len(free)} for {len(table)} samples; "
             "give each sample its own row"
         )
-    sizes = sorted({0, *(checked_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
-    checked_count("folds", folds, least=2)
-    count = checked_count("permutations", permutations, least=19)
+    sizes = sorted({0, *(check_count("each of sizes", size, least=0) for size in sizes if size <= table.shape[1])})
+    check_count("folds", folds, least=2)
+    count = check_count("permutations", permutations, least=19)
     codes = None if clusters is None else check_codes("clusters", clusters, len(table))
-    plan = _outer_folds(in_first, codes, folds, checked_rng(rng))
+    plan = _outer_folds(in_first, codes, folds, check_rng(rng))
     y = np.where(in_first, 1.0, -1.0)
     table = _standardise(table)
     free = _standardise(free)
@@ -216,10 +218,12 @@ def _summary(
     level: float,
 ) -> Incremental:
     order = np.concatenate([np.flatnonzero(labels), np.flatnonzero(~labels)])
-    grouped = None if clusters is None else clusters[order]
+    ordered_clusters = None if clusters is None else clusters[order]
 
     def area(scores: np.ndarray) -> Auroc:
-        return auroc(scores[labels], scores[~labels], level=level, clusters=grouped, replicates=replicates, rng=rng)
+        return auroc(
+            scores[labels], scores[~labels], level=level, clusters=ordered_clusters, replicates=replicates, rng=rng
+        )
 
     fold = np.empty(len(labels), np.int64)
     for number, (_, held, _) in enumerate(plan):
@@ -231,7 +235,7 @@ def _summary(
             scored.combined, scored.baseline, labels, level=level, clusters=clusters, replicates=replicates, rng=rng
         ),
         null=null,
-        chosen=scored.chosen.reshape(shape),
+        fold_counts=scored.fold_counts.reshape(shape),
         baseline_scores=scored.baseline,
         combined_scores=scored.combined,
         fold=fold,
@@ -245,12 +249,12 @@ def _outer_folds(
     rng: np.random.Generator,
 ) -> list[_Outer]:
     """Outer and inner splits; they depend on labels and clusters, never on values."""
-    fold = grouped_folds(labels, clusters, folds, rng)
+    fold = cluster_folds(labels, clusters, folds, rng)
     plan = []
     for number in range(folds):
         train, held = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
         codes = None if clusters is None else np.unique(clusters[train], return_inverse=True)[1].astype(np.int64)
-        inner = grouped_folds(labels[train], codes, _INNER, rng)
+        inner = cluster_folds(labels[train], codes, _INNER, rng)
         splits = [(train[inner != part], train[inner == part]) for part in range(_INNER)]
         plan.append((train, held, splits))
     return plan

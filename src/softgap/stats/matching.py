@@ -12,13 +12,14 @@ from jaxtyping import Bool, Float, Float64, Int64
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError, unknown_name
-from softgap.inputs import checked_count
+from softgap.inputs import check_count
 from softgap.stats.design import design_of, mixed_clusters
 from softgap.stats.effects import centred_rows, weights_of
 from softgap.stats.validation import check_codes, check_labels, check_strata, check_values
 
-__all__ = ["MATCHINGS", "JointControl", "Matched", "joint_control", "match"]
+__all__ = ["MATCHINGS", "JointControl", "MatchedSamples", "joint_control", "match"]
 
 MATCHINGS = ("caliper", "coarsened")
 """Ways to match, by name: one sample to one, or all samples of a bin."""
@@ -32,14 +33,14 @@ _FORBIDDEN = 1e9
 
 
 @dataclass(frozen=True, eq=False)
-class Matched:
+class MatchedSamples:
     """Samples that have a counterpart in the other group.
 
     Attributes
     ----------
-    kept, stratum
-        Indices of the samples with a counterpart, and the pair or bin of each: hand ``values[kept]``,
-        ``labels[kept]`` and ``strata=stratum`` (and ``clusters[kept]``) to a comparison.
+    indices, stratum
+        Indices of the samples with a counterpart, and the pair or bin of each: hand ``values[indices]``,
+        ``labels[indices]`` and ``strata=stratum`` (and ``clusters[indices]``) to a comparison.
     before, after
         Standardised mean difference of every covariate: all samples, and within pairs or bins. Both are divided by the
         deviation before, so that a smaller number is a smaller difference.
@@ -47,12 +48,14 @@ class Matched:
         How it was done, and the samples without a counterpart.
     """
 
-    kept: Int64[np.ndarray, " kept"]
-    stratum: Int64[np.ndarray, " kept"]
+    indices: Int64[np.ndarray, " matched"]
+    stratum: Int64[np.ndarray, " matched"]
     before: Float[np.ndarray, " covariate"]
     after: Float[np.ndarray, " covariate"]
     method: str
     dropped: int
+
+    kept = DeprecatedAttribute("indices")
 
     @property
     def imbalance(self) -> float:
@@ -70,7 +73,7 @@ def match(
     caliper: float = 0.1,
     bins: int = 10,
     first: Any = None,
-) -> Matched:
+) -> MatchedSamples:
     """Match the two groups on one covariate [sample] or several [sample, covariate].
 
     "caliper" makes pairs of one sample from each group that differ by at most ``caliper`` standard deviations in
@@ -90,15 +93,15 @@ def match(
         raise ValueInputError(
             f"caliper must be a positive number of standard deviations, got {caliper!r}; 0.1 is usual"
         )
-    checked_count("bins", bins, least=2)
+    check_count("bins", bins, least=2)
     codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
     within = bool(mixed_clusters(in_first, codes).any())
-    thing = np.arange(len(in_first)) if within else codes
-    size = np.bincount(thing)
-    means = np.stack([np.bincount(thing, weights=column) / size for column in covariates.T], axis=1)
-    leading = np.unique(thing, return_index=True)[1]
+    matching_unit = np.arange(len(in_first)) if within else codes
+    size = np.bincount(matching_unit)
+    means = np.stack([np.bincount(matching_unit, weights=column) / size for column in covariates.T], axis=1)
+    leading = np.unique(matching_unit, return_index=True)[1]
     stratum_of = check_strata(strata, len(in_first))
-    if (stratum_of[leading][thing] != stratum_of).any():
+    if (stratum_of[leading][matching_unit] != stratum_of).any():
         raise ValueInputError(
             "a cluster must lie in one stratum where whole clusters are matched, got clusters in several; use strata "
             "that describe clusters"
@@ -109,7 +112,7 @@ def match(
     spread = _pooled_deviation(covariates, in_first)
     stratum = _pairs(means / spread, label, allowed, caliper) if method == "caliper" else _cells(means, allowed, bins)
     return _complete_strata(
-        stratum[thing], in_first, codes if clusters is not None else None, covariates / spread, method
+        stratum[matching_unit], in_first, codes if clusters is not None else None, covariates / spread, method
     )
 
 
@@ -159,7 +162,7 @@ def _cells(
 
 def _complete_strata(
     stratum: np.ndarray, labels: np.ndarray, clusters: np.ndarray | None, scaled: np.ndarray, method: str
-) -> Matched:
+) -> MatchedSamples:
     known = stratum >= 0
     size = np.bincount(stratum[known], minlength=1)
     first = np.bincount(stratum[known], weights=labels[known], minlength=1)
@@ -175,7 +178,7 @@ def _complete_strata(
     design = design_of(labels[samples], members, codes)
     weights = weights_of(design)
     after = (design.labels - weights.share) @ centred_rows(design.reduce(scaled[samples]), design) / weights.total
-    return Matched(samples, codes, before, after, method, len(labels) - len(samples))
+    return MatchedSamples(samples, codes, before, after, method, len(labels) - len(samples))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +187,7 @@ class JointControl:
 
     Attributes
     ----------
-    kept, stratum
+    indices, stratum
         The samples that are compared, and the pair or stratum of each.
     covariates
         Functions of the confounders whose effect within pairs is removed; None where there are only strata.
@@ -192,10 +195,12 @@ class JointControl:
         The largest standardised difference in any confounder that matching leaves; the covariates remove it.
     """
 
-    kept: Int64[np.ndarray, " kept"]
-    stratum: Int64[np.ndarray, " kept"]
-    covariates: Float64[np.ndarray, "kept function"] | None
+    indices: Int64[np.ndarray, " matched"]
+    stratum: Int64[np.ndarray, " matched"]
+    covariates: Float64[np.ndarray, "matched function"] | None
     imbalance: float
+
+    kept = DeprecatedAttribute("indices")
 
 
 def joint_control(
@@ -210,11 +215,30 @@ def joint_control(
     length plus 5 % noise shows the smallest difference in length, and regression alone extrapolates where groups do not
     overlap (Rubin 1973; Ho, Imai, King and Stuart 2007).
 
-    Hand ``values[kept]``, ``labels[kept]``, ``strata=stratum`` and ``covariates`` to :func:`compare_table`.
+    Hand ``values[indices]``, ``labels[indices]``, ``strata=stratum`` and ``covariates`` to ``compare_table``.
+
+    Parameters
+    ----------
+    labels
+        Two different values, one for each sample.
+    confounders
+        Numbers by name, one for each sample.
+    strata
+        Samples are paired within a stratum only.
+    clusters
+        What belongs together, one entry for each sample.
+    first
+        The group whose effect is positive; by default the larger value.
+
+    Returns
+    -------
+    JointControl
+        Which samples are kept, their pairs, the covariates, and the imbalance that is left.
 
     Examples
     --------
     >>> import numpy as np
+    >>> from softgap.stats import joint_control
     >>> rng = np.random.default_rng(0)
     >>> length = rng.integers(10, 60, 200)
     >>> labels = rng.random(200) < length / 60
@@ -230,8 +254,8 @@ def joint_control(
     scores = np.stack([_normal_scores(column) for column in columns], axis=1)
     matched = match(in_first, scores, clusters=clusters, strata=codes, caliper=_CALIPER)
     pairs = int(matched.stratum.max()) + 1
-    functions = _functions([column[matched.kept] for column in columns], scores[matched.kept], pairs)
-    return JointControl(matched.kept, matched.stratum, functions, matched.imbalance)
+    functions = _functions([column[matched.indices] for column in columns], scores[matched.indices], pairs)
+    return JointControl(matched.indices, matched.stratum, functions, matched.imbalance)
 
 
 def _normal_scores(values: Float64[np.ndarray, " sample"]) -> Float64[np.ndarray, " sample"]:
@@ -240,8 +264,8 @@ def _normal_scores(values: Float64[np.ndarray, " sample"]) -> Float64[np.ndarray
 
 
 def _functions(
-    columns: list[Float64[np.ndarray, " kept"]], scores: Float64[np.ndarray, "kept confounder"], pairs: int
-) -> Float64[np.ndarray, "kept function"]:
+    columns: list[Float64[np.ndarray, " matched"]], scores: Float64[np.ndarray, "kept confounder"], pairs: int
+) -> Float64[np.ndarray, "matched function"]:
     """As many functions of the confounders as the pairs allow: scores first, then values and splines, then products."""
     allowed = min(_MOST_FUNCTIONS, max(1, pairs // (_PAIRS_PER_FUNCTION * len(columns))))
     functions = []
@@ -258,7 +282,7 @@ def _functions(
     return table
 
 
-def _natural_spline(x: Float64[np.ndarray, " kept"], count: int) -> Float64[np.ndarray, "kept function"]:
+def _natural_spline(x: Float64[np.ndarray, " matched"], count: int) -> Float64[np.ndarray, "matched function"]:
     """Up to ``count`` cubic functions that are linear beyond the outermost knots (Hastie et al. 2009, eq. 5.4)."""
     knots = np.unique(np.quantile(x, np.linspace(0.05, 0.95, count + 2)))
     if count < 1 or len(knots) < 3:

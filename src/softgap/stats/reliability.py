@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from scipy import stats
 
+from softgap.deprecation import DeprecatedAttribute, deprecated_keywords
 from softgap.errors import ShapeError, ValueInputError, unknown_name
-from softgap.inputs import checked_count, checked_rng, checked_share
+from softgap.inputs import check_count, check_rng, check_share
 from softgap.stats.design import mixed_clusters
 from softgap.stats.validation import check_codes, check_labels
 from softgap.stats.verdict import OUTCOMES, Verdict
@@ -50,7 +51,7 @@ class LabelNoise:
         How often a label was flipped.
     outcomes, p
         Of every draw at every rate: the verdict, and p for any difference in its first comparison.
-    kept
+    replication_rate
         Per rate, the share of the verdict's units with the given labels that are among its units again; NaN if it had
         none.
     """
@@ -58,7 +59,9 @@ class LabelNoise:
     rates: Float64[np.ndarray, " rate"]
     outcomes: tuple[tuple[str, ...], ...]
     p: Float64[np.ndarray, "rate draw"]
-    kept: Float64[np.ndarray, " rate"]
+    replication_rate: Float64[np.ndarray, " rate"]
+
+    kept = DeprecatedAttribute("replication_rate")
 
     def share(self, outcome: str) -> Float64[np.ndarray, " rate"]:
         """The share of draws with this verdict, per rate."""
@@ -67,19 +70,20 @@ class LabelNoise:
         return np.array([outcomes.count(outcome) / len(outcomes) for outcomes in self.outcomes])
 
 
-def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
+@deprecated_keywords(one="first_labels", other="second_labels")
+def cohens_kappa(first_labels: Any, second_labels: Any, *, level: float = 0.95) -> Kappa:
     """Cohen's kappa of two columns of labels for the same samples, with its large-sample interval.
 
     The standard error is that of Fleiss, Cohen and Everitt (1969, eq. 13). It is 0 where the two agree everywhere;
     the agreement is then bounded by the exact binomial interval instead.
     """
-    first, second = np.asarray(one), np.asarray(other)
+    first, second = np.asarray(first_labels), np.asarray(second_labels)
     if first.ndim != 1 or first.shape != second.shape:
         raise ShapeError(
             f"both scorers must label the same samples, got {list(first.shape)} and {list(second.shape)} labels; "
             "leave out samples that one of them skipped"
         )
-    level = checked_share("level", level, 0.95)
+    level = check_share("level", level, 0.95)
     n = len(first)
     codes = check_codes("labels", np.concatenate([first, second]), 2 * n)
     categories = np.unique(np.concatenate([first, second]))
@@ -102,8 +106,9 @@ def cohens_kappa(one: Any, other: Any, *, level: float = 0.95) -> Kappa:
     return Kappa(value, low, high, error, level, agreement, chance, table, names)
 
 
+@deprecated_keywords(judge="decide")
 def label_noise(
-    judge: Callable[[Bool[np.ndarray, " sample"]], Verdict],
+    decide: Callable[[Bool[np.ndarray, " sample"]], Verdict],
     labels: Any,
     *,
     rng: np.random.Generator,
@@ -112,40 +117,40 @@ def label_noise(
     first: Any = None,
     clusters: Any = None,
 ) -> LabelNoise:
-    """Judge again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
+    """Decide again and again with each label flipped at a rate: how wrong may labels be before the verdict changes.
 
-    ``judge`` makes the whole verdict from labels (True for the group ``first``), whatever controls belong to it: what
+    ``decide`` makes the whole verdict from labels (True for the group ``first``), whatever controls belong to it: what
     depends on labels, such as the pairs of a matching, must be made anew from those it is given. Labels that are
     constant within clusters are flipped a cluster at a time. The labels at hand are taken as the truth that is spoilt;
     if they already hold errors, the finding is weaker than without them and this shows how fast.
     """
     values = np.asarray(labels)
     in_first, _ = check_labels(values, len(values) if values.ndim else 0, first)
-    checked_rng(rng)
-    checked_count("draws", draws)
+    check_rng(rng)
+    check_count("draws", draws)
     for rate in rates:
-        checked_share("each of rates", rate, 0.1)
+        check_share("each of rates", rate, 0.1)
     codes = np.arange(len(in_first)) if clusters is None else check_codes("clusters", clusters, len(in_first))
-    things = np.arange(len(in_first)) if mixed_clusters(in_first, codes).any() else codes
-    observed_units = set(judge(in_first).units)
-    p, share_kept = np.empty((len(rates), draws)), np.empty((len(rates), draws))
+    clusters_to_flip = np.arange(len(in_first)) if mixed_clusters(in_first, codes).any() else codes
+    observed_units = set(decide(in_first).units)
+    p, replication_rates = np.empty((len(rates), draws)), np.empty((len(rates), draws))
     outcomes = [[""] * draws for _ in rates]
     for i, rate in enumerate(rates):
         for j in range(draws):
-            again = judge(_flip_labels(in_first, things, rate, rng))
-            p[i, j], outcomes[i][j] = again.steps[0].p, again.outcome
-            share_kept[i, j] = (
-                len(observed_units & set(again.units)) / len(observed_units) if observed_units else math.nan
+            noisy_verdict = decide(_flip_labels(in_first, clusters_to_flip, rate, rng))
+            p[i, j], outcomes[i][j] = noisy_verdict.steps[0].p, noisy_verdict.outcome
+            replication_rates[i, j] = (
+                len(observed_units & set(noisy_verdict.units)) / len(observed_units) if observed_units else math.nan
             )
-    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, share_kept.mean(axis=1))
+    return LabelNoise(np.asarray(rates, np.float64), tuple(map(tuple, outcomes)), p, replication_rates.mean(axis=1))
 
 
 def _flip_labels(
-    labels: Bool[np.ndarray, " sample"], things: Int64[np.ndarray, " sample"], rate: float, rng: np.random.Generator
+    labels: Bool[np.ndarray, " sample"], codes: Int64[np.ndarray, " sample"], rate: float, rng: np.random.Generator
 ) -> Bool[np.ndarray, " sample"]:
     for _ in range(100):
-        flipped = np.asarray(labels ^ (rng.random(int(things.max()) + 1) < rate)[things])
-        if min(len(np.unique(things[flipped])), len(np.unique(things[~flipped]))) >= 2:
+        flipped = np.asarray(labels ^ (rng.random(int(codes.max()) + 1) < rate)[codes])
+        if min(len(np.unique(codes[flipped])), len(np.unique(codes[~flipped]))) >= 2:
             return flipped
     raise ValueInputError(
         f"flipped labels must leave 2 of each group, got fewer in 100 draws at rate {rate:g}; use more samples"

@@ -32,7 +32,7 @@ from softgap.inputs import as_items
 from softgap.stats.comparison import Comparison
 from softgap.stats.equivalence import equivalence
 
-__all__ = ["OUTCOMES", "Step", "Verdict", "verdict"]
+__all__ = ["OUTCOMES", "Verdict", "VerdictStep", "verdict"]
 
 OUTCOMES = ("separated", "not separated", "not enough data")
 """All that a verdict can be."""
@@ -41,7 +41,7 @@ Unit = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class VerdictStep:
     """One comparison under the rule.
 
     ``smallest`` is the effect it could find, ``bound`` the one that no unit exceeds with this ``confidence`` (both in
@@ -73,7 +73,7 @@ class Verdict:
 
     outcome: str
     sentence: str
-    steps: tuple[Step, ...]
+    steps: tuple[VerdictStep, ...]
     units: tuple[Unit, ...]
     margin: float
     alpha: float
@@ -111,8 +111,8 @@ def verdict(
     first = _step("all samples", comparison, comparison, margin)
     steps = (first, *(_step(name, control, comparison, margin) for name, control in controls.items()))
     units = tuple(unit for unit in first.units if all(unit in step.units for step in steps))
-    named = set(as_items(joint))
-    controlled = bool(named) and named <= set(controls)
+    joint_names = set(as_items(joint))
+    controlled = bool(joint_names) and joint_names <= set(controls)
     outcome = _outcome(steps, survives=bool(units) or not first.units or controlled)
     sentence = _sentence(outcome, steps, units, margin)
     if outcome == "separated" and impossible:
@@ -121,27 +121,27 @@ def verdict(
     return Verdict(outcome, sentence, steps, units, float(margin), comparison.alpha)
 
 
-def _outcome(steps: tuple[Step, ...], *, survives: bool) -> str:
+def _outcome(steps: tuple[VerdictStep, ...], *, survives: bool) -> str:
     failed = [step for step in steps if not step.convincing]
     if not failed:
         return "separated" if survives else "not separated"
     return "not separated" if any(step.able for step in failed) else "not enough data"
 
 
-def _step(name: str, comparison: Comparison, first: Comparison, margin: float) -> Step:
+def _step(name: str, comparison: Comparison, first: Comparison, margin: float) -> VerdictStep:
     able = comparison.power.smallest <= margin
-    claimed = set(first.found())
+    first_units = set(first.significant_units())
     same = np.sign(comparison.effect) == np.sign(first.effect)
-    units = tuple(unit for unit in comparison.found() if unit in claimed and bool(same[unit]))
+    units = tuple(unit for unit in comparison.significant_units() if unit in first_units and bool(same[unit]))
     p = comparison.omnibus.any.p
     if able:
         convincing = p <= comparison.alpha
     else:
-        beyond = _near_end(comparison) >= margin
-        units = tuple(unit for unit in units if bool(beyond[unit]))
+        exceeds_margin = _near_end(comparison) >= margin
+        units = tuple(unit for unit in units if bool(exceeds_margin[unit]))
         convincing = bool(units)
     bound = equivalence(comparison.contrast, margin, alpha=comparison.alpha).bound_all
-    return Step(name, able, convincing, p, comparison.power.smallest, bound, 1 - comparison.alpha, units)
+    return VerdictStep(name, able, convincing, p, comparison.power.smallest, bound, 1 - comparison.alpha, units)
 
 
 def _near_end(comparison: Comparison) -> np.ndarray:
@@ -158,7 +158,7 @@ def _units(units: tuple[Unit, ...]) -> str:
     return "1 unit" if len(units) == 1 else f"{len(units)} units"
 
 
-def _sentence(outcome: str, steps: tuple[Step, ...], units: tuple[Unit, ...], margin: float) -> str:
+def _sentence(outcome: str, steps: tuple[VerdictStep, ...], units: tuple[Unit, ...], margin: float) -> str:
     controls = ", ".join(step.name for step in steps[1:])
     after = f" after controls ({controls})" if controls else ", without any control"
     if outcome == "separated":

@@ -1,8 +1,9 @@
 """Many prompts measured in fixed batches, on this machine or a cluster; resumable, and labelled later at will."""
 
-from softgap.study.batches import Failure, Observer, StudySettings
-from softgap.study.estimate import Estimate, estimate_study
-from softgap.study.files import Labelled, label_study
+from typing import TYPE_CHECKING
+
+from softgap.deprecation import deprecated_names as _deprecated_names
+from softgap.study.batches import Estimate, Failure, Observer, StudySettings, estimate_study
 from softgap.study.measurement import (
     ENGINES,
     Planned,
@@ -12,12 +13,13 @@ from softgap.study.measurement import (
     plan_study,
     run_study,
 )
+from softgap.trajectories.writer import LabelCounts, label_study
 
 __all__ = [
     "ENGINES",
     "Estimate",
     "Failure",
-    "Labelled",
+    "LabelCounts",
     "Observer",
     "Planned",
     "StudyResult",
@@ -29,3 +31,7 @@ __all__ = [
     "plan_study",
     "run_study",
 ]
+
+# Hidden from the type checker, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Labelled": "LabelCounts"})

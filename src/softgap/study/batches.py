@@ -1,40 +1,52 @@
-"""Which samples are computed together, the settings their numbers depend on, and how one batch is measured."""
+"""The batches of a study: which samples go together, how one is measured and stored, and what all would cost."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from softgap import probe
-from softgap.errors import SoftgapError, ValueInputError
+from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.models.fingerprint import live_options, replay_options
 from softgap.probe import Interrupted
 from softgap.probe.capture import check_lengths, check_temperature, completion_ids, prompt_ids
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
-from softgap.trajectories import Trajectories
+from softgap.tasks.sources import PROMPTS, UNPLANNED
+from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories.folder import Folder, json_lines, read_lines
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
     from softgap.probe import Step
+    from softgap.study.measurement import Planned
 
 __all__ = [
     "Batch",
+    "BatchResult",
+    "Estimate",
     "Failure",
-    "Measured",
     "Mode",
     "Observer",
     "StudySettings",
+    "estimate_study",
     "measure_batch",
     "plan_batches",
     "plan_singles",
+    "read_failures",
     "token_count",
+    "write_failures",
+    "write_prompts",
 ]
 
+
 Mode = Literal["study", "live", "replay"]
+
+
 """What a manifest calls a measurement: a resumable study, generations, or texts that are read."""
 
 
@@ -84,7 +96,7 @@ class StudySettings:
     Attributes
     ----------
     model, dtype, device, attn
-        As :func:`softgap.load_model` takes them.
+        As ``softgap.load_model`` takes them.
     mechanisms
         None for the defaults of the model.
     max_new_tokens, chat, seed, temperature
@@ -199,7 +211,7 @@ class Failure:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class BatchResult:
     """What came of a batch."""
 
     runs: tuple[Trajectories, ...]
@@ -225,7 +237,7 @@ def measure_batch(
     *,
     observer: Observer | None = None,
     strict: bool = False,
-) -> Measured:
+) -> BatchResult:
     """Measure the samples of a batch together, or one by one if that fails: then only the culprits are left out.
 
     Parameters
@@ -236,17 +248,17 @@ def measure_batch(
     members = [prompts[i] for i in batch.indices]
     try:
         runs = _runs(loaded, members, batch, settings, observer or Observer())
-        return _scored(members, runs, scorer, settings)
+        return _score_answers(members, runs, scorer, settings)
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
         if strict:
             raise
         if len(members) == 1:
-            return Measured((), (Failure(members[0].sample_id, "measuring", _reason(error)),))
+            return BatchResult((), (Failure(members[0].sample_id, "measuring", _reason(error)),))
     singles = [replace(batch, indices=(i,)) for i in batch.indices]
     parts = [measure_batch(loaded, prompts, single, settings, scorer) for single in singles]
-    return Measured(
+    return BatchResult(
         tuple(run for part in parts for run in part.runs), tuple(failure for part in parts for failure in part.failures)
     )
 
@@ -265,16 +277,16 @@ def _runs(
     try:
         return probe.generate(*loaded, texts, settings.max_new_tokens, **options)
     except Interrupted as stop:
-        named = [_named(run, prompt, settings) for run, prompt in zip(stop.runs, members, strict=False)]
+        named = [_stored_run(run, prompt, settings) for run, prompt in zip(stop.runs, members, strict=False)]
         raise Interrupted(named) from None
 
 
-def _scored(
+def _score_answers(
     members: Sequence[Prompt], runs: Sequence[Trajectories], scorer: Scorer | None, settings: StudySettings
-) -> Measured:
+) -> BatchResult:
     scored, failures = [], []
     for prompt, run in zip(members, runs, strict=True):
-        named = _named(run, prompt, settings)
+        named = _stored_run(run, prompt, settings)
         if scorer is not None:
             label = prompt.label
             try:
@@ -283,15 +295,99 @@ def _scored(
                 failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
             named = replace(named, label=label)
         scored.append(named)
-    return Measured(tuple(scored), tuple(failures))
+    return BatchResult(tuple(scored), tuple(failures))
 
 
-def _named(run: Trajectories, prompt: Prompt, settings: StudySettings) -> Trajectories:
+def _stored_run(run: Trajectories, prompt: Prompt, settings: StudySettings) -> Trajectories:
     """The run as the study stores it."""
-    kept = run.prompt if settings.keep_prompt else None
-    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=kept)
+    prompt_steps = run.prompt if settings.keep_prompt else None
+    return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=prompt_steps)
 
 
 def _reason(error: Exception) -> str:
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if isinstance(error, SoftgapError) else f"{type(error).__name__}: {line}"
+
+
+_FAILURES = "failures"
+
+
+def write_prompts(folder: Folder, prompts: Sequence[Prompt], batches: Sequence[Batch]) -> None:
+    """Write down what is asked and which samples go together, before the first is measured."""
+    number = {i: batch.number for batch in batches for i in batch.indices}
+    lines = [{**prompt.to_json(), "batch": number.get(i, UNPLANNED)} for i, prompt in enumerate(prompts)]
+    folder.replace(PROMPTS, json_lines(lines))
+
+
+def write_failures(folder: Folder, batch: int, failures: Sequence[Failure]) -> None:
+    """Write the failures of a batch, if there are any; before the batch itself, so that none is ever lost."""
+    if failures:
+        folder.create(_FAILURES)
+        folder.replace(_failures(batch), json_lines([failure.to_json() for failure in failures]))
+
+
+def read_failures(folder: Folder) -> list[Failure]:
+    """All failures of a study, by batch."""
+    names = [name for name in folder.names(_FAILURES) if name.startswith("part-")]
+    try:
+        return [Failure(**entry) for name in names for entry in read_lines(folder, f"{_FAILURES}/{name}")]
+    except TypeError as error:
+        raise StoreError(
+            f"{_FAILURES} in '{folder.address}' is damaged ({error}); restore the folder from a copy"
+        ) from error
+
+
+def _failures(batch: int) -> str:
+    return f"{_FAILURES}/part-{'none' if batch == UNPLANNED else f'{batch:05d}'}.jsonl"
+
+
+# Tokens that the timed batch writes, to tell what a token costs from what reading costs.
+_SHORT, _LONG = 2, 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds and bytes at most: answers that end early cost less, and stored numbers are compressed."""
+
+    samples: int
+    unmeasurable: int
+    batches: int
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    bytes: int
+
+
+def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
+    """Time the middle batch, and scale by tokens: those that are fed at once and those that come one by one."""
+    settings, batches = planned.settings, planned.batches
+    middle = batches[len(batches) // 2]
+    fed = sum(planned.lengths)
+    live = [batch for batch in batches if not batch.replay]
+    longest = min(_LONG, settings.max_new_tokens)
+    shortest = min(_SHORT, longest)
+    batch_tokens = sum(planned.lengths[i] for i in middle.indices)
+
+    def seconds(new: int) -> float:
+        start = time.perf_counter()
+        measure_batch(loaded, planned.prompts, middle, replace(settings, max_new_tokens=new), None)
+        return time.perf_counter() - start
+
+    seconds(shortest)  # the first call of a model is slower than the others
+    short = seconds(shortest)
+    step = max(0.0, seconds(longest) - short) / max(1, longest - shortest) if live and longest > shortest else 0.0
+    feeding = max(0.0, short - shortest * step) / max(1, batch_tokens)
+    samples = sum(len(batch.indices) for batch in batches)
+    new = settings.max_new_tokens * sum(len(batch.indices) for batch in live)
+    config = loaded[0].config.get_text_config()
+    heads = config.num_hidden_layers * config.num_attention_heads
+    stored = (fed if settings.keep_prompt else 0) + new
+    return Estimate(
+        samples=samples,
+        unmeasurable=len(planned.unmeasurable),
+        batches=len(batches),
+        prompt_tokens=fed,
+        new_tokens=new,
+        seconds=feeding * fed + step * settings.max_new_tokens * len(live),
+        bytes=stored * heads * len(settings.mechanisms or ()) * len(QUANTITIES) * 4,
+    )

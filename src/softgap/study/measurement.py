@@ -17,28 +17,29 @@ import torch
 from softgap.attention import Mechanism, resolve
 from softgap.errors import SoftgapError, StoreError, ValueInputError, unknown_name
 from softgap.inputs import refuse_string
-from softgap.models.calibrations import DEFAULT_MECHANISMS, default_mechanisms
 from softgap.models.fingerprint import manifest_of
-from softgap.models.tensor_files import load_calibration
-from softgap.models.verbosity import quiet_transformers
+from softgap.models.loading import quiet_transformers
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, default_mechanisms, load_calibration
 from softgap.probe import Interrupted, Recording
 from softgap.progress import Progress, silent
 from softgap.study.batches import (
     Batch,
+    BatchResult,
     Failure,
-    Measured,
     Mode,
     Observer,
     StudySettings,
     measure_batch,
     plan_batches,
     plan_singles,
+    read_failures,
     token_count,
+    write_failures,
+    write_prompts,
 )
-from softgap.study.files import read_failures, write_failures, write_prompts
 from softgap.tasks import Prompt, Scorer, resolve_scorer
 from softgap.tasks.prompts import check_ids
-from softgap.tasks.stored import PROMPTS, UNPLANNED, stored_prompts
+from softgap.tasks.sources import PROMPTS, UNPLANNED, stored_prompts
 from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import check_new_study
@@ -79,7 +80,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a call of :func:`run_study` has done.
+    """What a call of ``run_study`` has done.
 
     ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before.
     """
@@ -110,12 +111,36 @@ def run_study(
     ----------
     prompts
         Each is answered by the model, or read where it has a completion.
+    out
+        A folder or URI.
+    settings
+        The model, the mechanisms, and all else that the numbers depend on; None takes the defaults.
     engine
         "local", or "ray": the same batches as tasks of a Ray cluster.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage and the share of samples that are done.
+
+    Returns
+    -------
+    StudyResult
+        How many samples were measured, resumed and failed.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> from softgap.study import StudySettings, run_study
+    >>> from softgap.tasks import Prompt
+    >>> prompts = [Prompt(f"count-{n}", f"Count to {n}.") for n in (3, 5)]
+    >>> settings = StudySettings(model="./tiny-llama", mechanisms=("elu1",), max_new_tokens=4)
+    >>> result = run_study(prompts, "runs/two", settings)
+    >>> result.measured, result.failures
+    (2, ())
+    >>> run_study(prompts, "runs/two", settings).resumed
+    2
     """
     observer = Observer(on_progress=progress or silent)
     return measure(prompts, out, settings or StudySettings(), engine=engine, address=address, observer=observer)
@@ -139,6 +164,12 @@ def measure(
 
     Parameters
     ----------
+    prompts
+        Each is answered by the model, or read where it has a completion.
+    out
+        A folder or URI.
+    settings
+        The model, the mechanisms, and all else that the numbers depend on.
     mode
         "study" measures in batches, records what fails, and resumes the study that is there. "live" lets the model
         answer every prompt, "replay" reads every prompt with its completion, or as it stands without one; both measure
@@ -153,7 +184,27 @@ def measure(
         Whether the folder is there before the first sample is measured, or only once that sample can be written; a
         study is always there before.
     engine, address
-        As :func:`run_study` takes them, for a study.
+        As ``run_study`` takes them, for a study.
+    observer
+        Follows the measurement: steps, finished runs and progress.
+
+    Returns
+    -------
+    StudyResult
+        How many samples were measured, resumed and failed.
+
+    Examples
+    --------
+    ``tiny-llama`` is a folder with a small random model:
+
+    >>> import softgap
+    >>> from softgap.study import StudySettings, measure
+    >>> from softgap.tasks import Prompt
+    >>> settings = StudySettings(model="./tiny-llama", mechanisms=("elu1",), max_new_tokens=4)
+    >>> measure([Prompt("fox", "A fox went out.")], "runs/one", settings, mode="live").measured
+    1
+    >>> softgap.load("runs/one").n_steps
+    4
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
     if engine not in ENGINES:
@@ -245,19 +296,19 @@ def check_run(
 
     The folder is tried by writing to it, and left as it was.
     """
-    wanted = check_mechanisms(settings.mechanisms)
+    mechanisms = check_mechanisms(settings.mechanisms)
     folder = Folder.at(out)
-    there = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
-    stored = open_study(out).manifest if there else Manifest()
+    has_study = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
+    stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
     # also bring a calibration.
-    names = tuple(mechanism.name for mechanism in wanted)
+    names = tuple(mechanism.name for mechanism in mechanisms)
     accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
     same = tuple(stored.mechanisms) in accepted
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,
-        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in wanted},
+        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
         seed=settings.seed,
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
@@ -296,7 +347,7 @@ def _batches_that_fit(
 
 def _measure_batches(
     planned: Planned, loaded: Loaded, done: set[int], observer: Observer
-) -> Iterator[tuple[int, Measured]]:
+) -> Iterator[tuple[int, BatchResult]]:
     """The number of each batch that is not done, and what was measured in it."""
     for batch in planned.batches:
         if batch.number not in done:
@@ -315,7 +366,7 @@ def _measure_batches(
 
 
 def _write_batches(
-    measured: Iterator[tuple[int, Measured]], folder: Folder, writer: StudyWriter, observer: Observer
+    measured: Iterator[tuple[int, BatchResult]], folder: Folder, writer: StudyWriter, observer: Observer
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Write each batch with its failures; its number and the names of its samples."""
     for number, batch in measured:
@@ -371,7 +422,7 @@ def _fix_batches(folder: Folder, planned: Planned) -> None:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
             raise StoreError(
-                f"{PROMPTS} in '{folder.given}' assigns sample '{ids[0]}' to a different batch than this version; "
+                f"{PROMPTS} in '{folder.address}' assigns sample '{ids[0]}' to a different batch than this version; "
                 "finish the study with the version that started it, or choose another folder"
             )
 

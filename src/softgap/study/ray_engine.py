@@ -14,9 +14,8 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.models import model_fingerprint
-from softgap.models.verbosity import quiet_transformers
-from softgap.study.batches import Batch, Measured, StudySettings, measure_batch
-from softgap.study.files import write_failures
+from softgap.models.loading import quiet_transformers
+from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch, write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import publish_batch, published_ids
@@ -48,17 +47,17 @@ def ray_batches(
     """Number and sample names of each batch, as they are finished; a batch whose worker dies is given to another."""
     ray = require_ray()
     place = out if "://" in out else Folder.at(out).root
-    mine = not ray.is_initialized()
-    if mine:
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
         _join(ray, address)
     try:
         settings, weights = planned.settings, planned.manifest.weights
-        task = ray.remote(num_cpus=settings.threads or 1, max_retries=_RETRIES)(_worked)
+        task = ray.remote(num_cpus=settings.threads or 1, max_retries=_RETRIES)(_measure_on_worker)
         waiting = {}
         for batch in left:
-            chosen = [planned.prompts[i] for i in batch.indices]
-            alone = Batch(batch.number, tuple(range(len(chosen))), batch.seed, batch.replay)
-            waiting[task.remote(chosen, alone, settings, weights, place)] = batch.number
+            prompts = [planned.prompts[i] for i in batch.indices]
+            alone = Batch(batch.number, tuple(range(len(prompts))), batch.seed, batch.replay)
+            waiting[task.remote(prompts, alone, settings, weights, place)] = batch.number
         while waiting:
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             number = waiting.pop(ready)
@@ -73,7 +72,7 @@ def ray_batches(
                     "saved; run the same command again to resume"
                 ) from error
     finally:
-        if mine:
+        if starts_ray:
             ray.shutdown()
 
 
@@ -121,7 +120,7 @@ def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _worked(
+def _measure_on_worker(
     prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, weights: str, out: str
 ) -> tuple[str, ...]:
     """On a worker: measure a batch and write it straight into the study."""
@@ -135,7 +134,7 @@ def _worked(
         return publish(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
 
 
-def publish(folder: Folder, number: int, measured: Measured) -> tuple[str, ...]:
+def publish(folder: Folder, number: int, measured: BatchResult) -> tuple[str, ...]:
     """Write a batch with its failures, and return the names of its samples."""
     write_failures(folder, number, measured.failures)
     publish_batch(folder, number, measured.runs)
@@ -147,10 +146,10 @@ def _model(settings: StudySettings, weights: str) -> Loaded:
     """The model of this worker, the very one of the study."""
     torch.set_num_threads(settings.threads or 1)
     loaded = settings.load()
-    found = model_fingerprint(loaded[0])
-    if found != weights:
+    fingerprint = model_fingerprint(loaded[0])
+    if fingerprint != weights:
         raise StoreError(
-            f"every worker must use the model of the study, whose weights are {weights}, got {found} for "
+            f"every worker must use the model of the study, whose weights are {weights}, got {fingerprint} for "
             f"'{settings.model}'; give all machines the same files"
         )
     return loaded

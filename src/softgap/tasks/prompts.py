@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
-from softgap.inputs import as_items, refuse_string
-from softgap.tasks.text_files import check_text, encodable, shortened
+from softgap.inputs import as_items, check_text, encodable, refuse_string, shortened
 
 __all__ = ["Prompt", "check_ids", "prompt_from"]
 
-_OWN = ("id", "prompt", "completion", "reference", "label", "group")
+_PROMPT_FIELDS = ("id", "prompt", "completion", "reference", "label", "group")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Prompt:
         object.__setattr__(self, "reference", as_items(self.reference))
 
     def to_json(self) -> dict[str, Any]:
-        """As one object, which :func:`prompt_from` reads back."""
+        """As one object, which ``prompt_from`` reads back."""
         fields = {
             "id": self.sample_id,
             "prompt": self.prompt,
@@ -61,7 +61,9 @@ class Prompt:
         }
         return {**{name: value for name, value in fields.items() if value is not None}, **self.fields}
 
-    def asked(self) -> Prompt:
+    asked = DeprecatedAttribute("without_completion")
+
+    def without_completion(self) -> Prompt:
         """The same to be answered by the model: without the completion, and without the label that belonged to it."""
         return replace(self, completion=None, label=None)
 
@@ -89,7 +91,7 @@ def prompt_from(
         reference=_references(entry.get("reference"), where),
         label=label or None,
         group=_group(entry.get("group"), where),
-        fields={name: value for name, value in entry.items() if name not in _OWN},
+        fields={name: value for name, value in entry.items() if name not in _PROMPT_FIELDS},
         line=line,
     )
 

@@ -17,7 +17,10 @@ from softgap.tasks.prompts import Prompt
 
 __all__ = ["RIGHT", "SCORERS", "WRONG", "Scorer", "resolve_scorer"]
 
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+"""The label of a right answer."""
+WRONG = "wrong"
+"""The label of a wrong answer."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _LETTER = re.compile(r"^\W*\(?([A-Za-z])(?:[).:]|\s|$)")
@@ -55,14 +58,14 @@ class Scorer:
 def resolve_scorer(name: str) -> Scorer:
     """A scorer by name, or a function by import path ``module:function``.
 
-    The function is called with the answer and the prompt's fields (as :meth:`Prompt.to_json`); it returns True or
+    The function is called with the answer and the prompt's fields (as ``Prompt.to_json``); it returns True or
     False (right or wrong), a label of its own, or None.
     """
     if ":" not in name:
         if name not in SCORERS:
             raise unknown_name("scoring", name, (*SCORERS, "module:function"))
         return SCORERS[name]
-    return Scorer(name, _judge_with(_import_function(name)), needs_reference=False)
+    return Scorer(name, _labelling_function(_import_function(name)), needs_reference=False)
 
 
 def _exact(answer: str, prompt: Prompt) -> str:
@@ -78,17 +81,17 @@ def _contains(answer: str, prompt: Prompt) -> str:
 def _numeric(answer: str, prompt: Prompt) -> str:
     """The last number of the answer equals that of a reference."""
     answer_numbers = _numbers(answer)
-    wanted = [numbers[-1] for numbers in map(_numbers, prompt.reference) if numbers]
+    answers = [numbers[-1] for numbers in map(_numbers, prompt.reference) if numbers]
     return _label(
-        bool(answer_numbers) and any(math.isclose(answer_numbers[-1], number, rel_tol=1e-9) for number in wanted)
+        bool(answer_numbers) and any(math.isclose(answer_numbers[-1], number, rel_tol=1e-9) for number in answers)
     )
 
 
 def _choice(answer: str, prompt: Prompt) -> str | None:
     """The choice that the answer names first, by its letter at the start or by its words; None if it names none."""
     choices = _choices(prompt)
-    wanted = {_words(reference) for reference in prompt.reference}
-    right = {i for i, choice in enumerate(choices) if _words(choice) in wanted or chr(65 + i).lower() in wanted}
+    answers = {_words(reference) for reference in prompt.reference}
+    right = {i for i, choice in enumerate(choices) if _words(choice) in answers or chr(65 + i).lower() in answers}
     words = f" {_words(answer)} "
     places = {i: words.find(f" {_words(choice)} ") for i, choice in enumerate(choices)}
     named = sorted((place, -len(choices[i]), i) for i, place in places.items() if place >= 0)
@@ -141,12 +144,12 @@ def _import_function(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     if not (module and function):
         raise ValueInputError(f"a scoring of one's own is written module:function, got '{path}'; name both")
-    here = str(Path.cwd())
-    added = here not in sys.path
+    folder = str(Path.cwd())
+    added = folder not in sys.path
     try:
         if added:
             # The console script does not look in the folder it is called from, where a user's module lies.
-            sys.path.insert(0, here)
+            sys.path.insert(0, folder)
         function_object = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ValueInputError(
@@ -155,14 +158,14 @@ def _import_function(path: str) -> Callable[..., Any]:
         ) from error
     finally:
         if added:
-            sys.path.remove(here)
+            sys.path.remove(folder)
     if not callable(function_object):
         raise ValueInputError(f"the scoring '{path}' must be a function, got {function_object!r}; name a function")
     return function_object  # type: ignore[no-any-return]
 
 
-def _judge_with(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
-    def judge(answer: str, prompt: Prompt) -> str | None:
+def _labelling_function(function: Callable[..., Any]) -> Callable[[str, Prompt], str | None]:
+    def label(answer: str, prompt: Prompt) -> str | None:
         verdict = function(answer, prompt.to_json())
         if verdict is None or isinstance(verdict, str):
             return verdict
@@ -170,4 +173,4 @@ def _judge_with(function: Callable[..., Any]) -> Callable[[str, Prompt], str | N
             return _label(verdict)
         raise ValueInputError(f"a scoring must return True, False, a label or None, got {verdict!r}")
 
-    return judge
+    return label

@@ -1,4 +1,4 @@
-"""Prompts by source: a JSON lines file, a CSV file or a dataset by name."""
+"""Prompts by source: a JSON lines file, a CSV file, a dataset by name or a stored study."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from softgap.errors import UnsupportedError, ValueInputError
+from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.inputs import file_text, shortened
 from softgap.tasks.prompts import Prompt, check_ids, prompt_from
-from softgap.tasks.text_files import file_text, shortened
 
-__all__ = ["TRUTHFULQA", "json_prompts", "read_labels", "read_prompts"]
+if TYPE_CHECKING:
+    from softgap.trajectories.folder import Folder
+
+__all__ = ["PROMPTS", "TRUTHFULQA", "UNPLANNED", "json_prompts", "read_labels", "read_prompts", "stored_prompts"]
 
 
 DATASET = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
@@ -243,3 +246,29 @@ def read_labels(source: str) -> dict[str, str | None]:
     if not labels:
         raise ValueInputError(f"{name} must hold at least one label, got none; add rows with id and label")
     return labels
+
+
+PROMPTS = "prompts.jsonl"
+
+
+# The batch of a prompt that failed before any batch was made.
+UNPLANNED = -1
+
+
+def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
+    """Prompts by sample id, each with the number of its batch; None for a study without them."""
+    from softgap.trajectories.folder import read_lines
+
+    if folder.kind(PROMPTS) == "absent":
+        return None
+    prompts = {}
+    for number, entry in enumerate(read_lines(folder, PROMPTS), start=1):
+        batch = entry.pop("batch", UNPLANNED)
+        if not isinstance(batch, int):
+            raise StoreError(
+                f"{PROMPTS} in '{folder.address}', line {number}: 'batch' must be a whole number, got "
+                f"{shortened(batch)}; restore this file from a copy"
+            )
+        prompt = prompt_from(entry, f"{PROMPTS} in '{folder.address}', line {number}", str(number), line=number)
+        prompts[prompt.sample_id] = (prompt, batch)
+    return prompts

@@ -1,4 +1,4 @@
-"""The folder of a study, local or remote, with atomic writes."""
+"""The folder of a study, local or remote, and files beside it, with atomic writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import posixpath
 import re
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from softgap.errors import StoreError
 
-__all__ = ["Folder", "add_line", "json_lines", "new_name", "read_lines", "slug"]
+__all__ = ["Folder", "add_line", "check_output_file", "json_lines", "new_name", "read_lines", "slug", "written_whole"]
 
 
 _PARTIAL = ".partial"
@@ -41,13 +41,13 @@ class Folder:
     filesystem : pyarrow.fs.FileSystem
     root : str
         Path inside the filesystem.
-    given : str
+    address : str
         The path or URI as the user wrote it, for messages.
     """
 
     filesystem: Any
     root: str
-    given: str
+    address: str
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Folder:
@@ -76,7 +76,7 @@ class Folder:
 
     def below(self, name: str) -> Folder:
         """A subfolder, which need not exist; the options of a URI stay behind it."""
-        path, mark, options = self.given.partition("?") if _URI.match(self.given) else (self.given, "", "")
+        path, mark, options = self.address.partition("?") if _URI.match(self.address) else (self.address, "", "")
         return Folder(self.filesystem, self.path(name), f"{path.rstrip('/')}/{name}{mark}{options}")
 
     def path(self, name: str) -> str:
@@ -156,10 +156,10 @@ class Folder:
             self.discard(temporary)
             raise
 
-    def try_writing(self, what: str = "a study is") -> None:
+    def try_writing(self, subject: str = "a study is") -> None:
         """Refuse a folder that cannot be written to, by writing to it; it is left as it was."""
         if self.kind() == "file":
-            raise StoreError(f"{what} written to a folder, but '{self.given}' is a file; choose another path")
+            raise StoreError(f"{subject} written to a folder, but '{self.address}' is a file; choose another path")
         created = self.create()
         try:
             self.discard(self.stage("manifest.json", lambda sink: sink.write(b"{}")))
@@ -200,13 +200,13 @@ class Folder:
         """Raise the StoreError for a failure to write."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space or choose another disk" if full else "choose a folder you may write to"
-        raise StoreError(f"cannot write to '{self.given}': {_reason(error)}; {remedy}") from error
+        raise StoreError(f"cannot write to '{self.address}': {_reason(error)}; {remedy}") from error
 
     def _info(self, path: str) -> Any:
         try:
             return self.filesystem.get_file_info(path)
         except OSError as error:
-            raise StoreError(f"cannot look at '{self.given}': {_reason(error)}; check the path") from error
+            raise StoreError(f"cannot look at '{self.address}': {_reason(error)}; check the path") from error
 
     def _sync(self, name: str) -> None:
         """Have the content on disk before the name, or a power cut could leave a named part without content."""
@@ -242,7 +242,7 @@ def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
         if not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("a line is no object")
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{name} in '{folder.given}' is damaged ({error}); restore this file from a copy") from error
+        raise StoreError(f"{name} in '{folder.address}' is damaged ({error}); restore this file from a copy") from error
     return entries
 
 
@@ -270,10 +270,41 @@ def slug(text: str) -> str:
     return name or "run"
 
 
-def new_name(parent: Path, words: str, taken: Container[str] = ()) -> str:
-    """The name of a new folder in ``parent``, made of some words and the time; none of the ``taken`` ones."""
+def new_name(parent: Path, words: str, reserved: Container[str] = ()) -> str:
+    """The name of a new folder in ``parent``, made of some words and the time; not one of ``reserved``."""
     base = f"{words}-{datetime.now():%Y%m%d-%H%M%S}"
     name, number = base, 2
-    while name in taken or (parent / name).exists():
+    while name in reserved or (parent / name).exists():
         name, number = f"{base}-{number}", number + 1
     return name
+
+
+def check_output_file(path: str | os.PathLike[str], option: str = "--out") -> None:
+    """Refuse, before the work begins, a file that could not be written after it; nothing is left behind."""
+    name = os.fspath(path)
+    target = Path(name).expanduser()
+    if not name or "\0" in name:
+        raise StoreError(f"{option} must name a file, got {name!r}; give a file name")
+    try:
+        folder = target.is_dir()
+    except OSError as error:
+        raise StoreError(f"cannot write '{name}': {error.strerror or error}; choose another path") from error
+    if folder:
+        raise StoreError(f"{option} must name a file, but '{name}' is a folder; add a file name")
+    Folder.at(target.parent).try_writing("files are")
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write to: it takes the place of ``path`` when the block ends well, and is gone if it does not."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another path") from error
+    finally:
+        if target.parent.is_dir():
+            partial.unlink(missing_ok=True)

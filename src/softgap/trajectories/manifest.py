@@ -113,7 +113,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Manifest:
-        """The inverse of :meth:`to_json`; names it does not know are left aside."""
+        """The inverse of ``to_json``; names it does not know are left aside."""
         known = {f.name: document[f.name] for f in fields(cls) if f.name in document}
         entries = known.get("mechanisms", [])
         try:
@@ -126,7 +126,7 @@ class Manifest:
 
 
 def inputs_digest(texts: Sequence[str]) -> str:
-    """The fingerprint of the texts of a study, for :attr:`Manifest.inputs`."""
+    """The fingerprint of the texts of a study, for ``Manifest.inputs``."""
     return hashlib.sha256("\x00".join(as_items(texts)).encode()).hexdigest()[:16]
 
 

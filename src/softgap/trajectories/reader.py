@@ -95,12 +95,31 @@ class _Batch:
 
 
 def load(path: str | os.PathLike[str]) -> Trajectories:
-    """The run saved at ``path``, a folder or URI.
+    """Load the run saved at ``path``.
+
+    Parameters
+    ----------
+    path
+        A folder, or a URI that pyarrow's filesystems open.
+
+    Returns
+    -------
+    Trajectories
+        The only run of that study.
 
     Raises
     ------
     StoreError
         If there is no readable study, or one that does not hold exactly one sample.
+
+    Examples
+    --------
+    ``runs/fox`` is a folder that ``softgap run "A fox went out." --out runs/fox`` wrote:
+
+    >>> import softgap
+    >>> run = softgap.load("runs/fox")
+    >>> run.n_steps == len(run.tokens)
+    True
     """
     study = open_study(path)
     if len(study) != 1:
@@ -111,12 +130,39 @@ def load(path: str | os.PathLike[str]) -> Trajectories:
 
 
 def open_study(path: str | os.PathLike[str]) -> Study:
-    """Open the study at ``path``, a folder or URI. Only its manifest and the names of its samples are read."""
+    """Open the study at ``path``. Only its manifest and the names of its samples are read.
+
+    Parameters
+    ----------
+    path
+        A folder, or a URI that pyarrow's filesystems open.
+
+    Returns
+    -------
+    Study
+        A lazy collection: iterate over it, or take a sample by its id.
+
+    Raises
+    ------
+    StoreError
+        If there is no readable study.
+
+    Examples
+    --------
+    ``runs/counts`` is a folder that ``softgap study run`` wrote:
+
+    >>> import softgap
+    >>> study = softgap.open_study("runs/counts")
+    >>> len(study), "count-3" in study.ids
+    (16, True)
+    >>> [run.n_steps for run in study][:3]
+    [8, 8, 8]
+    """
     folder = Folder.at(path)
     manifest, state = read_manifest(folder)
     batches = read_ids(folder)
     ids = tuple(sample_id for batch in batches.values() for sample_id in batch)
-    return Study(folder.given, manifest, state, ids, folder, batches)
+    return Study(folder.address, manifest, state, ids, folder, batches)
 
 
 def part_name(batch: int) -> str:
@@ -133,7 +179,7 @@ def read_ids(folder: Folder) -> dict[int, tuple[str, ...]]:
         ids = tuple(read_part(folder, name)["sample_id"].to_pylist())
         if batch not in trajectories:
             raise StoreError(
-                f"'{folder.given}' has {name} but no trajectories/{part_name(batch)}; restore that file from a copy, "
+                f"'{folder.address}' has {name} but no trajectories/{part_name(batch)}; restore that file from a copy, "
                 "or measure again into a new folder"
             )
         if known.intersection(ids) or len(set(ids)) != len(ids):
@@ -157,20 +203,20 @@ def read_manifest(folder: Folder) -> tuple[Manifest, str]:
     """The manifest and the state of the study in a folder."""
     kind = folder.kind()
     if kind == "absent":
-        raise StoreError(f"there is no study at '{folder.given}'; check the path")
+        raise StoreError(f"there is no study at '{folder.address}'; check the path")
     if kind == "file":
         raise StoreError(
-            f"a study is a folder, but '{folder.given}' is a file; give the folder that holds manifest.json"
+            f"a study is a folder, but '{folder.address}' is a file; give the folder that holds manifest.json"
         )
     if folder.kind("manifest.json") != "file":
         parts = {"samples", "trajectories"}.intersection(folder.names())
         remedy = "restore the file from a copy" if parts else "give a folder that softgap has written"
-        raise StoreError(f"'{folder.given}' is not a study: it has no manifest.json; {remedy}")
+        raise StoreError(f"'{folder.address}' is not a study: it has no manifest.json; {remedy}")
     return _parse_manifest(folder, folder.read("manifest.json"))
 
 
 def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
-    where = f"manifest.json in '{folder.given}'"
+    where = f"manifest.json in '{folder.address}'"
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -185,7 +231,7 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
         raise StoreError(f"{where} must have a format_version from 1, got {version!r}; restore the file from a copy")
     if version > FORMAT_VERSION:
         raise StoreError(
-            f"'{folder.given}' has format version {version}, but this softgap reads only up to {FORMAT_VERSION}; "
+            f"'{folder.address}' has format version {version}, but this softgap reads only up to {FORMAT_VERSION}; "
             "upgrade softgap"
         )
     try:
@@ -198,8 +244,8 @@ def damaged_part_error(folder: Folder, name: str, detail: object) -> StoreError:
     """The error for a part that cannot be read."""
     line = (str(detail).strip() or type(detail).__name__).splitlines()[0]
     return StoreError(
-        f"{name} in '{folder.given}' is damaged or cut short ({line}); restore this file from a copy, or measure again "
-        "into a new folder"
+        f"{name} in '{folder.address}' is damaged or cut short ({line}); restore this file from a copy, or measure "
+        "again into a new folder"
     )
 
 

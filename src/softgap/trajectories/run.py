@@ -142,7 +142,32 @@ class Trajectories(Displayed):
         return sum(self.heads_per_layer)
 
     def select(self, mechanism: str) -> Trajectories:
-        """The same run with this mechanism alone; views, no copies."""
+        """The same run with this mechanism alone; views, no copies.
+
+        Parameters
+        ----------
+        mechanism
+            One of ``mechanisms``.
+
+        Returns
+        -------
+        Trajectories
+            Its ``divergence``, ``relative_l2`` and ``norm_ratio`` are those of this mechanism.
+
+        Raises
+        ------
+        UnknownNameError
+            If the run does not hold this mechanism.
+
+        Examples
+        --------
+        ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+        >>> import softgap
+        >>> run = softgap.load("runs/fox")
+        >>> run.mechanisms, run.select("uniform").mechanisms
+        (('elu1', 'uniform'), ('uniform',))
+        """
         if mechanism not in self.mechanisms:
             raise unknown_name("mechanism of this run", mechanism, self.mechanisms)
         index = self.mechanisms.index(mechanism)
@@ -176,15 +201,72 @@ class Trajectories(Displayed):
         )
 
     def to_xarray(self) -> xr.Dataset:
-        """An xarray Dataset with dimensions mechanism, layer, head, step; see :mod:`softgap.trajectories.run`."""
+        """An xarray Dataset with dimensions mechanism, layer, head, step.
+
+        Returns
+        -------
+        xarray.Dataset
+            Every quantity as a variable; positions and tokens as coordinates of the steps.
+
+        Examples
+        --------
+        ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+        >>> import softgap
+        >>> data = softgap.load("runs/fox").to_xarray()
+        >>> data["divergence"].dims
+        ('mechanism', 'layer', 'head', 'step')
+        >>> data["divergence"].mean("step").sel(mechanism="elu1").shape
+        (2, 4)
+        """
         return to_xarray(self)
 
     def to_frame(self) -> pd.DataFrame:
-        """A tidy frame, one row per mechanism, layer, head and step; see :mod:`softgap.trajectories.run`."""
+        """A tidy frame, one row per mechanism, layer, head and step.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Every quantity as a column.
+
+        Examples
+        --------
+        ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+        >>> import softgap
+        >>> frame = softgap.load("runs/fox").to_frame()
+        >>> list(frame.columns)[:5]
+        ['mechanism', 'layer', 'head', 'step', 'position']
+        >>> frame.groupby(["mechanism", "layer"], observed=True)["divergence"].mean().shape
+        (4,)
+        """
         return to_frame(self)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write this run as a study of one sample; see :func:`softgap.trajectories.save`."""
+        """Write this run as a study of one sample.
+
+        Parameters
+        ----------
+        path
+            A folder, or a URI that pyarrow's filesystems open.
+        overwrite
+            Replace the study that is there.
+
+        Raises
+        ------
+        StoreError
+            If there is a study already, or the folder cannot be written.
+
+        Examples
+        --------
+        ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+        >>> import softgap
+        >>> run = softgap.load("runs/fox")
+        >>> run.select("elu1").save("runs/elu1")
+        >>> softgap.load("runs/elu1").mechanisms
+        ('elu1',)
+        """
         from softgap.trajectories.writer import save
 
         save(self, path, overwrite=overwrite)
@@ -307,11 +389,11 @@ def pieces(text: str, tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
                 waiting += _LONGEST_CHARACTER if _UNKNOWN in tokens[index] else 0
             continue
         stop = start + len(tokens[index])
-        rest = text[stop:end]
-        if rest.strip() or (rest and indices):
-            groups.append((rest, indices))
-            rest = ""
-        groups.append((text[start:stop] + rest, [index]))
+        trailing = text[stop:end]
+        if trailing.strip() or (trailing and indices):
+            groups.append((trailing, indices))
+            trailing = ""
+        groups.append((text[start:stop] + trailing, [index]))
         end, waiting, indices = start, 0, []
     if end:
         groups.append((text[:end], indices))

@@ -109,8 +109,8 @@ def _names(field: str, value: Iterable[Any]) -> tuple[str, ...]:
     return names
 
 
-def _increasing(field: str, given: Iterable[Any]) -> tuple[int, ...]:
-    values = tuple(int(value) for value in given)
+def _increasing(field: str, indices: Iterable[Any]) -> tuple[int, ...]:
+    values = tuple(int(value) for value in indices)
     if not values or values[0] < 0 or any(b <= a for a, b in pairwise(values)):
         raise ValueInputError(f"{field} must be one or more increasing indices from 0, got {values}")
     return values
@@ -128,12 +128,12 @@ def _text(field: str, value: Any) -> str:
     return value
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w is None or s == w for s, w in zip(shape, wanted, strict=True))
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(w is None or s == w for s, w in zip(shape, expected, strict=True))
 
 
-def _describe(wanted: tuple[int | None, ...]) -> str:
-    return "[" + ", ".join("any" if size is None else str(size) for size in wanted) + "]"
+def _describe(shape: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
@@ -142,23 +142,23 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _floats(field: str, value: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+def _floats(field: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind not in "fiu":
         raise ValueInputError(f"{field} must hold real numbers, got an array of {array.dtype}")
-    if not _fits(array.shape, wanted):
-        raise ShapeError(f"{field} must have shape {_describe(wanted)}, got {list(array.shape)}")
+    if not _fits(array.shape, shape):
+        raise ShapeError(f"{field} must have shape {_describe(shape)}, got {list(array.shape)}")
     return _read_only(array.astype(np.float32, copy=False))
 
 
-def _integers(field: str, value: Any, wanted: tuple[int | None, ...]) -> np.ndarray:
+def _integers(field: str, value: Any, shape: tuple[int | None, ...]) -> np.ndarray:
     array = np.asarray(value)
     if array.size == 0:
         array = array.astype(np.int32)
     if array.dtype.kind not in "iu":
         raise ValueInputError(f"{field} must hold whole numbers, got an array of {array.dtype}")
-    if not _fits(array.shape, wanted):
-        raise ShapeError(f"{field} must have shape {_describe(wanted)}, got {list(array.shape)}")
+    if not _fits(array.shape, shape):
+        raise ShapeError(f"{field} must have shape {_describe(shape)}, got {list(array.shape)}")
     if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
         raise ValueInputError(f"{field} must fit into 32 bits, got {array.min()} to {array.max()}")
     return _read_only(array.astype(np.int32, copy=False))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -13,14 +13,16 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import refuse_string
 from softgap.trajectories import tables
-from softgap.trajectories.folder import Folder
+from softgap.trajectories.folder import Folder, add_line
 from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.reader import (
     FORMAT,
     FORMAT_VERSION,
+    open_study,
     part_name,
     read_ids,
     read_manifest,
@@ -29,10 +31,21 @@ from softgap.trajectories.reader import (
 )
 from softgap.trajectories.run import Trajectories
 
-__all__ = ["StudyWriter", "check_new_study", "publish_batch", "published_ids", "relabel", "save"]
+__all__ = [
+    "LABELS",
+    "LabelCounts",
+    "StudyWriter",
+    "check_new_study",
+    "label_study",
+    "publish_batch",
+    "published_ids",
+    "relabel",
+    "save",
+]
 
 
 KINDS = ("samples", "trajectories")
+LABELS = "labels.jsonl"
 
 
 def publish_batch(
@@ -84,6 +97,39 @@ def relabel(folder: Folder, labels: dict[str, str | None]) -> int:
         for temporary, _ in staged:
             folder.discard(temporary)
     return changed
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """How many labels were read, how many of them are new, and how many samples have no label now."""
+
+    labels: int
+    new: int
+    unlabelled: int
+    given = DeprecatedAttribute("labels")
+    changed = DeprecatedAttribute("new")
+    without = DeprecatedAttribute("unlabelled")
+
+    def to_json(self) -> dict[str, int]:
+        """The counts, under the names that ``softgap study label --json`` prints."""
+        return {"given": self.labels, "changed": self.new, "without": self.unlabelled}
+
+
+def label_study(path: str, labels: Mapping[str, str | None], *, source: str = "") -> LabelCounts:
+    """Give samples of a study other labels; None takes a label away. The study's log keeps what was done."""
+    study = open_study(path)
+    unknown = [sample_id for sample_id in labels if sample_id not in set(study.ids)]
+    if unknown:
+        raise ValueInputError(
+            f"labels must be for samples of '{path}', got '{unknown[0]}' ({len(unknown)} such ids); its samples are "
+            f"{', '.join(study.ids[:3])}, ...; remove the other ids"
+        )
+    folder = Folder.at(path)
+    changed = relabel(folder, dict(labels))
+    entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "given": len(labels)}
+    add_line(folder, LABELS, {**entry, "changed": changed})
+    unlabelled = int(study.samples()["label"].isna().sum())
+    return LabelCounts(len(labels), changed, unlabelled)
 
 
 def _write_to(table: pa.Table, sink: Any) -> None:
@@ -225,10 +271,10 @@ class StudyWriter:
             if run.sample_id in known:
                 raise ValueInputError(f"sample_id must be unique in a study, got '{run.sample_id}' twice; rename one")
             known.add(run.sample_id)
-            wanted = tuple(self._manifest.mechanisms)
-            if wanted and run.mechanisms != wanted:
+            mechanisms = tuple(self._manifest.mechanisms)
+            if mechanisms and run.mechanisms != mechanisms:
                 raise ValueInputError(
-                    f"the runs of a study must have the mechanisms of its manifest, {list(wanted)}, "
+                    f"the runs of a study must have the mechanisms of its manifest, {list(mechanisms)}, "
                     f"got {list(run.mechanisms)} in sample '{run.sample_id}'"
                 )
 
@@ -254,7 +300,7 @@ def save(run: Trajectories, path: str | os.PathLike[str], *, overwrite: bool = F
     path : str or path
         A new or empty folder, or a URI.
     overwrite : bool
-        Replace the study that is there, if it asks the same question; see :class:`StudyWriter`.
+        Replace the study that is there, if it asks the same question; see ``StudyWriter``.
     """
     _check_whole(run)
     with StudyWriter(path, run.manifest, overwrite=overwrite) as writer:
@@ -272,7 +318,7 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
     """Whether the folder holds a study that may be written to; False if it is new or empty; else the error."""
     kind = folder.kind()
     if kind == "file":
-        raise StoreError(f"a study is written to a folder, but '{folder.given}' is a file; choose another path")
+        raise StoreError(f"a study is written to a folder, but '{folder.address}' is a file; choose another path")
     if kind == "absent" or not folder.names():
         return False
     if folder.kind("manifest.json") == "absent":
@@ -282,12 +328,12 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
     if differences:
         name = differences[0]
         raise StoreError(
-            f"'{folder.given}' already holds a different study (its {name} is {stored.to_json()[name]!r}, "
+            f"'{folder.address}' already holds a different study (its {name} is {stored.to_json()[name]!r}, "
             f"this one's {manifest.to_json()[name]!r}); choose another folder"
         )
     if not (overwrite or resume):
         raise StoreError(
-            f"'{folder.given}' already holds this study; choose another folder, or set overwrite to replace it"
+            f"'{folder.address}' already holds this study; choose another folder, or set overwrite to replace it"
         )
     return True
 
@@ -302,7 +348,7 @@ def check_new_study(folder: Folder) -> None:
 
 def _other_files(folder: Folder) -> StoreError:
     return StoreError(
-        f"a study is written to a new or empty folder, but '{folder.given}' holds other files "
+        f"a study is written to a new or empty folder, but '{folder.address}' holds other files "
         f"({', '.join(folder.names()[:3])}); choose another folder"
     )
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from softgap.cli.render.heatmap import heat_map, shade, strip_controls
+from softgap.cli.render.output import heat_map, shade, strip_control_characters
 from softgap.cli.render.run import show_run, show_study
 from softgap.cli.render.summary import merge_summaries, summarise
 from softgap.trajectories import QUANTITIES, Trajectories
@@ -263,7 +263,7 @@ def test_a_long_text_is_cut() -> None:
 
 
 def test_a_text_cannot_steer_the_terminal() -> None:
-    assert strip_controls("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
+    assert strip_control_characters("a\x1b[2Jb\tc\nd\x9be") == "a�[2Jb\tc\nd�e"
     run = example_run(steps=1, tokens=("\x1b[2J",), completion_text="\x1b[2J")
     assert "\x1b" not in shown(run)
 

@@ -27,9 +27,9 @@ from softgap.theory.focus.concentration import (
     concentration,
     distance_share,
     feature_prediction,
-    feature_road,
     intervene,
-    intervened,
+    intervention_effects,
+    measure_feature_families,
     score_moments,
 )
 
@@ -242,7 +242,7 @@ def test_interventions_do_what_they_say() -> None:
 def test_interventions_focus_softmax_and_a_negative_bias_focuses_relu2() -> None:
     q, k = drawn(2, LENGTH, DIM) + 1.0, drawn(2, LENGTH, DIM, seed=1)
     compared = [resolve(name) for name in ("softmax", "relu2_scores")]
-    found = {(e.change, e.amount, e.mechanism): e for e in intervened(compared, q, k, scale=0.35)}
+    found = {(e.change, e.amount, e.mechanism): e for e in intervention_effects(compared, q, k, scale=0.35)}
     for change in ("scale q", "spread keys"):
         assert found[change, 4.0, "softmax"].sparsity < found[change, 1.0, "softmax"].sparsity
         assert found[change, 4.0, "softmax"].sparsity < found[change, 0.5, "softmax"].sparsity
@@ -257,14 +257,14 @@ def test_interventions_focus_softmax_and_a_negative_bias_focuses_relu2() -> None
 
 def test_the_road_leads_to_softmax() -> None:
     q, k, v = (drawn(2, LENGTH, DIM, seed=seed) for seed in range(3))
-    road = feature_road(q[:, -8:], k, v, scale=DIM**-0.5)
-    shifted = [stop for stop in road if stop.family == "shifted"]
-    assert [stop.weight_error for stop in shifted] == sorted((s.weight_error for s in shifted), reverse=True)
-    assert [stop.features for stop in shifted] == [math.comb(DIM + p, p) for p in (2, 4, 8, 16)]
-    assert road[-1].family == "softmax"
-    assert (road[-1].weight_error, road[-1].features) == (0, math.inf)
-    assert road[-1].divergence == pytest.approx(0, abs=1e-6)
-    favor = [stop.weight_error for stop in road if stop.family == "favor"]
+    family_points = measure_feature_families(q[:, -8:], k, v, scale=DIM**-0.5)
+    shifted = [point for point in family_points if point.family == "shifted"]
+    assert [point.weight_error for point in shifted] == sorted((s.weight_error for s in shifted), reverse=True)
+    assert [point.features for point in shifted] == [math.comb(DIM + p, p) for p in (2, 4, 8, 16)]
+    assert family_points[-1].family == "softmax"
+    assert (family_points[-1].weight_error, family_points[-1].features) == (0, math.inf)
+    assert family_points[-1].divergence == pytest.approx(0, abs=1e-6)
+    favor = [point.weight_error for point in family_points if point.family == "favor"]
     assert favor[-1] < favor[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from softgap.attention import attend, attention_weights, mechanisms, resolve
 from softgap.cli import main
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.report.focus_figure import draw_focus, draw_focus_in_model
 from softgap.theory.focus import focus_lab, synthetic_claims
 from softgap.theory.focus.model import ModelFocus, focus_in_model
@@ -73,11 +73,11 @@ def test_verdicts_follow_the_numbers(found: FocusFindings) -> None:
     assert synthetic_claims.norm_ratio(0.1, 3.0, (0.1, 1.0)).verdict == "not decided"
     for last, verdict in ((0.6, "does not hold"), (0.4, "holds")):
         ends = {"favor": 1024, "polynomial": 16, "shifted": 16}
-        road = [
-            dataclasses.replace(stop, weight_error=last if stop.setting == ends.get(stop.family) else 1.0)
-            for stop in found.road
+        family_points = [
+            dataclasses.replace(point, weight_error=last if point.setting == ends.get(point.family) else 1.0)
+            for point in found.feature_families
         ]
-        assert synthetic_claims.features_close_gap(road).verdict == verdict
+        assert synthetic_claims.features_close_gap(family_points).verdict == verdict
     assert synthetic_claims.relu2_needs_negative_bias((-1.0, 0.0), found.gammas, np.ones((2, 121))).verdict == (
         "does not hold"
     )

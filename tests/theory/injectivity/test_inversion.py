@@ -177,7 +177,7 @@ def test_the_finder_finds_none_where_there_is_none_and_says_how_hard_it_tried(na
 
 
 def test_the_finder_sees_softmax_collide_on_few_keys() -> None:
-    assert find_collision("softmax", keys(DIM), rng=rng(), queries=1, starts=3).found
+    assert find_collision("softmax", keys(DIM), rng=rng(), queries=1, starts=3).has_collision
 
 
 def test_the_finder_takes_a_users_own_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +186,10 @@ def test_the_finder_takes_a_users_own_map(monkeypatch: pytest.MonkeyPatch) -> No
     register_mechanism("lifted", lambda x: torch.cat([torch.ones_like(x[..., :1]), x], dim=-1), signed=True)
     matrix = keys() / 4
     cube, lifted = (find_collision(name, matrix, rng=rng(), queries=1) for name in ("cube", "lifted"))
-    assert cube.found
+    assert cube.has_collision
     assert cube.outside == ""
     # [1, x] is injective under the same rank condition as softmax: one feature more is enough.
-    assert not lifted.found
+    assert not lifted.has_collision
     assert lifted.outside == "it maps 6 dimensions to 7"
 
 

@@ -18,7 +18,7 @@ from softgap.calibration import Recipe, calibrate
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
-from softgap.probe.tensors import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.theory.injectivity.confusion import confusion_rate, first_injective
 from softgap.theory.injectivity.inversion import key_condition
 from softgap.theory.injectivity.model import ModelInjectivity, injectivity_in_model
@@ -225,7 +225,7 @@ def test_rank_correlations_cover_and_condition() -> None:
     common = generator.standard_normal(120)
     x, y = common + generator.standard_normal(120), common + generator.standard_normal(120)
     plain = rank_correlation(x, y, clusters, rng=generator)
-    partial = rank_correlation(x, y, clusters, rng=generator, given=common)
+    partial = rank_correlation(x, y, clusters, rng=generator, covariate=common)
     assert plain.sign == 1
     assert partial.sign == 0
     assert plain.low < plain.value < plain.high

@@ -15,7 +15,7 @@ from softgap.attention.outputs import divergence
 from softgap.cli import main
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.position.drift import TERMS, layer_series, log_slopes, normaliser_effect, predicted, synthetic_layer
 from softgap.theory.position.lab import Position, position_in_model, position_lab
 from support.cli_examples import failure, loads_once
@@ -166,7 +166,7 @@ def test_terms_and_shares_of_synthetic_heads(synthetic: Position) -> None:
     assert values.low < 0.3
     assert abs(values.value) < 0.3
     by_name = {correction.name: correction for correction in trend.corrections}
-    assert by_name["minus uniform"].left < 0.3
+    assert by_name["minus uniform"].trend_left < 0.3
     json.dumps(synthetic.to_json())
 
 
@@ -190,7 +190,7 @@ def test_the_verdicts_follow_the_numbers(synthetic: Position) -> None:
     low, high = ClusterInterval(0.1, 0.0, 0.2, 10, 10), ClusterInterval(0.8, 0.7, 0.9, 10, 10)
     assert verdicts(shares=(low, high, low, low))["concentration"] == "holds"
     assert verdicts(shares=(high, low, low, low))["concentration"] == "does not hold"
-    left = tuple(dataclasses.replace(c, left=0.9) for c in synthetic.trends[0].corrections)
+    left = tuple(dataclasses.replace(c, trend_left=0.9) for c in synthetic.trends[0].corrections)
     assert verdicts(corrections=left)["correction"] == "does not hold"
 
 

@@ -27,8 +27,8 @@ from softgap.theory.separation.network import (
     computable,
     fire,
     hoeffding,
+    mechanism_names,
     missing_bound,
-    named,
     share,
     signal_margin,
     trial,
@@ -224,7 +224,7 @@ def test_every_mechanism_that_can_be_computed_is_compared() -> None:
     assert [one.mechanism for one in found] == list(names)
     zero = found[names.index("zero")]
     assert (zero.fires_d0.value, zero.fires_d1.value, zero.largest_d1) == (0, 0, 0)
-    assert named(["elu1"]) == ("softmax", "identity", "elu1")
+    assert mechanism_names(["elu1"]) == ("softmax", "identity", "elu1")
 
 
 def test_mechanisms_share_their_draws() -> None:

@@ -264,10 +264,10 @@ def test_advantages_and_verdicts_follow_the_scores() -> None:
         },
         {"softmax": 4.0, "elu1": 1.0},
     )
-    assert found.score("separation", "softmax").mean == pytest.approx(0.91)
-    assert found.advantage("separation").mean == pytest.approx(0.3)
+    assert found.score("separation", "softmax").value == pytest.approx(0.91)
+    assert found.advantage("separation").value == pytest.approx(0.3)
     # In the second that elu1 takes, softmax has come a quarter of its way.
-    assert found.advantage("counting-8", equal_time=True).mean == pytest.approx(0.8033 / 4 - 0.7, abs=1e-4)
+    assert found.advantage("counting-8", equal_time=True).value == pytest.approx(0.8033 / 4 - 0.7, abs=1e-4)
     verdicts = {claim.name: claim for claim in found.claims}
     assert [claim.verdict for claim in verdicts.values()] == ["holds"] * 3
     wins = verdicts["a task for linear"].numbers
@@ -299,7 +299,7 @@ def test_advantages_and_verdicts_follow_the_scores() -> None:
 def test_intervals_over_seeds() -> None:
     found = score_of([0.7, 0.8, 0.9])
     # t with 2 degrees of freedom: 4.3027 * 0.1 / sqrt 3.
-    assert (found.mean, found.high) == pytest.approx((0.8, 0.8 + 0.248414), abs=1e-5)
+    assert (found.value, found.high) == pytest.approx((0.8, 0.8 + 0.248414), abs=1e-5)
     assert math.isnan(score_of([0.5]).low)
     assert score_of([0.7, 0.8, 0.9], 0.99).high == pytest.approx(0.8 + 9.9248 * 0.1 / math.sqrt(3), abs=1e-5)
 

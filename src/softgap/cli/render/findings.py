@@ -13,12 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.render.heatmap import has_colour, heat_map
-from softgap.cli.render.output import finite
+from softgap.cli.render.output import finite, has_colour, heat_map
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
-from softgap.report.files import check_output_file
-from softgap.trajectories.folder import Folder
+from softgap.trajectories.folder import Folder, check_output_file
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, Findings, HeadFinding
@@ -219,7 +217,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     folder.create()
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
-    lines, picture = [f"saved {folder.given}"], None
+    lines, picture = [f"saved {folder.address}"], None
     try:
         picture = _comparison_svg(findings)
         folder.replace("figure.svg", picture)
@@ -231,8 +229,7 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
 
 
 def _comparison_svg(findings: ComparisonFindings) -> bytes:
-    from softgap.report.figures import draw_comparison
-    from softgap.report.files import figure_bytes
+    from softgap.report.figures import draw_comparison, figure_bytes
 
     return figure_bytes(draw_comparison(findings), ".svg")
 
@@ -241,7 +238,7 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
     """Print the verdict and the numbers behind it."""
     document = findings.to_json()
     console.print(Text(findings.verdict.sentence, _STYLES[findings.verdict.outcome]), soft_wrap=True)
-    console.print(f"{findings.status}; the study's log has {len(findings.tried)} entries", soft_wrap=True)
+    console.print(f"{findings.status}; the study's log has {len(findings.log_entries)} entries", soft_wrap=True)
     _show_family(console, document)
     console.print(_steps(findings))
     for name, reason in findings.impossible.items():
@@ -281,9 +278,9 @@ def _steps(findings: ComparisonFindings) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("comparison", "convincing", "p, any", "p, max-T", "units", "detectable", "upper bound"):
         table.add_column(heading, justify="left" if heading == "comparison" else "right", no_wrap=True)
-    everything = {"all samples": findings.comparison, **findings.controls}
+    comparisons = {"all samples": findings.comparison, **findings.controls}
     for step in findings.verdict.steps:
-        done = everything[step.name]
+        done = comparisons[step.name]
         table.add_row(
             step.name,
             "yes" if step.convincing else "no",

@@ -69,7 +69,12 @@ Result = TypeVar("Result", bound=LabResult)
 
 
 def run_lab(
-    lab: Callable[..., Result], *given: Any, stage: str, seed: int, about: dict[str, Any] | None = None, **settings: Any
+    lab: Callable[..., Result],
+    *inputs: Any,
+    stage: str,
+    seed: int,
+    about: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Result:
     """Run a lab from its seed under a progress bar; its settings then tell the seed, and what else is ``about`` it."""
     import numpy as np
@@ -77,7 +82,7 @@ def run_lab(
     from softgap.progress import show_progress
 
     with show_progress(stage) as report:
-        result: Any = lab(*given, rng=np.random.default_rng(seed), progress=report, **settings)
+        result: Any = lab(*inputs, rng=np.random.default_rng(seed), progress=report, **settings)
     return cast(Result, dataclasses.replace(result, settings={**(about or {}), **result.settings, "seed": seed}))
 
 
@@ -99,8 +104,8 @@ def model_and_texts(
     model, ids, first = _model_and_ids(name, text, mechanisms)
     # Where the tokenizer puts a first token in front of a text, every text gets it.
     front = ids[:1] if ids[0] == first and tokens > 1 else []
-    rest, size = ids[len(front) :], tokens - len(front)
-    parts = [rest[i : i + size] for i in range(0, len(rest) - size + 1, size)] or [rest]
+    body, size = ids[len(front) :], tokens - len(front)
+    parts = [body[i : i + size] for i in range(0, len(body) - size + 1, size)] or [body]
     count = min(texts, len(parts))
     return model, [front + parts[i * len(parts) // count] for i in range(count)]
 
@@ -108,13 +113,13 @@ def model_and_texts(
 def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None) -> tuple[Any, list[int], int | None]:
     """The model, the token ids of the whole text, and the model's BOS token."""
     from softgap.attention import resolve
-    from softgap.cli.options import given_text, plain_text
+    from softgap.cli.options import plain_text, read_text_argument
     from softgap.models import load_model
     from softgap.probe.capture import prompt_ids
     from softgap.probe.recording import prepare_mechanism
     from softgap.theory.lab import PASSAGE
 
-    page = PASSAGE if text is None else plain_text(*given_text(text))
+    page = PASSAGE if text is None else plain_text(*read_text_argument(text))
     for mechanism in mechanisms or ():
         resolve(mechanism.partition("@")[0])
     model, tokenizer = load_model(name)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from softgap.analysis.headline import UNKNOWN, held_out_sentence
 from softgap.cli.render import output
-from softgap.cli.render.heatmap import has_colour, heat_map, mean, ramp, shade_style, strip_controls
+from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
@@ -121,7 +121,7 @@ def _text(console: Console, run: Trajectories) -> Text:
             break
         value = float(mean(values[indices]))
         style = None if math.isnan(value) else shade_style((value - low) / (high - low) if high > low else 0.5)
-        text.append(strip_controls(piece), style)
+        text.append(strip_control_characters(piece), style)
     text.append("\n\ntoken divergence, mean over heads: ", "dim")
     if has_colour(console):
         return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
@@ -206,7 +206,10 @@ def _samples(summaries: Sequence[Summary]) -> RenderableType:
         table.add_column(heading, justify="right")
     for summary in summaries[:_ROWS_SHOWN]:
         divergences = (_number(values["divergence"]) for values in summary.means.values())
-        names = [strip_controls(summary.sample_id), *([strip_controls(summary.label or "")] if labelled else [])]
+        names = [
+            strip_control_characters(summary.sample_id),
+            *([strip_control_characters(summary.label or "")] if labelled else []),
+        ]
         table.add_row(
             *names,
             str(summary.n_prompt),
@@ -290,7 +293,7 @@ def _by_head(summary: Summary) -> dict[str, Any]:
 
 def _steps(run: Trajectories) -> list[dict[str, Any]]:
     """Per step the token and its scores, with the mean divergence over all heads by mechanism."""
-    from softgap.cli.render.heatmap import mean
+    from softgap.cli.render.output import mean
 
     divergence = mean(run.quantities["divergence"], axis=(1, 2))
     return [

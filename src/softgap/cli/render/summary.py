@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from softgap.analysis.headline import FITTED, GapSums, Headline, gap_sums, headline
-from softgap.cli.render.heatmap import mean
+from softgap.cli.render.output import mean
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.validation import BASELINE
 
@@ -118,9 +118,7 @@ class Summary:
             "logprob": self.logprob,
             "entropy": self.entropy,
             "focus": dict(self.focus),
-            "headline": None
-            if self.headline is None
-            else {**asdict(self.headline), "sentence": self.headline.sentence},
+            "headline": None if self.headline is None else self.headline.to_json(),
         }
 
     def head_rows(self) -> list[dict[str, Any]]:

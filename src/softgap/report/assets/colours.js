@@ -3,8 +3,8 @@
 // readers; the least value lies near the colour of the page, in light and in dark.
 
 function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === 'dark' : window.matchMedia('(prefers-color-scheme: dark)').matches;
+  const theme = document.documentElement.dataset.theme;
+  return theme ? theme === 'dark' : window.matchMedia('(prefers-color-scheme: dark)').matches;
 }
 
 /** From the page's colour at 0 to the strongest at 1. */

@@ -2,7 +2,7 @@
 // The data of the page: one JSON document, and arrays that are unpacked when they are first looked at.
 
 const PAYLOAD = JSON.parse(document.getElementById('payload').textContent);
-const CONTROL = 'uniform';
+const BASELINE = 'uniform';
 
 // Every head, in the order of the rows of all arrays.
 const HEADS = [];
@@ -19,16 +19,16 @@ function byId(id) {
 
 /** An element with a class and, as text and never as markup, some content. */
 function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined && text !== null) made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined && text !== null) node.textContent = text;
+  return node;
 }
 
 function option(value, text) {
-  const made = element('option', '', text);
-  made.value = value;
-  return made;
+  const node = element('option', '', text);
+  node.value = value;
+  return node;
 }
 
 function bytesOf(base64) {
@@ -74,8 +74,8 @@ function arrayAt(index, arrived) {
   }
   const entry = { waiting: new Set([arrived]) };
   unpacked.set(index, entry);
-  unpack(index).then((found) => {
-    unpacked.set(index, found);
+  unpack(index).then((values) => {
+    unpacked.set(index, values);
     entry.waiting.forEach((call) => call());
   }, fail);
   return null;

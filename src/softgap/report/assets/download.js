@@ -82,16 +82,16 @@ function addSaving() {
 function trajectoriesCsv() {
   const data = current();
   const [a, b] = STATE.range || [0, stepCount()];
-  const chosen = STATE.heads.length ? STATE.heads : HEADS.map(({ row }) => row);
+  const heads = STATE.heads.length ? STATE.heads : HEADS.map(({ row }) => row);
   const array = values(divergenceKey());
   if (!array) return null;
   const header = ['step', 'part', 'position', 'token', 'logprob', 'entropy',
-    ...chosen.map((row) => `divergence from ${STATE.mechanism} of head ${HEADS[row].name}`)];
+    ...heads.map((row) => `divergence from ${STATE.mechanism} of head ${HEADS[row].name}`)];
   const rows = [header];
   for (let step = a; step < b; step += 1) {
     rows.push([step, step < data.promptSteps ? 'prompt' : 'completion', data.positions[step], data.tokens[step],
       data.logprob[step] ?? NaN, data.entropy[step] ?? NaN,
-      ...chosen.map((row) => Number(array.values[row * array.columns + step].toPrecision(6)))]);
+      ...heads.map((row) => Number(array.values[row * array.columns + step].toPrecision(6)))]);
   }
   return csv(rows);
 }

@@ -83,9 +83,9 @@ function drawBrush(svg, x, height) {
   function read() {
     // Moves that come from elsewhere in the page are not the reader's.
     if (!brushing) return;
-    const chosen = d3.brushSelection(this);
-    if (!chosen) return update({ range: null });
-    const [a, b] = chosen.map((place) => Math.round(x.invert(place)));
+    const selection = d3.brushSelection(this);
+    if (!selection) return update({ range: null });
+    const [a, b] = selection.map((place) => Math.round(x.invert(place)));
     // A range is one of this sample, so the map shows the sample too.
     update({ range: [Math.max(0, a), Math.min(stepCount(), Math.max(a, b) + 1)], scope: 'sample' });
   }

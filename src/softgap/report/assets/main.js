@@ -19,7 +19,7 @@ function fillQuantities() {
 }
 
 function startControls() {
-  fillSelect('mechanism', PAYLOAD.mechanisms.map((name) => ({ key: name, label: name === CONTROL ? `${name} (control)` : name })), 'mechanism');
+  fillSelect('mechanism', PAYLOAD.mechanisms.map((name) => ({ key: name, label: name === BASELINE ? `${name} (baseline)` : name })), 'mechanism');
   fillSelect('shade', SHADES, 'shade');
   byId('shade-of').addEventListener('change', () => update({ shadeOf: byId('shade-of').value }));
   fillQuantities();
@@ -64,8 +64,8 @@ function startRange() {
 /** What can be said in a few numbers; again whenever tokens have arrived. */
 function drawFacts() {
   const { samples, layers, mechanisms } = PAYLOAD;
-  const one = samples.length === 1;
-  const parts = [PAYLOAD.model, one ? '' : plural(samples.length, 'sample'), `${layers.length} layers`, plural(HEADS.length, 'head')];
+  const single = samples.length === 1;
+  const parts = [PAYLOAD.model, single ? '' : plural(samples.length, 'sample'), `${layers.length} layers`, plural(HEADS.length, 'head')];
   byId('subject').textContent = parts.filter(Boolean).join(' · ');
   byId('headline').textContent = PAYLOAD.headline || '';
   byId('headline').hidden = !PAYLOAD.headline;
@@ -91,7 +91,7 @@ function drawFacts() {
 function firstHeads() {
   const means = quantityNow(quantity((PAYLOAD.opening || {}).quantity || 'divergence')).numbers;
   if (!means || !means.some((value) => value === value)) return [];
-  const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((one, other) => means[other] - means[one]);
+  const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((a, b) => means[b] - means[a]);
   return [...new Set([sorted[0], sorted[sorted.length - 1]])];
 }
 
@@ -123,7 +123,7 @@ async function start() {
 }
 
 function unpackFirst() {
-  const keys = [divergenceKey(), divergenceKey(CONTROL)].filter(carries);
+  const keys = [divergenceKey(), divergenceKey(BASELINE)].filter(carries);
   return Promise.all(keys.map((key) => new Promise((resolve) => {
     if (arrayAt(current().arrays[key], resolve)) resolve();
   })));

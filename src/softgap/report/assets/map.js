@@ -69,19 +69,19 @@ function emptyWords(entry) {
 function groupBy(heads, name) {
   const lines = new Map();
   for (const head of heads) lines.set(head[name], [...(lines.get(head[name]) || []), head]);
-  return [...lines.entries()].sort((one, other) => one[0] - other[0]).map(([, line]) => line);
+  return [...lines.entries()].sort((a, b) => a[0] - b[0]).map(([, line]) => line);
 }
 
 function drawCell(row, head, value, scale, layout, entry) {
   const [x, y] = layout.place(head);
   const known = value === value;
-  const chosen = STATE.heads.indexOf(head.row);
+  const selected = STATE.heads.indexOf(head.row);
   const inset = Math.min(layout.cellWidth, layout.cellHeight) > 9 ? 1 : 0.4;
-  const cell = row.append('rect').attr('class', `cell${chosen >= 0 ? ' chosen' : ''}`).attr('role', 'gridcell')
+  const cell = row.append('rect').attr('class', `cell${selected >= 0 ? ' chosen' : ''}`).attr('role', 'gridcell')
     .attr('x', x + inset).attr('y', y + inset).attr('rx', 2)
     .attr('width', layout.cellWidth - 2 * inset).attr('height', layout.cellHeight - 2 * inset)
     .attr('tabindex', head.row === mapFocus ? 0 : -1).attr('data-row', head.row)
-    .attr('aria-selected', String(chosen >= 0))
+    .attr('aria-selected', String(selected >= 0))
     .attr('aria-label', `head ${head.name}, KV group ${head.kv}, ${entry.label} ${known ? show(value) : 'unknown'}`);
   if (known) cell.attr('fill', scale.colour(value).toString());
   else cell.style('fill', 'var(--none)');
@@ -138,8 +138,8 @@ function cellUnder(event) {
 function markMates(cell) {
   const { head } = d3.select(cell).datum();
   for (const other of byId('map').querySelectorAll('.cell')) {
-    const there = HEADS[Number(other.dataset.row)];
-    other.classList.toggle('mate', there.at === head.at && there.kv === head.kv && there.row !== head.row);
+    const target = HEADS[Number(other.dataset.row)];
+    other.classList.toggle('mate', target.at === head.at && target.kv === head.kv && target.row !== head.row);
   }
   byId('map-readout').textContent = describeHead(d3.select(cell).datum());
 }
@@ -147,18 +147,18 @@ function markMates(cell) {
 function onMapKey(event) {
   const cell = cellUnder(event);
   if (!cell) return;
-  const here = HEADS[Number(cell.dataset.row)];
+  const focused = HEADS[Number(cell.dataset.row)];
   const { across } = mapLayout(byId('map').clientWidth);
   const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   if (event.key in steps) {
     event.preventDefault();
     const [right, down] = steps[event.key];
-    const [at, head] = across ? [here.at + right, here.head + down] : [here.at + down, here.head + right];
-    const there = HEADS.find((other) => other.at === at && other.head === head);
-    if (there) focusCell(there.row);
+    const [at, head] = across ? [focused.at + right, focused.head + down] : [focused.at + down, focused.head + right];
+    const neighbour = HEADS.find((other) => other.at === at && other.head === head);
+    if (neighbour) focusCell(neighbour.row);
   } else if (event.key === 'Enter' || event.key === ' ') {
     event.preventDefault();
-    chooseHead(here.row, event.shiftKey);
+    chooseHead(focused.row, event.shiftKey);
   } else if (event.key === 'Escape') update({ range: null });
 }
 

@@ -27,17 +27,17 @@ function gapSteps(positions, a, b) {
   return late.length >= GAP.fewest ? late : steps;
 }
 
-/** The share of its gap that a mechanism leaves to a head: its divergence over that of the control; NaN without a gap. */
-function gapOver(array, control, row, steps) {
-  let mine = 0;
+/** The share of its gap that a mechanism leaves to a head: its divergence over that of the baseline; NaN without a gap. */
+function gapOver(array, baseline, row, steps) {
+  let divergence = 0;
   let uniform = 0;
   const base = row * array.columns;
   for (const step of steps) {
-    const [a, b] = [array.values[base + step], control.values[base + step]];
-    if (a === a) mine += a;
+    const [a, b] = [array.values[base + step], baseline.values[base + step]];
+    if (a === a) divergence += a;
     if (b === b) uniform += b;
   }
-  return steps.length && uniform >= GAP.none * steps.length ? mine / uniform : NaN;
+  return steps.length && uniform >= GAP.none * steps.length ? divergence / uniform : NaN;
 }
 
 /** Mean distance between the same row of two arrays. */
@@ -107,9 +107,9 @@ function meanOfRows(array, rows, a = 0, b = array.columns) {
 }
 
 function differences(series) {
-  const found = new Float64Array(Math.max(0, series.length - 1));
-  for (let i = 0; i < found.length; i += 1) found[i] = series[i + 1] - series[i];
-  return found;
+  const steps = new Float64Array(Math.max(0, series.length - 1));
+  for (let i = 0; i < steps.length; i += 1) steps[i] = series[i + 1] - series[i];
+  return steps;
 }
 
 /** Which of the six orders three values are in; -1 where two are equal or one is missing. */
@@ -149,7 +149,7 @@ function windowedEntropy(series, least) {
   const patterns = [];
   for (let i = 0; i + 2 < series.length; i += 1) patterns.push(patternOf(series[i], series[i + 1], series[i + 2]));
   const counts = new Int32Array(8);
-  const found = [];
+  const entropies = [];
   let total = 0;
   const change = (pattern, by) => {
     if (pattern >= 0) {
@@ -162,10 +162,10 @@ function windowedEntropy(series, least) {
     if (i >= least) change(patterns[i - least], -1);
     // A stretch that lost windows to ties is shown while nine in ten are left.
     if (i + 1 >= least && total >= 0.9 * least) {
-      found.push({ at: i + 1 - least / 2 + 0.5, value: entropyOfCounts(counts, total) });
+      entropies.push({ at: i + 1 - least / 2 + 0.5, value: entropyOfCounts(counts, total) });
     }
   });
-  return found;
+  return entropies;
 }
 
 /** Quantiles of the numbers in a list. */

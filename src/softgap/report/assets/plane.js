@@ -78,19 +78,19 @@ function drawPlaneFrame(svg, x, y, width) {
 
 /** Known systems, with names where there is room: each name looks for the first free line below or above its mark. */
 function drawSystems(group, x, y, width) {
-  const taken = [];
+  const boxes = [];
   const { height, left, right, top, bottom } = PLANE;
   const seen = PAYLOAD.dynamics.systems.map(([name, kind, entropy, complexity]) => ({ name, kind, px: x(entropy), py: y(complexity) }))
     .filter(({ px, py }) => px >= left && px <= width - right && py >= top && py <= height - bottom)
-    .sort((one, other) => one.px - other.px);
+    .sort((a, b) => a.px - b.px);
   for (const { name, kind, px, py } of seen) {
     const long = name.length * 5.8;
     const ends = px + 8 + long > width - right;
     const at = [0, 13, -13, 26, -26, 39, -39, 52, -52, 65, -65, 78, -78].map((down) => ({ x0: ends ? px - 8 - long : px + 8, y0: py + 4 + down }))
-      .find(({ x0, y0 }) => y0 > top + 8 && y0 < height - bottom && !taken.some((other) => Math.abs(other.y0 - y0) < 11.5 && x0 < other.x1 && x0 + long > other.x0));
+      .find(({ x0, y0 }) => y0 > top + 8 && y0 < height - bottom && !boxes.some((other) => Math.abs(other.y0 - y0) < 11.5 && x0 < other.x1 && x0 + long > other.x0));
     group.append('path').attr('class', 'known').attr('transform', `translate(${px},${py})`).attr('d', d3.symbol().type(MARKS[kind] || d3.symbolCircle).size(46)());
     if (!at) continue;
-    taken.push({ ...at, x1: at.x0 + long });
+    boxes.push({ ...at, x1: at.x0 + long });
     if (Math.abs(at.y0 - py) > 8) group.append('line').attr('class', 'leader').attr('x1', px).attr('y1', py).attr('x2', ends ? at.x0 + long : at.x0).attr('y2', at.y0 - 3);
     group.append('text').attr('class', 'known-name').attr('x', at.x0).attr('y', at.y0).text(name);
   }
@@ -98,13 +98,13 @@ function drawSystems(group, x, y, width) {
 
 function drawDots(group, heads, x, y) {
   const layers = PAYLOAD.layers.length;
-  const later = (one, other) => STATE.heads.includes(one.head.row) - STATE.heads.includes(other.head.row);
+  const later = (a, b) => STATE.heads.includes(a.head.row) - STATE.heads.includes(b.head.row);
   for (const { head, entropy, complexity } of heads.sort(later)) {
-    const chosen = STATE.heads.indexOf(head.row);
-    const colour = chosen >= 0 ? lineColour(chosen) : sequential(0.25 + (0.75 * head.at) / Math.max(1, layers - 1)).toString();
-    group.append('circle').attr('class', `dot${chosen >= 0 ? ' chosen' : ''}`).attr('cx', x(entropy)).attr('cy', y(complexity))
-      .attr('r', chosen >= 0 ? 6.5 : 4).attr('fill', colour).attr('data-row', head.row);
-    if (chosen >= 0) group.append('text').attr('class', 'strong').attr('x', x(entropy) + 9).attr('y', y(complexity) - 6).text(head.name);
+    const selected = STATE.heads.indexOf(head.row);
+    const colour = selected >= 0 ? lineColour(selected) : sequential(0.25 + (0.75 * head.at) / Math.max(1, layers - 1)).toString();
+    group.append('circle').attr('class', `dot${selected >= 0 ? ' chosen' : ''}`).attr('cx', x(entropy)).attr('cy', y(complexity))
+      .attr('r', selected >= 0 ? 6.5 : 4).attr('fill', colour).attr('data-row', head.row);
+    if (selected >= 0) group.append('text').attr('class', 'strong').attr('x', x(entropy) + 9).attr('y', y(complexity) - 6).text(head.name);
   }
 }
 

@@ -13,7 +13,7 @@ function meansOf(key, a, b) {
   return (current().means[key] || []).map((value) => (value === null ? NaN : value));
 }
 
-function found(name) {
+function dynamicsColumn(name) {
   const column = PAYLOAD.dynamics.mechanisms && PAYLOAD.dynamics.mechanisms[STATE.mechanism][name];
   return column && column.map((value) => (value === null ? NaN : value));
 }
@@ -55,10 +55,10 @@ const QUANTITIES = [
     label: 'distance to uniform',
     unit: 'mean of |divergence − divergence from uniform|',
     ranged: () => true,
-    available: () => PAYLOAD.mechanisms.includes(CONTROL) && STATE.mechanism !== CONTROL,
+    available: () => PAYLOAD.mechanisms.includes(BASELINE) && STATE.mechanism !== BASELINE,
     compute: (a, b) => {
-      const control = values(divergenceKey(CONTROL));
-      return control && perHead(divergenceKey(), (array, row) => distanceOver(array, control, row, a, b));
+      const baseline = values(divergenceKey(BASELINE));
+      return baseline && perHead(divergenceKey(), (array, row) => distanceOver(array, baseline, row, a, b));
     },
   },
   {
@@ -68,11 +68,11 @@ const QUANTITIES = [
     fixed: [0, 1],
     ranged: () => true,
     group: () => `gap/${STATE.mechanism}`,
-    available: () => PAYLOAD.mechanisms.includes(CONTROL) && STATE.mechanism !== CONTROL,
+    available: () => PAYLOAD.mechanisms.includes(BASELINE) && STATE.mechanism !== BASELINE,
     compute: (a, b) => {
-      const control = values(divergenceKey(CONTROL));
+      const baseline = values(divergenceKey(BASELINE));
       const steps = gapSteps(current().positions, a, b);
-      return control && perHead(divergenceKey(), (array, row) => gapOver(array, control, row, steps));
+      return baseline && perHead(divergenceKey(), (array, row) => gapOver(array, baseline, row, steps));
     },
   },
   {
@@ -93,7 +93,7 @@ const QUANTITIES = [
     // Exact and pooled over all samples, unless a range asks for part of one sample.
     compute: (a, b) => (STATE.range
       ? perHead(divergenceKey(), (array, row) => permutationEntropy(differences(seriesOf(array, row, a, b)), leastWindows()))
-      : found('entropy')),
+      : dynamicsColumn('entropy')),
   },
   {
     key: 'z',
@@ -102,7 +102,7 @@ const QUANTITIES = [
     isDiverging: true,
     ranged: () => false,
     available: hasDynamics,
-    compute: () => found('z'),
+    compute: () => dynamicsColumn('z'),
   },
   {
     key: 'complexity',
@@ -110,7 +110,7 @@ const QUANTITIES = [
     unit: 'Jensen-Shannon complexity',
     ranged: () => false,
     available: hasDynamics,
-    compute: () => found('complexity'),
+    compute: () => dynamicsColumn('complexity'),
   },
   simpleMean('relative_l2', 'relative L2 distance', '|linear − softmax| / |softmax|'),
   simpleMean('norm_ratio', 'norm ratio', '|linear| / |softmax|'),
@@ -147,9 +147,9 @@ function quantityNow(entry = quantity()) {
     const means = entry.group && group.heads[entry.group()];
     const who = group.label === null ? `all ${group.samples} samples` : `the ${group.samples} samples labelled ${group.label}`;
     const whole = STATE.range ? ' (the range does not apply)' : '';
-    const taken = entry.key === 'gap' ? who : `mean of ${who}`;
-    if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `${taken}${whole}` };
-    if (['z', 'complexity', 'entropy'].includes(entry.key)) return { numbers: found(entry.key), of: 'all samples together' };
+    const summary = entry.key === 'gap' ? who : `mean of ${who}`;
+    if (means) return { numbers: means.map((value) => (value === null ? NaN : value)), of: `${summary}${whole}` };
+    if (['z', 'complexity', 'entropy'].includes(entry.key)) return { numbers: dynamicsColumn(entry.key), of: 'all samples together' };
     return { numbers: HEADS.map(() => NaN), of: `${who}: available for single samples only` };
   }
   const numbers = entry.compute(a, b);

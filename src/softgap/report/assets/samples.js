@@ -8,9 +8,9 @@ function openSample(index) {
 }
 
 function drawSamples() {
-  const wanted = SAMPLES.search.trim().toLowerCase();
+  const search = SAMPLES.search.trim().toLowerCase();
   const rows = PAYLOAD.samples.map((sample, index) => ({ sample, index }))
-    .filter(({ sample }) => !wanted || [sample.id, sample.label, sample.excerpt].some((text) => (text || '').toLowerCase().includes(wanted)));
+    .filter(({ sample }) => !search || [sample.id, sample.label, sample.excerpt].some((text) => (text || '').toLowerCase().includes(search)));
   const labelled = PAYLOAD.samples.some(({ label }) => label !== null);
   const heading = ['', 'sample', ...(labelled ? ['label'] : []), 'text', 'prompt', 'tokens', ...PAYLOAD.mechanisms.map((name) => `divergence, ${name}`), 'log-probability', 'entropy'];
   const head = element('thead');
@@ -59,13 +59,13 @@ const LEAST_SAMPLES = 3;
 function drawGroups() {
   const arrived = () => update({ arrived: STATE.arrived + 1 });
   const labels = PAYLOAD.groups.filter(({ label }) => label !== null);
-  const drawn = labels.length ? labels : PAYLOAD.groups;
+  const groups = labels.length ? labels : PAYLOAD.groups;
   const [row, who] = groupRow();
-  const curves = drawn.map((group) => {
+  const curves = groups.map((group) => {
     const steps = group.steps[divergenceKey()];
     return { group, steps, mean: arrayAt(steps.mean, arrived), half: arrayAt(steps.halfWidth, arrived) };
   });
-  drawGroupTable(drawn);
+  drawGroupTable(groups);
   if (curves.some(({ mean, half }) => !mean || !half)) return;
   byId('groups-caption').textContent = `Divergence from ${STATE.mechanism} at every token of the completion, ${who}: means over samples, with ${
     Math.round(100 * PAYLOAD.groups[0].level)} % intervals (Student, each token by itself) where at least ${LEAST_SAMPLES} samples are that long. ${
@@ -108,9 +108,9 @@ function drawCurves(curves) {
 
 function drawGroupTable(groups) {
   const head = element('thead');
-  const chosen = STATE.heads.length ? STATE.heads[STATE.heads.length - 1] : null;
+  const row = STATE.heads.length ? STATE.heads[STATE.heads.length - 1] : null;
   const key = divergenceKey();
-  const heading = ['group', 'samples', ...PAYLOAD.mechanisms.map((name) => `divergence, ${name}`), ...(chosen === null ? [] : [`head ${HEADS[chosen].name}, ${STATE.mechanism}`])];
+  const heading = ['group', 'samples', ...PAYLOAD.mechanisms.map((name) => `divergence, ${name}`), ...(row === null ? [] : [`head ${HEADS[row].name}, ${STATE.mechanism}`])];
   head.append(element('tr'));
   heading.forEach((text, i) => {
     const cell = element('th', i ? '' : 'word', text);
@@ -127,7 +127,7 @@ function drawGroupTable(groups) {
     name.append(element('span', '', ` ${group.label ?? 'all samples'}`));
     line.append(name, element('td', '', group.samples));
     for (const mechanism of PAYLOAD.mechanisms) line.append(element('td', '', between(...group.overall[divergenceKey(mechanism)])));
-    if (chosen !== null) line.append(element('td', '', between(group.heads[key][chosen], group.halfWidth[key][chosen])));
+    if (row !== null) line.append(element('td', '', between(group.heads[key][row], group.halfWidth[key][row])));
     body.append(line);
   });
   byId('groups-table').replaceChildren(head, body);

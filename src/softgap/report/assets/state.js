@@ -45,9 +45,9 @@ function flush() {
   }
 }
 
-function same(one, other) {
-  if (Array.isArray(one) && Array.isArray(other)) return one.length === other.length && one.every((x, i) => x === other[i]);
-  return one === other;
+function same(a, b) {
+  if (Array.isArray(a) && Array.isArray(b)) return a.length === b.length && a.every((x, i) => x === b[i]);
+  return a === b;
 }
 
 /** The carried data of the chosen sample. */
@@ -77,12 +77,12 @@ function span() {
   return STATE.range || [current().promptSteps, stepCount()];
 }
 
-/** Choose the steps from `one` to `other`, both included, in either order. */
-function chooseRange(one, other) {
-  const last = stepCount() - 1;
-  const a = Math.max(0, Math.min(one, other, last));
-  const b = Math.min(last, Math.max(one, other, 0)) + 1;
-  update({ range: [a, b], scope: 'sample', cursor: Math.min(last, Math.max(0, other)) });
+/** Choose the steps from `first` to `last`, both included, in either order. */
+function chooseRange(first, last) {
+  const end = stepCount() - 1;
+  const a = Math.max(0, Math.min(first, last, end));
+  const b = Math.min(end, Math.max(first, last, 0)) + 1;
+  update({ range: [a, b], scope: 'sample', cursor: Math.min(end, Math.max(0, last)) });
 }
 
 /** Choose a head alone, or with `more` add it to the others or take it away. */

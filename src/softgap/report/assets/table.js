@@ -12,18 +12,18 @@ function tableColumns() {
     { key: 'kv', label: 'KV group', numbers: HEADS.map(({ kv }) => kv), whole: true },
   ];
   const words = hasDynamics() ? [{ key: 'nearest', label: 'nearest known system', words: PAYLOAD.dynamics.mechanisms[STATE.mechanism].nearest }] : [];
-  const q = hasDynamics() ? [{ key: 'q', label: 'q', numbers: found('q') }] : [];
+  const q = hasDynamics() ? [{ key: 'q', label: 'q', numbers: dynamicsColumn('q') }] : [];
   return [...place, ...numbers, ...q, ...words];
 }
 
 /** Whether a head fits what is searched for: "18", "18.8", "layer 3", "head 2", a known system. */
 function fits(head, nearest) {
-  const wanted = TABLE.search.trim().toLowerCase();
-  if (!wanted) return true;
-  const named = wanted.match(/^(layer|head|kv)\s*:?\s*(\d+)$/);
+  const search = TABLE.search.trim().toLowerCase();
+  if (!search) return true;
+  const named = search.match(/^(layer|head|kv)\s*:?\s*(\d+)$/);
   if (named) return String(head[named[1]]) === named[2];
-  if (/^\d+$/.test(wanted)) return String(head.layer) === wanted;
-  return head.name.startsWith(wanted) || (nearest || '').toLowerCase().includes(wanted);
+  if (/^\d+$/.test(search)) return String(head.layer) === search;
+  return head.name.startsWith(search) || (nearest || '').toLowerCase().includes(search);
 }
 
 function drawTable() {
@@ -32,12 +32,12 @@ function drawTable() {
   const nearest = columns.find(({ key }) => key === 'nearest');
   const by = columns.find(({ key }) => key === TABLE.sort) || columns[0];
   const rows = HEADS.filter((head) => fits(head, nearest && nearest.words[head.row])).map(({ row }) => row);
-  rows.sort((one, other) => compare(by, one, other) || one - other);
+  rows.sort((a, b) => compare(by, a, b) || a - b);
   Object.assign(TABLE, { rows, columns });
   const table = byId('heads');
-  const kept = document.activeElement && table.contains(document.activeElement) ? document.activeElement.dataset.keep : null;
+  const focusKey = document.activeElement && table.contains(document.activeElement) ? document.activeElement.dataset.keep : null;
   table.replaceChildren(tableHead(columns), tableBody(columns, rows));
-  if (kept) table.querySelector(`[data-keep="${kept}"]`)?.focus();
+  if (focusKey) table.querySelector(`[data-keep="${focusKey}"]`)?.focus();
   byId('table-caption').textContent = `${plural(rows.length, 'head')}${rows.length < HEADS.length ? ` of ${HEADS.length}` : ''}; ${
     STATE.range ? `tokens ${STATE.range[0]} to ${STATE.range[1] - 1}` : 'the whole completion'}; divergence from ${STATE.mechanism}.`;
   const more = byId('more');

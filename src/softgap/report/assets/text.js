@@ -93,9 +93,9 @@ function tokenNode(text, first, count, inText) {
 }
 
 function shadeText() {
-  const found = shading();
-  if (!found) return;
-  const { numbers, label } = found;
+  const shades = shading();
+  if (!shades) return;
+  const { numbers, label } = shades;
   const scale = numbers && colourScale(numbers, { ends: [0.05, 0.95], strength: 0.85 });
   for (const { first, count, node } of shown) {
     const value = numbers ? meanOf(numbers, first, count) : NaN;
@@ -154,8 +154,8 @@ function showCursor() {
 function reveal(node) {
   const box = byId('tokens');
   if (box.matches(':hover') || box.contains(document.activeElement)) return;
-  const [inside, there] = [box, node].map((one) => one.getBoundingClientRect());
-  if (there.top < inside.top || there.bottom > inside.bottom) box.scrollTop += there.top - inside.top - inside.height / 2;
+  const [inside, place] = [box, node].map((part) => part.getBoundingClientRect());
+  if (place.top < inside.top || place.bottom > inside.bottom) box.scrollTop += place.top - inside.top - inside.height / 2;
 }
 
 function focusToken(index, extend) {
@@ -184,16 +184,16 @@ function onTokenKey(event) {
 
 /** The token above or below: the nearest one of the next line. */
 function beside(at, direction) {
-  const here = shown[at].node.getBoundingClientRect();
+  const current = shown[at].node.getBoundingClientRect();
   let best = at;
   let least = Infinity;
   for (let i = at + direction; i >= 0 && i < shown.length; i += direction) {
-    const there = shown[i].node.getBoundingClientRect();
-    const down = Math.abs(there.top - here.top);
-    if (down < here.height * 0.6) continue;
-    const away = Math.abs(there.left - here.left) + 4 * down;
+    const candidate = shown[i].node.getBoundingClientRect();
+    const down = Math.abs(candidate.top - current.top);
+    if (down < current.height * 0.6) continue;
+    const away = Math.abs(candidate.left - current.left) + 4 * down;
     if (away < least) [best, least] = [i, away];
-    else if (down > here.height * 4) break;
+    else if (down > current.height * 4) break;
   }
   return best;
 }

@@ -35,7 +35,7 @@ class Limits:
         That one run may be compared with, the control aside.
     queue
         Runs that may wait.
-    kept
+    runs
         Runs held in memory; older ones that are over are let go, and stay in the folder of studies.
     streams
         Connections that are told what happens.
@@ -53,7 +53,7 @@ class Limits:
     prompts: int = 2
     mechanisms: int = 4
     queue: int = 6
-    kept: int = 12
+    runs: int = 12
     streams: int = 24
     connections: int = 96
     studies: int = 200
@@ -101,29 +101,30 @@ class RunRequest:
 def parse_requests(body: bytes, known: Sequence[str], limits: Limits) -> list[RunRequest]:
     """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
     try:
-        given = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueInputError(f"a request must be JSON ({error})") from error
-    if not isinstance(given, dict):
-        raise ValueInputError(f"a request must be a JSON object, got {type(given).__name__}")
-    for name in given:
+    if not isinstance(document, dict):
+        raise ValueInputError(f"a request must be a JSON object, got {type(document).__name__}")
+    for name in document:
         if name not in _FIELDS:
             raise unknown_name("field of a request", name, _FIELDS)
-    length = _whole("max_new_tokens", given.get("max_new_tokens", 128), 1, limits.new_tokens)
-    temperature = _temperature(given.get("temperature"))
-    seed = given.get("seed")
+    length = _whole("max_new_tokens", document.get("max_new_tokens", 128), 1, limits.new_tokens)
+    temperature = _temperature(document.get("temperature"))
+    seed = document.get("seed")
     number = _whole("seed", 0 if seed is None else seed, 0, _GREATEST_SEED)
-    mechanisms = _mechanisms(given.get("mechanisms"), known, limits)
+    mechanisms = _mechanisms(document.get("mechanisms"), known, limits)
     return [
-        RunRequest(prompt, mechanisms, length, temperature, number) for prompt in _prompts(given.get("prompts"), limits)
+        RunRequest(prompt, mechanisms, length, temperature, number)
+        for prompt in _prompts(document.get("prompts"), limits)
     ]
 
 
-def _prompts(given: Any, limits: Limits) -> list[str]:
-    if not isinstance(given, list) or not 1 <= len(given) <= limits.prompts:
-        many = len(given) if isinstance(given, list) else 0
-        raise ValueInputError(f"prompts must be a list of 1 to {limits.prompts} texts, got {many}")
-    for prompt in given:
+def _prompts(prompts: Any, limits: Limits) -> list[str]:
+    if not isinstance(prompts, list) or not 1 <= len(prompts) <= limits.prompts:
+        count = len(prompts) if isinstance(prompts, list) else 0
+        raise ValueInputError(f"prompts must be a list of 1 to {limits.prompts} texts, got {count}")
+    for prompt in prompts:
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueInputError("a prompt must contain text, got none; write a prompt")
         try:
@@ -132,40 +133,40 @@ def _prompts(given: Any, limits: Limits) -> list[str]:
             raise ValueInputError(
                 f"a prompt must be valid Unicode, got an unpaired surrogate at {error.start}"
             ) from error
-    return given
+    return prompts
 
 
-def _mechanisms(given: Any, known: Sequence[str], limits: Limits) -> tuple[str, ...]:
-    named = ["elu1"] if given is None else given
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+def _mechanisms(names: Any, known: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    listed = ["elu1"] if names is None else names
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise ValueInputError("mechanisms must be a list of names")
-    wanted = [name for name in dict.fromkeys(named) if name != BASELINE]
-    for name in wanted:
+    mechanisms = [name for name in dict.fromkeys(listed) if name != BASELINE]
+    for name in mechanisms:
         if name not in known:
             raise unknown_name("mechanism", name, known)
-    if len(wanted) > limits.mechanisms:
+    if len(mechanisms) > limits.mechanisms:
         raise ValueInputError(
-            f"a run is compared with at most {limits.mechanisms} mechanisms besides {BASELINE}, got {len(wanted)}; "
+            f"a run is compared with at most {limits.mechanisms} mechanisms besides {BASELINE}, got {len(mechanisms)}; "
             "choose fewer"
         )
-    return (*wanted, BASELINE)
+    return (*mechanisms, BASELINE)
 
 
-def _temperature(given: Any) -> float | None:
-    if given is None:
+def _temperature(value: Any) -> float | None:
+    if value is None:
         return None
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not COLDEST <= given <= _HOTTEST:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not COLDEST <= value <= _HOTTEST:
         raise ValueInputError(
-            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {given!r}; leave it empty for greedy decoding"
+            f"temperature must be from {COLDEST:g} to {_HOTTEST:g}, got {value!r}; leave it empty for greedy decoding"
         )
-    return float(given)
+    return float(value)
 
 
-def _whole(name: str, given: Any, least: int, most: int) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= most:
-        raise ValueInputError(f"{name} must be a whole number from {least} to {most:,}, got {given!r}")
-    return given
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueInputError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
+    return value
 
 
 TOKEN_HEADER = "x-softgap-token"
@@ -209,7 +210,7 @@ class Guard:
     Attributes
     ----------
     names
-        See :func:`allowed_names`.
+        See ``allowed_names``.
     token
         That every request which changes something must carry.
     """

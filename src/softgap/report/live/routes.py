@@ -64,7 +64,7 @@ def shell(writer: Writer, limits: Limits, *, boot: str, token: str) -> str:
     document = {
         **_frame(writer),
         "mechanisms": list(writer.mechanisms),
-        "chosen": list(writer.chosen),
+        "chosen": list(writer.defaults),
         "boot": boot,
         "token": token,
         "limits": {"newTokens": limits.new_tokens},
@@ -161,20 +161,20 @@ class Streams:
             return JSONResponse({"error": f"at most {self._limits.streams} pages may be connected; close one"}, 503)
         boot, _, number = last.partition(".")
         after = int(number) if boot == self._boot and number.isdigit() else 0
-        return StreamingResponse(self._told(queue, studies, runs, after), media_type="text/event-stream")
+        return StreamingResponse(self._send_events(queue, studies, runs, after), media_type="text/event-stream")
 
-    async def _told(self, queue: Queue, studies: Studies, runs: Sequence[str], after: int) -> AsyncIterator[str]:
+    async def _send_events(self, queue: Queue, studies: Studies, runs: Sequence[str], after: int) -> AsyncIterator[str]:
         news = asyncio.Event()
         self._waiting.add(news)
-        told: tuple[int, list[str]] | None = None
+        sent: tuple[int, list[str]] | None = None
         try:
             yield f"retry: {_RETRY_MILLISECONDS}\n" + _event("hello", json.dumps({"boot": self._boot}))
             while not self._closing():
                 news.clear()
                 version, listed = queue.snapshot()
                 names = studies.names()
-                if (version, names) != told:
-                    told = version, names
+                if (version, names) != sent:
+                    sent = version, names
                     yield _event("runs", json.dumps({"runs": listed, "studies": names}))
                 for _, event in queue.events(runs, after):
                     after = event.number
@@ -213,7 +213,7 @@ def create_app(
     Parameters
     ----------
     names
-        What a Host header may say; see :func:`softgap.report.live.requests.allowed_names`.
+        What a Host header may say; see ``softgap.report.live.requests.allowed_names``.
     started
         Called when the application is ready.
     closing
@@ -286,10 +286,10 @@ class _Addresses:
     async def add(self, request: Request) -> Response:
         """Ask for runs."""
         known = self._writer.mechanisms
-        wanted = parse_requests(await _body(request, self._limits.request_bytes), known, self._limits)
-        for run_request in wanted:
+        run_requests = parse_requests(await _body(request, self._limits.request_bytes), known, self._limits)
+        for run_request in run_requests:
             await run_in_threadpool(self._writer.check, run_request, self._limits)
-        return JSONResponse({"runs": self._queue.add(wanted)}, 202)
+        return JSONResponse({"runs": self._queue.add(run_requests)}, 202)
 
     async def pane(self, request: Request) -> Response:
         """The explorer of a run."""

@@ -59,18 +59,18 @@ class Studies:
     def names(self) -> list[str]:
         """The studies, the newest first."""
         try:
-            found = [
+            dated_names = [
                 (entry.stat(follow_symlinks=False).st_mtime, entry.name)
                 for entry in self.folder.iterdir()
                 if entry.is_dir() and not entry.is_symlink() and any((entry / mark).is_file() for mark in _MARKS)
             ]
         except OSError:
             return []
-        return [name for _, name in sorted(found, reverse=True)[: self.limits.studies]]
+        return [name for _, name in sorted(dated_names, reverse=True)[: self.limits.studies]]
 
-    def new_name(self, words: str, taken: Container[str]) -> str:
+    def new_name(self, words: str, reserved: Container[str]) -> str:
         """A name that no study has."""
-        return new_name(self.folder, words, taken)
+        return new_name(self.folder, words, reserved)
 
     def html(self, name: str) -> str:
         """The report on a study."""
@@ -224,10 +224,10 @@ class Queue:
 
     def run(self, run_id: str) -> LiveRun:
         """The run of this name."""
-        found = self._runs.get(run_id)
-        if found is None:
+        live_run = self._runs.get(run_id)
+        if live_run is None:
             raise unknown_name("run", run_id, self._runs)
-        return found
+        return live_run
 
     def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
         """A number that changes with the list of runs, and the list."""
@@ -238,8 +238,8 @@ class Queue:
         """What happened in some runs after the event of a number, in order."""
         with self._lock:
             runs = [self._runs[run_id] for run_id in dict.fromkeys(run_ids) if run_id in self._runs]
-            found = [(run.run_id, event) for run in runs for event in _events_after(run.events, after)]
-        return sorted(found, key=lambda pair: pair[1].number)
+            events = [(run.run_id, event) for run in runs for event in _events_after(run.events, after)]
+        return sorted(events, key=lambda pair: pair[1].number)
 
     def _work(self) -> None:
         while True:
@@ -272,12 +272,12 @@ class Queue:
         self._note()
         study = open_study(folder)
         early = run.asked_to_stop and measured.n_steps < run.request.max_new_tokens
-        found: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
-        found["about"] = about(study, measured, 1, (), whole=True)
+        values_at_end: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
+        values_at_end["about"] = about(study, measured, 1, (), whole=True)
         sentence, known = opening_sentence([gap_sums(measured)], measured)
-        found["headline"] = sentence
-        found["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
-        self._end(run, "stopped" if early else "finished", found)
+        values_at_end["headline"] = sentence
+        values_at_end["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
+        self._end(run, "stopped" if early else "finished", values_at_end)
 
     def _end(self, run: LiveRun, state: State, values: Mapping[str, Any], reason: str = "") -> None:
         with self._lock:
@@ -295,7 +295,7 @@ class Queue:
     def _forget(self) -> None:
         """Let go of the oldest runs that are over."""
         over = [run.run_id for run in self._runs.values() if run.state in OVER]
-        for run_id in over[: max(0, len(self._runs) - self._limits.kept)]:
+        for run_id in over[: max(0, len(self._runs) - self._limits.runs)]:
             del self._runs[run_id]
 
     def _note(self) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from softgap.attention import mechanisms
 from softgap.errors import SoftgapError, ValueInputError
-from softgap.models.calibrations import default_mechanisms
 from softgap.models.loading import Loaded
+from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import prepare_mechanism
@@ -41,7 +41,7 @@ class Writer:
         A reading of two tokens: which layers and heads there are.
     mechanisms
         That can be computed for this model.
-    chosen
+    defaults
         Those of them that are measured unless a visitor asks for others.
     """
 
@@ -49,7 +49,7 @@ class Writer:
     tokenizer: Any
     layout: Trajectories
     mechanisms: tuple[str, ...]
-    chosen: tuple[str, ...]
+    defaults: tuple[str, ...]
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -65,36 +65,36 @@ class Writer:
         """Of the model."""
         return str(self.model.name_or_path)
 
-    def check(self, wish: RunRequest, limits: Limits) -> None:
+    def check(self, request: RunRequest, limits: Limits) -> None:
         """Refuse a prompt that is too long, for the server or for the model's context."""
         # A tokenizer must not be asked twice at the same time.
         with self._reading:
-            ids = prompt_ids(self.tokenizer, wish.prompt, None)
+            ids = prompt_ids(self.tokenizer, request.prompt, None)
         if len(ids) > limits.prompt_tokens:
             raise ValueInputError(
                 f"a prompt may have at most {limits.prompt_tokens:,} tokens here, got {len(ids):,}; shorten it, or use "
                 "`softgap run`"
             )
-        check_lengths(self.model, [ids], wish.max_new_tokens)
+        check_lengths(self.model, [ids], request.max_new_tokens)
 
-    def write(self, wish: RunRequest, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+    def write(self, request: RunRequest, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
         """Generate and save: ``begin`` is told once, ``step`` for every token, with the numbers of the saved run."""
         settings = StudySettings(
-            mechanisms=wish.mechanisms,
-            max_new_tokens=wish.max_new_tokens,
-            seed=None if wish.temperature is None else wish.seed,
-            temperature=wish.temperature,
+            mechanisms=request.mechanisms,
+            max_new_tokens=request.max_new_tokens,
+            seed=None if request.temperature is None else request.seed,
+            temperature=request.temperature,
         )
         runs: list[Trajectories] = []
         measure(
-            [Prompt("0", wish.prompt)],
+            [Prompt("0", request.prompt)],
             str(out),
             settings,
             mode="live",
             loaded=(self.model, self.tokenizer),
             # A visitor sees every study in the folder: it must not be there before it can be read.
             reserve=False,
-            observer=Observer(on_step=_Listener(wish, self.tokenizer, tell), stop=stop, on_run=runs.append),
+            observer=Observer(on_step=_Listener(request, self.tokenizer, tell), stop=stop, on_run=runs.append),
         )
         return runs[0]
 
@@ -102,8 +102,8 @@ class Writer:
 class _Listener:
     """Makes events of steps; holds what it has to know from one to the next."""
 
-    def __init__(self, wish: RunRequest, tokenizer: Any, tell: Tell) -> None:
-        self._wish = wish
+    def __init__(self, request: RunRequest, tokenizer: Any, tell: Tell) -> None:
+        self._request = request
         self._tokenizer = tokenizer
         self._tell = tell
         self._ids: list[int] = []
@@ -124,7 +124,7 @@ class _Listener:
         same = next((i for i, pair in enumerate(zip(pieces, self._pieces, strict=False)) if pair[0] != pair[1]), None)
         same = min(len(pieces), len(self._pieces)) if same is None else same
         self._pieces = pieces
-        values = [_of_step(step, key, self._wish.mechanisms)[self._real] for key in self._keys]
+        values = [_of_step(step, key, self._request.mechanisms)[self._real] for key in self._keys]
         self._tell(
             "step",
             {
@@ -135,12 +135,12 @@ class _Listener:
                 "entropy": round_values(step.entropy)[0],
                 "from": same,
                 "pieces": pieces[same:],
-                "values": _encoded(np.stack(values)),
+                "values": _encode(np.stack(values)),
             },
         )
 
     def _begin(self, run: Trajectories) -> None:
-        run = replace(run, prompt_text=self._wish.prompt)
+        run = replace(run, prompt_text=self._request.prompt)
         self._keys = array_keys(run)
         self._real = run.kv_group >= 0
         prompt = run.prompt
@@ -149,13 +149,13 @@ class _Listener:
         scores = (
             {} if prompt is None else {"logprob": round_values(prompt.logprob), "entropy": round_values(prompt.entropy)}
         )
-        arrays = {} if prompt is None else {key: _encoded(array_of(prompt, key)[self._real]) for key in self._keys}
+        arrays = {} if prompt is None else {key: _encode(array_of(prompt, key)[self._real]) for key in self._keys}
         self._tell(
             "begin",
             {
                 "promptSteps": self._offset,
                 "promptTokens": run.n_prompt,
-                "steps": self._offset + self._wish.max_new_tokens,
+                "steps": self._offset + self._request.max_new_tokens,
                 "pieces": pieces_of(run)["prompt"],
                 "tokens": [] if prompt is None else list(prompt.tokens),
                 "positions": [] if prompt is None else prompt.positions.tolist(),
@@ -171,7 +171,7 @@ def _of_step(step: Step, key: str, names: Sequence[str]) -> np.ndarray:
     return values
 
 
-def _encoded(values: np.ndarray) -> str:
+def _encode(values: np.ndarray) -> str:
     """Exactly as measured: float32, little-endian, in base64."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 

@@ -62,7 +62,7 @@ def sparsity(function: str, *, beta: ArrayLike = 0.0, gamma: ArrayLike) -> Reals
 
 
 def log_sparsity(function: str, *, beta: ArrayLike = 0.0, gamma: ArrayLike) -> Reals:
-    """log S of :func:`sparsity`, finite where S itself would underflow."""
+    """log S of ``sparsity``, finite where S itself would underflow."""
     if function not in FUNCTIONS:
         raise unknown_name("function", function, FUNCTIONS)
     mean, deviation = np.broadcast_arrays(np.asarray(beta, np.float64), np.asarray(gamma, np.float64))
@@ -151,14 +151,12 @@ def decay_sparsity(decay: ArrayLike, n: ArrayLike) -> Reals:
 
     with u = -log lambda; the second form keeps its digits near lambda = 1.
     """
-    given, count = np.asarray(decay, np.float64), np.asarray(n, np.float64)
-    if not ((given > 0) & (given <= 1)).all():
-        raise ValueInputError(
-            f"decay must be above 0 and at most 1, got {given[~((given > 0) & (given <= 1))].flat[0]:g}"
-        )
+    rate, count = np.asarray(decay, np.float64), np.asarray(n, np.float64)
+    if not ((rate > 0) & (rate <= 1)).all():
+        raise ValueInputError(f"decay must be above 0 and at most 1, got {rate[~((rate > 0) & (rate <= 1))].flat[0]:g}")
     if not (count >= 1).all():
         raise ValueInputError(f"n must be at least 1, got {count.min():g}; give the number of keys")
-    half = -0.5 * np.log(given)
+    half = -0.5 * np.log(rate)
     with np.errstate(invalid="ignore", divide="ignore"):
         squared = np.tanh(count * half) / (count * np.tanh(half))
     return np.sqrt(np.where(half == 0, 1.0, squared))
@@ -168,8 +166,8 @@ def _log_identity(z: Reals) -> Reals:
     z = np.abs(z)
     with np.errstate(invalid="ignore"):
         size = np.sqrt(2 / np.pi) * np.exp(-0.5 * np.square(np.minimum(z, 1e3))) + z * special.erf(z / np.sqrt(2))
-        found = np.log(size / np.hypot(1.0, z))
-    return np.where(np.isinf(z), 0.0, found)
+        log_ratio = np.log(size / np.hypot(1.0, z))
+    return np.where(np.isinf(z), 0.0, log_ratio)
 
 
 def _log_relu(z: Reals) -> Reals:
@@ -189,9 +187,9 @@ def _by_side(z: Reals, direct: Callable[[Reals], Reals], tail: Callable[[Reals, 
 
     M_k = phi(z) I_k, and r_k = I_k / I_(k-1) obeys r_k = k / (-z + r_(k+1)): positive terms only, nothing cancels.
     """
-    found = np.empty_like(z)
+    values = np.empty_like(z)
     left = z < _TAIL
-    found[~left] = direct(z[~left])
+    values[~left] = direct(z[~left])
     t = -np.maximum(z[left], -np.finfo(np.float64).max)
     ratios = np.empty((5, t.size))
     with np.errstate(over="ignore"):
@@ -202,26 +200,26 @@ def _by_side(z: Reals, direct: Callable[[Reals], Reals], tail: Callable[[Reals, 
                 ratios[k] = r
         # log of phi(z) I_0, where I_0 is Mills' ratio.
         log_mass = -0.5 * np.square(t) - np.log(2.0) + np.log(special.erfcx(t / np.sqrt(2)))
-    found[left] = np.where(np.isinf(log_mass), -np.inf, tail(ratios, log_mass)) if t.size else log_mass
-    return found
+    values[left] = np.where(np.isinf(log_mass), -np.inf, tail(ratios, log_mass)) if t.size else log_mass
+    return values
 
 
 def _log_relu_direct(z: Reals) -> Reals:
-    unit, scaled, cdf, pdf = _scaled(z)
+    unit, scaled, cdf, pdf = _normal_terms(z)
     first = scaled * cdf + unit * pdf
     second = (scaled**2 + unit**2) * cdf + scaled * unit * pdf
     return np.log(first) - 0.5 * np.log(second)
 
 
 def _log_relu2_direct(z: Reals) -> Reals:
-    unit, scaled, cdf, pdf = _scaled(z)
+    unit, scaled, cdf, pdf = _normal_terms(z)
     second = (scaled**2 + unit**2) * cdf + scaled * unit * pdf
     fourth = (scaled**4 + 6 * scaled**2 * unit**2 + 3 * unit**4) * cdf
     fourth += (scaled**3 * unit + 5 * scaled * unit**3) * pdf
     return np.log(second) - 0.5 * np.log(fourth)
 
 
-def _scaled(z: Reals) -> tuple[Reals, Reals, Reals, Reals]:
+def _normal_terms(z: Reals) -> tuple[Reals, Reals, Reals, Reals]:
     """1 and z over max(1, |z|), so that no power overflows, with Phi(z) and phi(z)."""
     top = np.maximum(1.0, np.abs(z))
     scaled = np.where(np.isinf(z), 1.0, z / np.where(np.isinf(top), 1.0, top))
@@ -282,10 +280,10 @@ def finite_sparsity(gamma: float, n: int) -> float:
     for block in np.array_split(log_t, 1 + log_t.size * e.size // 2**20):
         x = 0.5 * block[:, None] + gamma * e
         tw = np.exp(2 * np.minimum(x, 300.0))
-        own = np.exp(log_density + x - tw).sum(axis=1)
+        key_term = np.exp(log_density + x - tw).sum(axis=1)
         # log E[exp(-t w^2)] from 1 - E[...], which is tiny for small t and is multiplied by n - 1.
         lost = (np.exp(log_density) * -np.expm1(-tw)).sum(axis=1)
-        total += float((own * np.exp((n - 1) * np.log1p(-np.minimum(lost, 1 - 1e-16)))).sum()) * 2 * _STEP
+        total += float((key_term * np.exp((n - 1) * np.log1p(-np.minimum(lost, 1 - 1e-16)))).sum()) * 2 * _STEP
     return float(np.sqrt(n / np.pi) * total)
 
 
@@ -306,7 +304,7 @@ def simulate_sparsity(
         raise unknown_name("function", function, ("exp", *_ACTIVATIONS))
     if n < 1 or draws < 2:
         raise ValueInputError(f"a simulation needs n from 1 and draws from 2, got {n} and {draws}")
-    found = []
+    chunks = []
     block = max(1, _DRAW_NUMBERS // n)
     for start in range(0, draws, block):
         scores = beta + gamma * rng.standard_normal((min(block, draws - start), n))
@@ -316,8 +314,8 @@ def simulate_sparsity(
             weights = np.abs(_ACTIVATIONS[function](scores))
         total, energy = weights.sum(axis=1), np.square(weights).sum(axis=1)
         some = energy > 0
-        found.append(total[some] / np.sqrt(n * energy[some]))
-    values = np.concatenate(found)
+        chunks.append(total[some] / np.sqrt(n * energy[some]))
+    values = np.concatenate(chunks)
     if values.size < 2:
         raise ValueInputError(
             f"fewer than two of {draws} draws gave {function} any weight at beta {beta:g} and gamma {gamma:g}; "
@@ -349,13 +347,13 @@ class GaussianTable:
             np.concatenate([np.linspace(0, min(4.0, widest), 17), np.geomspace(min(4.0, widest), widest, 9)])
         )
         counts = np.unique(np.round(np.geomspace(1, longest, 4 + 2 * int(np.log2(longest)))).astype(int))
-        found = np.empty((3, gammas.size, counts.size))
+        tables = np.empty((3, gammas.size, counts.size))
         for column, n in enumerate(counts):
             noise = rng.standard_normal((draws, n))
             noise -= noise.max(axis=1, keepdims=True)
             for row, gamma in enumerate(gammas):
-                found[:, row, column] = [x.mean() for x in _concentration(gamma * noise)]
-        return cls(gammas, counts.astype(float), *found)
+                tables[:, row, column] = [x.mean() for x in _concentration(gamma * noise)]
+        return cls(gammas, counts.astype(float), *tables)
 
     def predict(self, gamma: ArrayLike, n: ArrayLike) -> tuple[Reals, Reals, Reals]:
         """S, entropy and largest weight at a spread and a number of keys; beyond the widest spread, its values."""

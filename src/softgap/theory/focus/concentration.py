@@ -15,20 +15,21 @@ from softgap.attention.feature_maps import featurise
 from softgap.attention.mechanism import Options
 from softgap.errors import ShapeError, UnsupportedError
 from softgap.inputs import as_items
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "AMOUNTS",
     "FAMILIES",
     "Effect",
-    "Milestone",
+    "FamilyPoint",
     "closes_gap",
     "column_share",
     "concentration",
     "distance_share",
     "feature_prediction",
-    "feature_road",
     "intervene",
-    "intervened",
+    "intervention_effects",
+    "measure_feature_families",
     "row_sparsity",
     "score_moments",
     "with_weights",
@@ -39,21 +40,23 @@ Prepare = Callable[[str | Mechanism], Mechanism]
 
 
 def with_weights(
-    given: Sequence[str | Mechanism] | None, always: Sequence[str], *, prepare: Prepare = resolve
+    selection: Sequence[str | Mechanism] | None, always: Sequence[str], *, prepare: Prepare = resolve
 ) -> tuple[Mechanism, ...]:
     """The mechanisms asked for (all that have weights, if none) and those always compared; refused without weights.
 
     ``prepare`` gives a mechanism its parameters, where it has some.
     """
-    if given is None:
-        wanted = [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
-        return tuple(prepare(name) for name in dict.fromkeys([*always, *wanted]))
-    asked = {found.name: found for found in map(prepare, as_items(given))}
-    for name, found in asked.items():
-        found.site(torch.arange(1), torch.float32)
-        if found.kind == "constant":
+    if selection is None:
+        available = [
+            name for name, mechanism in mechanisms().items() if not mechanism.missing and mechanism.kind != "constant"
+        ]
+        return tuple(prepare(name) for name in dict.fromkeys([*always, *available]))
+    by_name = {mechanism.name: mechanism for mechanism in map(prepare, as_items(selection))}
+    for name, mechanism in by_name.items():
+        mechanism.site(torch.arange(1), torch.float32)
+        if mechanism.kind == "constant":
             raise UnsupportedError(f"mechanism '{name}' has no weights: its output is a constant; leave it out")
-    return (*asked.values(), *(resolve(name) for name in always if name not in asked))
+    return (*by_name.values(), *(resolve(name) for name in always if name not in by_name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,7 @@ def feature_prediction(
     if (mechanism.feature_dim(d) or 0) > 4 * d or mechanism.score_weights is not None:
         return None
     positions = torch.arange(key.shape[1])
-    made = featurise(
+    features = featurise(
         mechanism,
         query.double()[None],
         key.double()[None],
@@ -162,8 +165,8 @@ def feature_prediction(
         query_positions=positions[-query.shape[1] :],
         key_positions=positions,
     )
-    phi_q, phi_k = made.query[0], made.key[0]
-    if made.log:
+    phi_q, phi_k = features.query[0], features.key[0]
+    if features.log:
         # S does not change with the scale of a query's features, nor with one common scale of all key features.
         phi_q = (phi_q - phi_q.amax(dim=-1, keepdim=True)).exp()
         phi_k = (phi_k - phi_k.amax(dim=(-1, -2), keepdim=True)).exp()
@@ -275,7 +278,7 @@ def intervene(
     return query, key + (step[:, None] * direction)[:, None]
 
 
-def intervened(
+def intervention_effects(
     mechanisms: Sequence[Mechanism],
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "kv_head key dim"],
@@ -284,25 +287,25 @@ def intervened(
     visible: Visible | None = None,
 ) -> list[Effect]:
     """Every change at every amount for every mechanism; the queries are the last of the keys' positions."""
-    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    even = attention_weights(BASELINE, query[None, :1], key[None, :1], visible=visible, scale=scale)
     n = (even[0, 0] > 0).sum(dim=-1)
-    found = []
+    effects = []
     for change, amounts in AMOUNTS.items():
         for amount in amounts:
             q, k = intervene(change, amount, query, key)
             for mechanism in mechanisms:
                 s = row_sparsity(attention_weights(mechanism, q[None], k[None], visible=visible, scale=scale)[0], n)
                 empty = s.isnan().float().mean().item()
-                found.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
-    return found
+                effects.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
+    return effects
 
 
 FAMILIES = ("favor", "polynomial", "shifted")
 
 
 @dataclass(frozen=True)
-class Milestone:
-    """One map on the road, against softmax on the same queries and keys; means over heads and queries.
+class FamilyPoint:
+    """One map of a family, against softmax on the same queries and keys; means over heads and queries.
 
     Attributes
     ----------
@@ -328,57 +331,57 @@ class Milestone:
     divergence: float
 
 
-def milestones(
+def family_maps(
     d: int, *, random: Sequence[int] = (16, 64, 256, 1024), powers: Sequence[int] = (2, 4, 8, 16)
 ) -> list[tuple[str, float, float, Mechanism]]:
-    """Family, setting, feature count and mechanism of every stop, softmax last."""
-    stops: list[tuple[str, float, float, Mechanism]] = [
+    """Family, setting, feature count and mechanism of every map, softmax last."""
+    maps: list[tuple[str, float, float, Mechanism]] = [
         ("favor", m, m, resolve("favor").configure(features=m)) for m in random
     ]
     # Monomials of degree p in d variables; with the constant in front, of degree up to p.
-    stops += [("polynomial", p, math.comb(d + p - 1, p), resolve("polynomial").configure(p=p)) for p in powers]
-    stops += [("shifted", p, math.comb(d + p, p), _shifted(p)) for p in powers]
-    return [*stops, ("softmax", math.nan, math.inf, resolve("softmax"))]
+    maps += [("polynomial", p, math.comb(d + p - 1, p), resolve("polynomial").configure(p=p)) for p in powers]
+    maps += [("shifted", p, math.comb(d + p, p), _power_mechanism(p)) for p in powers]
+    return [*maps, ("softmax", math.nan, math.inf, resolve("softmax"))]
 
 
-def feature_road(
+def measure_feature_families(
     query: Float[Tensor, "head query dim"],
     key: Float[Tensor, "kv_head key dim"],
     value: Float[Tensor, "kv_head key value_dim"],
     *,
     scale: float,
     visible: Visible | None = None,
-    stops: Sequence[tuple[str, float, float, Mechanism]] | None = None,
-) -> list[Milestone]:
-    """Every stop on one layer; the queries are the last of the keys' positions."""
+    maps: Sequence[tuple[str, float, float, Mechanism]] | None = None,
+) -> list[FamilyPoint]:
+    """Every map on one layer; the queries are the last of the keys' positions."""
     v = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)
-    road = milestones(query.shape[-1]) if stops is None else stops
+    maps = family_maps(query.shape[-1]) if maps is None else maps
     exact = attention_weights("softmax", query[None], key[None], visible=visible, scale=scale)[0]
     output = exact @ v
     # Counted on uniform weights: those of softmax may underflow.
-    even = attention_weights("uniform", query[None, :1], key[None, :1], visible=visible, scale=scale)
+    even = attention_weights(BASELINE, query[None, :1], key[None, :1], visible=visible, scale=scale)
     n = (even[0, 0] > 0).sum(dim=-1)
-    found = []
-    for family, setting, features, mechanism in road:
+    results = []
+    for family, setting, features, mechanism in maps:
         weights = attention_weights(mechanism, query[None], key[None], visible=visible, scale=scale)[0]
         s = row_sparsity(weights, n)
         error = (weights - exact).norm() / exact.norm()
         far = compare_outputs(output, weights @ v).divergence.mean()
-        found.append(Milestone(family, setting, features, s.nanmean().item(), error.item(), far.item()))
-    return found
+        results.append(FamilyPoint(family, setting, features, s.nanmean().item(), error.item(), far.item()))
+    return results
 
 
-def closes_gap(road: Sequence[Milestone], family: str) -> bool:
-    """Whether the error of the weights at least halves from the first stop of a family to its last.
+def closes_gap(family_points: Sequence[FamilyPoint], family: str) -> bool:
+    """Whether the error of the weights at least halves from the first map of a family to its last.
 
-    With the default stops theory promises a factor of 8 twice: m random features err as m^(-1/2), from 16 to 1024 of
+    With the default maps theory promises a factor of 8 twice: m random features err as m^(-1/2), from 16 to 1024 of
     them, and (1 + s / p)^p errs as s^2 / 2p, from p = 2 to 16. A family that does not even reach 2 does not close it.
     """
-    stops = [stop for stop in road if stop.family == family]
-    return stops[-1].weight_error < 0.5 * stops[0].weight_error
+    points = [point for point in family_points if point.family == family]
+    return points[-1].weight_error < 0.5 * points[0].weight_error
 
 
-def _shifted(p: int) -> Mechanism:
+def _power_mechanism(p: int) -> Mechanism:
     def weigh(
         scores: Float[Tensor, "batch head query key"], seen: Bool[Tensor, "batch head query key"], options: Options
     ) -> Float[Tensor, "batch head query key"]:

@@ -13,27 +13,27 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, Visible, attention_weights, compare_outputs, resolve
 from softgap.attention.rank import BlockSpectra, block_error, block_spectra, numerical_rank, without_sink
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.focus.concentration import (
     Effect,
-    Milestone,
+    FamilyPoint,
     column_share,
     concentration,
     distance_share,
     feature_prediction,
-    feature_road,
-    intervened,
+    intervention_effects,
+    measure_feature_families,
     row_sparsity,
     score_moments,
 )
 
-__all__ = ["LayerFocus", "MechanismLayer", "Plan", "SoftmaxRows", "examine_layer"]
+__all__ = ["FocusPlan", "LayerFocus", "MechanismLayer", "SoftmaxFocus", "examine_layer"]
 
 Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FocusPlan:
     """What to measure.
 
     Attributes
@@ -45,8 +45,8 @@ class Plan:
     smallest
         Smallest off-diagonal block.
     corner
-        Ranks and shares are those of the first ``corner`` tokens; interventions and the road take the last ``rows``
-        queries.
+        Ranks and shares are those of the first ``corner`` tokens; interventions and feature families take the
+        last ``rows`` queries.
     """
 
     mechanisms: tuple[Mechanism, ...]
@@ -57,7 +57,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxRows:
+class SoftmaxFocus:
     """Softmax per head and query, with what theory needs to predict it; ``without`` leaves the first key out."""
 
     n: Reals
@@ -104,31 +104,31 @@ class MechanismLayer:
 class LayerFocus:
     """One layer, measured."""
 
-    softmax: SoftmaxRows
+    softmax: SoftmaxFocus
     mechanisms: dict[str, MechanismLayer]
     spectra: BlockSpectra
     spectra_without: BlockSpectra
     ranks: dict[tuple[str, str], NDArray[np.int64]]
     effects: list[Effect]
-    road: list[Milestone]
+    feature_families: list[FamilyPoint]
 
 
-def examine_layer(layer: LayerTensors, plan: Plan) -> LayerFocus:
+def examine_layer(layer: LayerTensors, plan: FocusPlan) -> LayerFocus:
     """Measure one layer; weights are softmax's own, without the caps, biases and learned sinks of some models."""
     seen = layer.visible.rows(0, layer.query.shape[1], (0, layer.key.shape[1]), layer.query.device)[0, 0].float()
-    compared = [each.for_layers([layer.layer]) for each in (resolve("softmax"), *plan.mechanisms)]
-    exact = _weights(compared[0], layer)
+    mechanisms = [mechanism.for_layers([layer.layer]) for mechanism in (resolve("softmax"), *plan.mechanisms)]
+    exact = _weights(mechanisms[0], layer)
     last = layer.query[:, -plan.rows :]
     tail = Visible(window=layer.visible.window)
     return LayerFocus(
         softmax=_softmax_rows(layer, exact, seen),
-        mechanisms={each.name: _mechanism(each, layer, exact, seen, plan) for each in compared},
+        mechanisms={mechanism.name: _mechanism(mechanism, layer, exact, seen, plan) for mechanism in mechanisms},
         spectra=block_spectra(exact, plan.smallest),
         # The first key's column holds most of the energy of a sink head, and one rank.
         spectra_without=block_spectra(without_sink(exact), plan.smallest),
         ranks=_ranks(layer, exact, plan),
-        effects=intervened(compared, last, layer.key, scale=layer.scale, visible=tail),
-        road=feature_road(last, layer.key, layer.value, scale=layer.scale, visible=tail),
+        effects=intervention_effects(mechanisms, last, layer.key, scale=layer.scale, visible=tail),
+        feature_families=measure_feature_families(last, layer.key, layer.value, scale=layer.scale, visible=tail),
     )
 
 
@@ -136,38 +136,38 @@ def _weights(mechanism: Mechanism, layer: LayerTensors) -> Float[Tensor, "head q
     return attention_weights(mechanism, layer.query[None], layer.key[None], visible=layer.visible, scale=layer.scale)[0]
 
 
-def _shared(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) -> Float[Tensor, "head key dim"]:
+def _repeat_kv(layer: LayerTensors, tensor: Float[Tensor, "kv_head key dim"]) -> Float[Tensor, "head key dim"]:
     return tensor.repeat_interleave(layer.query.shape[0] // tensor.shape[0], dim=0)
 
 
-def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor) -> SoftmaxRows:
+def _softmax_rows(layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor) -> SoftmaxFocus:
     n = seen.sum(dim=-1)
     whole = concentration(exact, n)
-    key = _shared(layer, layer.key)
+    key = _repeat_kv(layer, layer.key)
     moments = score_moments(layer.query, key, seen, layer.scale)
-    rest = seen.clone()
-    rest[torch.arange(len(seen)), seen.argmax(dim=-1)] = 0
+    later_keys = seen.clone()
+    later_keys[torch.arange(len(seen)), seen.argmax(dim=-1)] = 0
     # A row that saw only that key has nothing left: NaN.
-    without = concentration(exact * rest, rest.sum(dim=-1))
-    without_moments = score_moments(layer.query, key, rest, layer.scale)
+    without = concentration(exact * later_keys, later_keys.sum(dim=-1))
+    without_moments = score_moments(layer.query, key, later_keys, layer.scale)
     arrays = (
         n,
         *(whole.sparsity, whole.entropy, whole.largest),
         *(moments.gamma, moments.isotropic, moments.first),
         *(without.sparsity, without_moments.gamma, without_moments.skewness),
     )
-    return SoftmaxRows(*(x.double().numpy() for x in arrays))
+    return SoftmaxFocus(*(x.double().numpy() for x in arrays))
 
 
 def _mechanism(
-    mechanism: Mechanism, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: Plan
+    mechanism: Mechanism, layer: LayerTensors, exact: Float[Tensor, "head query key"], seen: Tensor, plan: FocusPlan
 ) -> MechanismLayer:
     weights = exact if mechanism.name == "softmax" else _weights(mechanism, layer)
     n, some = seen.sum(dim=-1), slice(plan.first, None)
     s = row_sparsity(weights, n)
-    value = _shared(layer, layer.value)
+    value = _repeat_kv(layer, layer.value)
     output = weights @ value
-    predicted = feature_prediction(mechanism, layer.query, _shared(layer, layer.key), seen, layer.scale)
+    predicted = feature_prediction(mechanism, layer.query, _repeat_kv(layer, layer.key), seen, layer.scale)
     nothing = torch.full_like(s, torch.nan, dtype=torch.float64)
     general, iid = predicted if predicted is not None else (nothing, nothing)
     corner = weights[:, : plan.corner, : plan.corner]
@@ -190,22 +190,22 @@ def _mechanism(
     )
 
 
-def _ranks(layer: LayerTensors, exact: Tensor, plan: Plan) -> dict[tuple[str, str], NDArray[np.int64]]:
+def _ranks(layer: LayerTensors, exact: Tensor, plan: FocusPlan) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Numerical rank of the corner under the model's mask, with the mask lifted, and of the corner's largest block."""
     length = min(plan.corner, exact.shape[1])
     query, key = (x[None, :, :length].double() for x in (layer.query, layer.key))
     lifted = Visible(mask=torch.ones(1, 1, length, length, dtype=torch.bool))
-    found = {}
+    ranks = {}
     for name in ("softmax", "elu1"):
         for mask, visible in (("causal", Visible()), ("bidirectional", lifted)):
             a = attention_weights(name, query, key, visible=visible, scale=layer.scale, dtype=torch.float64)[0]
-            found[name, mask] = numerical_rank(a)
+            ranks[name, mask] = numerical_rank(a)
             if mask == "causal":
-                found[name, "block"] = numerical_rank(a[:, length // 2 :, : length // 2])
-    return found
+                ranks[name, "block"] = numerical_rank(a[:, length // 2 :, : length // 2])
+    return ranks
 
 
-def pooled_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
+def pool_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
     """Means over layers."""
     rows = zip(*(layer.effects for layer in layers), strict=True)
     return [
@@ -220,16 +220,16 @@ def pooled_effects(layers: Sequence[LayerFocus]) -> list[Effect]:
     ]
 
 
-def pooled_road(layers: Sequence[LayerFocus]) -> list[Milestone]:
+def pool_feature_families(layers: Sequence[LayerFocus]) -> list[FamilyPoint]:
     """Means over layers."""
-    rows = zip(*(layer.road for layer in layers), strict=True)
+    rows = zip(*(layer.feature_families for layer in layers), strict=True)
     return [
-        Milestone(
+        FamilyPoint(
             same[0].family,
             same[0].setting,
             same[0].features,
             *(
-                float(np.mean([getattr(stop, name) for stop in same]))
+                float(np.mean([getattr(point, name) for point in same]))
                 for name in ("sparsity", "weight_error", "divergence")
             ),
         )

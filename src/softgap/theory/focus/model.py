@@ -13,27 +13,29 @@ from numpy.typing import NDArray
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.rank import ENERGIES, capacity_exponent
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.intervals import ClusterInterval, rank_correlation
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.focus import model_claims
 from softgap.theory.focus.closed_forms import GaussianTable, sparsity
-from softgap.theory.focus.concentration import Effect, Milestone, with_weights
-from softgap.theory.focus.layer import LayerFocus, Plan, examine_layer, pooled_effects, pooled_road
+from softgap.theory.focus.concentration import Effect, FamilyPoint, with_weights
+from softgap.theory.focus.layer import FocusPlan, LayerFocus, examine_layer, pool_effects, pool_feature_families
 from softgap.theory.lab import Claim
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Capacity", "Failure", "MechanismFocus", "ModelFocus", "Prediction", "focus_in_model"]
+__all__ = ["Capacity", "MechanismFocus", "ModelFocus", "Prediction", "PredictionFailure", "focus_in_model"]
 
 Reals = NDArray[np.float64]
 _SHORTEST = 64
 # Needed by verdicts.
-_ALWAYS = ("elu1", "relu2_scores", "uniform")
+_ALWAYS = ("elu1", "relu2_scores", BASELINE)
 ERROR = 0.1
 
 
@@ -73,7 +75,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class MechanismFocus:
-    """One mechanism over all heads; arrays are ``[layer, head]``, as in :class:`MechanismLayer`.
+    """One mechanism over all heads; arrays are ``[layer, head]``, as in ``MechanismLayer``.
 
     Attributes
     ----------
@@ -138,7 +140,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, eq=False)
-class Failure:
+class PredictionFailure:
     """Where and why the Gaussian theory with a head's own covariance and number of keys fails.
 
     Attributes
@@ -167,18 +169,19 @@ class ModelFocus(Displayed):
 
     claims: tuple[Claim, ...]
     predictions: tuple[Prediction, ...]
-    failure: Failure
+    failure: PredictionFailure
     focus_without: Reals
     mechanisms: tuple[MechanismFocus, ...]
     capacity: Capacity
     ranks: Mapping[tuple[str, str], NDArray[np.int64]]
     effects: tuple[Effect, ...]
-    road: tuple[Milestone, ...]
+    feature_families: tuple[FamilyPoint, ...]
     settings: Mapping[str, Any]
+    road = DeprecatedAttribute("feature_families")
 
     def of(self, name: str) -> MechanismFocus:
         """One mechanism."""
-        return next(found for found in self.mechanisms if found.name == name)
+        return next(mechanism for mechanism in self.mechanisms if mechanism.name == name)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: per head, and by position in bins; the rows of every query stay in ``predictions``."""
@@ -191,17 +194,17 @@ class ModelFocus(Displayed):
                 name: value.tolist() if isinstance(value, np.ndarray) else asdict(value)
                 for name, value in vars(self.failure).items()
             },
-            "mechanisms": [found.summary() for found in self.mechanisms],
+            "mechanisms": [mechanism.summary() for mechanism in self.mechanisms],
             "capacity": {
                 "sizes": list(self.capacity.sizes),
                 "energies": list(self.capacity.energies),
                 **{name: getattr(self.capacity, name).tolist() for name in _CAPACITY},
             },
             "ranks": [
-                {"mechanism": name, "of": mask, "ranks": found.tolist()} for (name, mask), found in self.ranks.items()
+                {"mechanism": name, "of": mask, "ranks": ranks.tolist()} for (name, mask), ranks in self.ranks.items()
             ],
             "effects": [asdict(effect) for effect in self.effects],
-            "road": [asdict(stop) for stop in self.road],
+            "road": [asdict(point) for point in self.feature_families],
         }
 
 
@@ -229,37 +232,39 @@ def focus_in_model(
     """
     check_measurable(model)
     prepare = partial(prepare_mechanism, model=model)
-    wanted = with_weights(mechanisms, _ALWAYS, prepare=prepare)
+    selection = with_weights(mechanisms, _ALWAYS, prepare=prepare)
     if mechanisms is None:
-        wanted += tuple(map(prepare, calibrated_mechanisms(model)))
-    compared = tuple(mechanism for mechanism in wanted if mechanism.name != "softmax")
+        selection += tuple(map(prepare, calibrated_mechanisms(model)))
+    rivals = tuple(mechanism for mechanism in selection if mechanism.name != "softmax")
     if len(token_ids) < _SHORTEST:
         raise ValueInputError(
             f"a text must have at least {_SHORTEST} tokens for this lab, got {len(token_ids)}; give a longer one"
         )
     check_lengths(model, [list(token_ids)], 0)
-    plan = Plan(compared, first=min(64, len(token_ids) // 4))
+    plan = FocusPlan(rivals, first=min(64, len(token_ids) // 4))
     total = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
 
     def visit(layer: LayerTensors) -> LayerFocus:
-        found = examine_layer(layer, plan)
+        measures = examine_layer(layer, plan)
         progress(f"layer {layer.layer}", 0.9 * min(1.0, (layer.layer + 1) / total))
-        return found
+        return measures
 
     layers = visit_layers(model, token_ids, visit)
     progress("predicting", 0.92)
     predictions = _predictions(layers, plan, rng)
-    measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *compared))
+    measured = tuple(_mechanism(mechanism, layers, _dim(model)) for mechanism in (resolve("softmax"), *rivals))
     capacity = _capacity(layers)
     ranks = {key: np.stack([layer.ranks[key] for layer in layers]) for key in layers[0].ranks}
-    effects, road = tuple(pooled_effects(layers)), tuple(pooled_road(layers))
+    effects, family_points = tuple(pool_effects(layers)), tuple(pool_feature_families(layers))
     settings = {"tokens": len(token_ids), "from_position": plan.first, "corner": min(plan.corner, len(token_ids))}
     failure, without = _failure(layers, plan, predictions, rng), np.nanmean(predictions[3].measured, axis=-1)
     claims = model_claims.all_claims(
-        predictions, failure, without, measured, capacity, ranks, effects, road, settings["corner"]
+        predictions, failure, without, measured, capacity, ranks, effects, family_points, settings["corner"]
     )
     progress("done", 1.0)
-    return ModelFocus(claims, predictions, failure, without, measured, capacity, ranks, effects, road, settings)
+    return ModelFocus(
+        claims, predictions, failure, without, measured, capacity, ranks, effects, family_points, settings
+    )
 
 
 def _dim(model: Any) -> int:
@@ -267,7 +272,7 @@ def _dim(model: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _predictions(layers: Sequence[LayerFocus], plan: Plan, rng: np.random.Generator) -> tuple[Prediction, ...]:
+def _predictions(layers: Sequence[LayerFocus], plan: FocusPlan, rng: np.random.Generator) -> tuple[Prediction, ...]:
     """The rungs, each dropping one assumption: equal spread in all directions, many keys, no special first key."""
     rows = {
         name: np.stack([getattr(layer.softmax, name) for layer in layers])[..., plan.first :]
@@ -304,8 +309,8 @@ def _prediction(name: str, values: Reals, measured: Reals, rng: np.random.Genera
 
 
 def _failure(
-    layers: Sequence[LayerFocus], plan: Plan, predictions: Sequence[Prediction], rng: np.random.Generator
-) -> Failure:
+    layers: Sequence[LayerFocus], plan: FocusPlan, predictions: Sequence[Prediction], rng: np.random.Generator
+) -> PredictionFailure:
     whole, without = (np.nanmedian(np.abs(np.log(p.values) - np.log(p.measured)), axis=-1) for p in predictions[2:4])
     first, skewness = (
         np.nanmean(np.stack([getattr(layer.softmax, name) for layer in layers])[..., plan.first :], axis=-1)
@@ -316,7 +321,7 @@ def _failure(
     def across(x: Reals, y: Reals) -> ClusterInterval:
         return rank_correlation(x.ravel(), np.abs(y).ravel(), layer, rng=rng, replicates=299)
 
-    return Failure(whole, without, first, skewness, across(whole, first), across(without, skewness))
+    return PredictionFailure(whole, without, first, skewness, across(whole, first), across(without, skewness))
 
 
 def _prediction_json(rung: Prediction) -> dict[str, Any]:
@@ -341,29 +346,29 @@ def _prediction_json(rung: Prediction) -> dict[str, Any]:
 
 
 def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> MechanismFocus:
-    found = [layer.mechanisms[mechanism.name] for layer in layers]
+    by_layer = [layer.mechanisms[mechanism.name] for layer in layers]
     features = mechanism.feature_dim(d)
     # A decaying feature has one rank in every block too, and inline's centring adds one.
     rank = None if features is None else features + (mechanism.normaliser == "centred")
-    none = np.full_like(found[0].sparsity, np.nan)
+    none = np.full_like(by_layer[0].sparsity, np.nan)
     floor = np.stack([none if rank is None else layer.spectra.floor(rank) for layer in layers])
-    arrays = {field: np.stack([getattr(one, field) for one in found]) for field in _PER_HEAD}
-    gaps = [one.gap for one in found]
+    arrays = {field: np.stack([getattr(focus, field) for focus in by_layer]) for field in _PER_HEAD}
+    gaps = [focus.gap for focus in by_layer]
     gap = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
     return MechanismFocus(mechanism.name, features, **arrays, gap=gap, floor=floor)
 
 
 def _capacity(layers: Sequence[LayerFocus]) -> Capacity:
     sizes = tuple(sorted(set(layers[0].spectra.sizes)))
-    found = []
+    columns = []
     for spectra in ([x.spectra_without for x in layers], [x.spectra for x in layers]):
         ranks = np.array([[[x.energy_rank(size, 1 - e) for x in spectra] for size in sizes] for e in ENERGIES])
         flat = ranks.reshape(len(ENERGIES), len(sizes), -1)
         unknown = np.full(flat.shape[-1], np.nan)
         slopes = [capacity_exponent(sizes, each) if len(sizes) > 1 else unknown for each in flat]
         exponent = np.stack(slopes).reshape(len(ENERGIES), *ranks.shape[2:])
-        found.append((ranks, exponent, np.stack([x.needed(ERROR) for x in spectra])))
-    return Capacity(sizes, ENERGIES, *found[0], *found[1])
+        columns.append((ranks, exponent, np.stack([x.needed(ERROR) for x in spectra])))
+    return Capacity(sizes, ENERGIES, *columns[0], *columns[1])
 
 
 def _mean(x: Reals) -> float:

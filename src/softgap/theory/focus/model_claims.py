@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
+from softgap.theory.focus.concentration import FAMILIES, FamilyPoint, closes_gap
 from softgap.theory.lab import Claim, Verdict
+from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from softgap.theory.focus.concentration import Effect
-    from softgap.theory.focus.model import Capacity, Failure, MechanismFocus, Prediction
+    from softgap.theory.focus.model import Capacity, MechanismFocus, Prediction, PredictionFailure
 
 __all__ = ["all_claims"]
 
@@ -24,30 +25,30 @@ _NEAR = 0.1
 
 def all_claims(
     predictions: Sequence[Prediction],
-    failure: Failure,
+    failure: PredictionFailure,
     without: NDArray[np.float64],
     mechanisms: Sequence[MechanismFocus],
     capacity: Capacity,
     ranks: Mapping[tuple[str, str], NDArray[np.int64]],
     effects: Sequence[Effect],
-    road: Sequence[Milestone],
+    family_points: Sequence[FamilyPoint],
     corner: int,
 ) -> tuple[Claim, ...]:
     """One verdict per statement, in the order of the lab's page."""
-    table = {found.name: found for found in mechanisms}
+    table = {mechanism.name: mechanism for mechanism in mechanisms}
     return (
         gaussian_theory(predictions),
         first_key(predictions, failure),
         general_formula(mechanisms),
-        near_uniform(table["elu1"], table["uniform"]),
-        classical_divergence(table["elu1"], table["uniform"]),
+        near_uniform(table["elu1"], table[BASELINE]),
+        classical_divergence(table["elu1"], table[BASELINE]),
         divergence_is_focus(table["elu1"], table["softmax"], without),
         floor_below(mechanisms),
         constant_state(capacity),
         rank_argument(ranks, corner),
         *focusing(effects),
         absolute_positions(mechanisms),
-        more_features(road),
+        more_features(family_points),
     )
 
 
@@ -78,7 +79,7 @@ def gaussian_theory(predictions: Sequence[Prediction]) -> Claim:
     )
 
 
-def first_key(predictions: Sequence[Prediction], failure: Failure) -> Claim:
+def first_key(predictions: Sequence[Prediction], failure: PredictionFailure) -> Claim:
     """Whether the first key, an outlier among the scores, is what the Gaussian theory fails on."""
     whole, without = predictions[2].error, predictions[3].error
     helps, follows = without < whole, failure.with_first.sign > 0
@@ -103,7 +104,7 @@ def first_key(predictions: Sequence[Prediction], failure: Failure) -> Claim:
 
 def general_formula(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """Exactness on real features."""
-    gaps = {found.name: found.gap for found in mechanisms if np.isfinite(found.gap)}
+    gaps = {mechanism.name: mechanism.gap for mechanism in mechanisms if np.isfinite(mechanism.gap)}
     return Claim(
         "general formula",
         _ARTICLE,
@@ -152,22 +153,22 @@ def classical_divergence(elu1: MechanismFocus, uniform: MechanismFocus) -> Claim
 
 def divergence_is_focus(elu1: MechanismFocus, softmax: MechanismFocus, without: NDArray[np.float64]) -> Claim:
     """Whether the classical divergence orders heads as their concentration does, with and without the first key."""
-    whole, rest = (_spearman(elu1.from_softmax, s) for s in (softmax.sparsity, without))
+    whole, later_keys = (_spearman(elu1.from_softmax, s) for s in (softmax.sparsity, without))
     return Claim(
         "classical divergence is concentration",
         "softgap",
         "The divergence from elu1 orders heads by how focused their softmax is (rank correlation with S below -.7).",
-        "holds" if whole < -0.7 else "holds only when" if rest < -0.7 else "does not hold",
-        "S is taken without the first key" if whole >= -0.7 > rest else "",
-        {"rank correlation with S": whole, "with S without the first key": rest},
+        "holds" if whole < -0.7 else "holds only when" if later_keys < -0.7 else "does not hold",
+        "S is taken without the first key" if whole >= -0.7 > later_keys else "",
+        {"rank correlation with S": whole, "with S without the first key": later_keys},
     )
 
 
 def floor_below(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """The Eckart-Young floor under every mechanism with a feature map."""
-    mapped = [found for found in mechanisms if found.features is not None]
-    least = min(float(np.min(found.block_error - found.floor)) for found in mapped)
-    nearest = min(mapped, key=lambda found: float(np.mean(found.block_error)))
+    mapped = [mechanism for mechanism in mechanisms if mechanism.features is not None]
+    least = min(float(np.min(mechanism.block_error - mechanism.floor)) for mechanism in mapped)
+    nearest = min(mapped, key=lambda mechanism: float(np.mean(mechanism.block_error)))
     return Claim(
         "floor of weights",
         "softgap",
@@ -231,7 +232,7 @@ _STATE = (
 
 def rank_argument(ranks: Mapping[tuple[str, str], NDArray[np.int64]], corner: int) -> Claim:
     """Rank with the model's mask and with the mask lifted."""
-    middle = {f"{name} {mask}": float(np.median(found)) for (name, mask), found in ranks.items()}
+    middle = {f"{name} {mask}": float(np.median(values)) for (name, mask), values in ranks.items()}
     encoder = middle["elu1 bidirectional"] < middle["softmax bidirectional"]
     decoder = middle["elu1 causal"] < middle["softmax causal"]
     blocks = middle["elu1 block"] < middle["softmax block"]
@@ -252,12 +253,12 @@ def focusing(effects: Sequence[Effect]) -> tuple[Claim, ...]:
     s = {(effect.change, effect.amount, effect.mechanism): effect for effect in effects}
     names = list(dict.fromkeys(effect.mechanism for effect in effects))
 
-    def moved(change: str, far: float, near: float) -> list[str]:
+    def sparser_mechanisms(change: str, far: float, near: float) -> list[str]:
         return [n for n in names if s[change, far, n].sparsity < 0.9 * s[change, near, n].sparsity]
 
     claims = []
     for change, words in (("scale q", "larger queries"), ("spread keys", "keys further apart")):
-        better = moved(change, 4.0, 1.0)
+        better = sparser_mechanisms(change, 4.0, 1.0)
         claims.append(
             Claim(
                 change,
@@ -294,14 +295,14 @@ def focusing(effects: Sequence[Effect]) -> tuple[Claim, ...]:
 def absolute_positions(mechanisms: Sequence[MechanismFocus]) -> Claim:
     """Columns against distance, for softmax and for linear maps."""
     linear = [
-        found
-        for found in mechanisms
-        if found.features is not None and np.isfinite(found.columns).any() and found.name != "decay"
+        mechanism
+        for mechanism in mechanisms
+        if mechanism.features is not None and np.isfinite(mechanism.columns).any() and mechanism.name != "decay"
     ]
-    columns = {found.name: float(np.nanmedian(found.columns)) for found in linear}
-    distance = {found.name: float(np.nanmedian(found.distance)) for found in linear}
+    columns = {mechanism.name: float(np.nanmedian(mechanism.columns)) for mechanism in linear}
+    distance = {mechanism.name: float(np.nanmedian(mechanism.distance)) for mechanism in linear}
     more = [name for name in columns if columns[name] > distance[name]]
-    softmax = next(found for found in mechanisms if found.name == "softmax")
+    softmax = next(mechanism for mechanism in mechanisms if mechanism.name == "softmax")
     few = 0 < len(more) < len(columns)
     return Claim(
         "absolute positions",
@@ -318,16 +319,16 @@ def absolute_positions(mechanisms: Sequence[MechanismFocus]) -> Claim:
     )
 
 
-def more_features(road: Sequence[Milestone]) -> Claim:
+def more_features(family_points: Sequence[FamilyPoint]) -> Claim:
     """What favor and polynomial maps gain on real heads."""
     numbers = {}
     for family in FAMILIES:
-        stops = [stop for stop in road if stop.family == family]
-        for stop in (stops[0], stops[-1]):
-            numbers[f"{family} {stop.setting:g}: weight error"] = stop.weight_error
-            numbers[f"{family} {stop.setting:g}: S"] = stop.sparsity
-    numbers["softmax: S"] = road[-1].sparsity
-    closing = [family for family in FAMILIES if closes_gap(road, family)]
+        points = [point for point in family_points if point.family == family]
+        for point in (points[0], points[-1]):
+            numbers[f"{family} {point.setting:g}: weight error"] = point.weight_error
+            numbers[f"{family} {point.setting:g}: S"] = point.sparsity
+    numbers["softmax: S"] = family_points[-1].sparsity
+    closing = [family for family in FAMILIES if closes_gap(family_points, family)]
     return Claim(
         "more features",
         _ARTICLE,

@@ -49,9 +49,13 @@ def sample_mean(function: str, beta: float, gamma: float, n: int) -> float:
     step = 0.1
     log_t = np.arange(-60.0, 30.0, step) - math.log(n * float(mass @ w**2))
     energy = np.exp(log_t)[:, None] * w**2
-    own = np.exp(0.5 * log_t) * ((mass * w) * np.exp(-energy)).sum(axis=1)
+    key_term = np.exp(0.5 * log_t) * ((mass * w) * np.exp(-energy)).sum(axis=1)
     lost = (mass * -np.expm1(-energy)).sum(axis=1)
-    return math.sqrt(n / math.pi) * float((own * np.exp((n - 1) * np.log1p(-np.minimum(lost, 1 - 1e-16)))).sum()) * step
+    return (
+        math.sqrt(n / math.pi)
+        * float((key_term * np.exp((n - 1) * np.log1p(-np.minimum(lost, 1 - 1e-16)))).sum())
+        * step
+    )
 
 
 def _nodes(z: float, further: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from softgap.attention import Visible, attention_weights
 from softgap.attention.rank import block_spectra, numerical_rank
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.progress import Progress, silent
 from softgap.theory.focus import synthetic_claims
@@ -25,7 +26,7 @@ from softgap.theory.focus.closed_forms import (
     simulate_sparsity,
     sparsity,
 )
-from softgap.theory.focus.concentration import Milestone, feature_road, row_sparsity, with_weights
+from softgap.theory.focus.concentration import FamilyPoint, measure_feature_families, row_sparsity, with_weights
 from softgap.theory.focus.reference import quadrature_sparsity, sample_mean
 from softgap.theory.lab import Claim
 from softgap.trajectories.run import Displayed
@@ -120,10 +121,11 @@ class FocusFindings(Displayed):
     finite: tuple[FiniteValue, ...]
     decays: Mapping[float, NDArray[np.float64]]
     lengths: NDArray[np.int64]
-    road: tuple[Milestone, ...]
+    feature_families: tuple[FamilyPoint, ...]
     ranks: tuple[Ranks, ...]
     separation: tuple[SeparationFocus, ...]
     settings: Mapping[str, Any]
+    road = DeprecatedAttribute("feature_families")
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -140,7 +142,7 @@ class FocusFindings(Displayed):
                 "lengths": self.lengths.tolist(),
                 "sparsity": {str(decay): curve.tolist() for decay, curve in self.decays.items()},
             },
-            "road": [asdict(stop) for stop in self.road],
+            "road": [asdict(point) for point in self.feature_families],
             "ranks": [asdict(row) for row in self.ranks],
             "separation": [asdict(row) for row in self.separation],
         }
@@ -166,8 +168,23 @@ def focus_lab(
     mechanisms
         Whose sparsity and ranks are compared, beside softmax and elu1; every one that has weights and waits for no
         parameters by default.
+    rng
+        The generator of keys and queries.
     progress
         Called with a stage and the share of the whole that is done.
+
+    Returns
+    -------
+    FocusFindings
+        A verdict for each claim, and the curves behind it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import focus_lab
+    >>> lab = focus_lab(n=64, d=16, draws=20, mechanisms=["elu1"], rng=np.random.default_rng(0))
+    >>> lab.claims[0].name, lab.claims[0].verdict
+    ('closed forms', 'holds')
     """
     if n < 64 or d < 2 or draws < 10:
         raise ValueInputError(
@@ -180,8 +197,8 @@ def focus_lab(
     checks = _checks(draws, rng)
     progress("finite numbers of keys", 0.4)
     finite = _finite(n, draws, rng)
-    progress("feature road", 0.6)
-    road = _road(n, d, rng)
+    progress("feature families", 0.6)
+    family_points = _feature_families(n, d, rng)
     progress("ranks", 0.8)
     ranks = _ranks(min(n, 256), d, names, rng)
     lengths = np.unique(np.geomspace(1, 1e5, 60).astype(np.int64))
@@ -195,14 +212,16 @@ def focus_lab(
         synthetic_claims.relu_constant(BETAS, curves["relu"]),
         synthetic_claims.general_formula(_general_error(n, d, rng)),
         synthetic_claims.norm_ratio(*_norm_ratios(d, rng), norm_ratio_bounds(d)),
-        synthetic_claims.features_close_gap(road),
+        synthetic_claims.features_close_gap(family_points),
         synthetic_claims.decay_focuses(lengths, decays),
         synthetic_claims.rank_argument(ranks),
         synthetic_claims.separation_is_focus(separation),
     )
     settings = {"n": n, "d": d, "draws": draws, "mechanisms": list(names)}
     progress("done", 1.0)
-    return FocusFindings(claims, gammas, curves, checks, finite, decays, lengths, road, ranks, separation, settings)
+    return FocusFindings(
+        claims, gammas, curves, checks, finite, decays, lengths, family_points, ranks, separation, settings
+    )
 
 
 def _checks(draws: int, rng: np.random.Generator) -> tuple[Check, ...]:
@@ -231,14 +250,14 @@ def _gaussian(heads: int, n: int, d: int, rng: np.random.Generator) -> torch.Ten
     return torch.from_numpy(rng.standard_normal((heads, n, d)).astype(np.float32))
 
 
-def _road(n: int, d: int, rng: np.random.Generator) -> tuple[Milestone, ...]:
-    # Scores of standard deviation 2: focused enough for the road to be long, S = exp(-2) in the limit.
+def _feature_families(n: int, d: int, rng: np.random.Generator) -> tuple[FamilyPoint, ...]:
+    # Scores of standard deviation 2: focused enough for many features to be needed, S = exp(-2) in the limit.
     query, key, value = (
         math.sqrt(2) * _gaussian(4, n, d, rng),
         math.sqrt(2) * _gaussian(4, n, d, rng),
         _gaussian(4, n, d, rng),
     )
-    return tuple(feature_road(query[:, -64:], key, value, scale=d**-0.5))
+    return tuple(measure_feature_families(query[:, -64:], key, value, scale=d**-0.5))
 
 
 def _ranks(n: int, d: int, names: Sequence[str], rng: np.random.Generator) -> tuple[Ranks, ...]:
@@ -287,8 +306,8 @@ def _separation(n: int, a: float = 1.0, b: float = 0.5, c: float = 0.5) -> Separ
     """S of the special row and of any other row of D1 with t = 1: own score (a^2 + b^2 + c^2) L^2, else c^2 L^2."""
     log_n = math.log(n)
 
-    def s(own: float, other: float) -> float:
-        return (own + (n - 1) * other) / math.sqrt(n * (own**2 + (n - 1) * other**2))
+    def s(own_weight: float, other_weight: float) -> float:
+        return (own_weight + (n - 1) * other_weight) / math.sqrt(n * (own_weight**2 + (n - 1) * other_weight**2))
 
     special, base = (a**2 + b**2 + c**2) * log_n, c**2 * log_n
     return SeparationFocus(n, s(math.exp(special - base), 1.0), s(special, base), s(math.exp(b**2 * log_n), 1.0))

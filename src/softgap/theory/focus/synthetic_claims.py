@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from softgap.theory.focus.concentration import FAMILIES, Milestone, closes_gap
+from softgap.theory.focus.concentration import FAMILIES, FamilyPoint, closes_gap
 from softgap.theory.lab import Claim
 
 if TYPE_CHECKING:
@@ -152,14 +152,14 @@ def norm_ratio(lowest: float, highest: float, bounds: tuple[float, float]) -> Cl
     )
 
 
-def features_close_gap(road: Sequence[Milestone]) -> Claim:
+def features_close_gap(family_points: Sequence[FamilyPoint]) -> Claim:
     """Which families come nearer to softmax as their features grow."""
     numbers = {}
     for family in FAMILIES:
-        stops = [stop for stop in road if stop.family == family]
-        numbers[f"{family} error at {stops[0].features:.3g} features"] = stops[0].weight_error
-        numbers[f"{family} error at {stops[-1].features:.3g} features"] = stops[-1].weight_error
-    closing = [family for family in FAMILIES if closes_gap(road, family)]
+        points = [point for point in family_points if point.family == family]
+        numbers[f"{family} error at {points[0].features:.3g} features"] = points[0].weight_error
+        numbers[f"{family} error at {points[-1].features:.3g} features"] = points[-1].weight_error
+    closing = [family for family in FAMILIES if closes_gap(family_points, family)]
     others = [family for family in FAMILIES if family not in closing]
     return Claim(
         "more features",

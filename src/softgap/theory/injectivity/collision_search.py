@@ -10,9 +10,10 @@ from jaxtyping import Float64
 from scipy.optimize import least_squares
 
 from softgap.attention import Mechanism, resolve
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.theory.injectivity.collisions import EXACT, Collision, certify, mechanism_weights
-from softgap.theory.injectivity.inversion import checked_keys
+from softgap.theory.injectivity.inversion import check_keys
 
 __all__ = ["Search", "find_collision", "outside_proposition"]
 
@@ -49,15 +50,17 @@ class Search:
     closest: float
 
     @property
-    def found(self) -> bool:
-        """Whether there is a certificate."""
+    def has_collision(self) -> bool:
+        """Whether a collision was certified."""
         return self.collision is not None
+
+    found = DeprecatedAttribute("has_collision")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "mechanism": self.mechanism,
-            "found": self.found,
+            "found": self.has_collision,
             "outside": self.outside,
             "queries": self.queries,
             "starts": self.starts,
@@ -69,16 +72,16 @@ class Search:
 
 def outside_proposition(mechanism: str | Mechanism, d: int) -> str:
     """Why proposition 2 (phi: R^d -> R^d, weights phi(q).phi(k) over their sum) does not cover a mechanism, or ""."""
-    chosen = resolve(mechanism)
-    if chosen.kind == "scores":
+    mechanism = resolve(mechanism)
+    if mechanism.kind == "scores":
         return "its weights are a function of the scores, not a feature map"
-    if chosen.kind in ("positions", "constant"):
+    if mechanism.kind in ("positions", "constant"):
         return "it ignores queries and keys"
-    if chosen.query_free:
+    if mechanism.query_free:
         return "it ignores the query"
-    if chosen.normaliser == "centred":
+    if mechanism.normaliser == "centred":
         return "its weights are centred, not divided by their sum"
-    features = chosen.feature_dim(d)
+    features = mechanism.feature_dim(d)
     if features is None:
         return "it has no finite feature map"
     return f"it maps {d} dimensions to {features}" if features > d else ""
@@ -110,28 +113,28 @@ def find_collision(
     tolerance
         Largest difference of a weight, over the largest weight, up to which two distributions are one.
     """
-    matrix, chosen = checked_keys(keys), resolve(mechanism)
+    matrix, mechanism = check_keys(keys), resolve(mechanism)
     if queries < 1 or starts < 1:
         raise ValueInputError(f"queries and starts must be at least 1, got {queries} and {starts}; raise them")
-    if chosen.kind == "constant":
-        raise UnsupportedError(f"mechanism '{chosen.name}' has no weights: its output is a constant")
+    if mechanism.kind == "constant":
+        raise UnsupportedError(f"mechanism '{mechanism.name}' has no weights: its output is a constant")
     d = matrix.shape[1]
-    task = _Task(chosen, matrix, d**-0.5 if scale is None else scale)
-    closest, tried, started = np.inf, 0, 0
+    task = _Task(mechanism, matrix, d**-0.5 if scale is None else scale)
+    closest, query_count, start_count = np.inf, 0, 0
     for _ in range(queries):
         q = task.draw(rng)
-        tried += 1
+        query_count += 1
         for radius in _RADII:
             size = radius * float(np.linalg.norm(q))
             for direction in task.directions(q, starts, rng):
-                started += 1
+                start_count += 1
                 p = task.nearest(q, size, direction)
                 distance = task.distance(p, q)
                 closest = min(closest, distance)
                 if distance <= tolerance:
-                    found = certify(chosen, np.stack([q, p]), matrix, scale=task.scale)
-                    return task.search(found, tried, started, closest)
-    return task.search(None, tried, started, closest)
+                    collision = certify(mechanism, np.stack([q, p]), matrix, scale=task.scale)
+                    return task.search(collision, query_count, start_count, closest)
+    return task.search(None, query_count, start_count, closest)
 
 
 class _Task:
@@ -141,9 +144,9 @@ class _Task:
         self.mechanism, self.keys, self.scale = mechanism, keys, scale
         self.evaluations = 0
 
-    def search(self, found: Collision | None, queries: int, starts: int, closest: float) -> Search:
+    def search(self, collision: Collision | None, queries: int, starts: int, closest: float) -> Search:
         outside = outside_proposition(self.mechanism, self.keys.shape[1])
-        return Search(self.mechanism.name, found, outside, queries, starts, self.evaluations, closest)
+        return Search(self.mechanism.name, collision, outside, queries, starts, self.evaluations, closest)
 
     def weights(self, queries: Float64[np.ndarray, "query dim"]) -> Float64[np.ndarray, "query key"]:
         self.evaluations += len(queries)
@@ -165,8 +168,8 @@ class _Task:
         moves = self.slopes(q)
         least = np.linalg.svd(moves, full_matrices=True)[2][::-1][:2]
         known = [*(sign * v for v in least for sign in (1.0, -1.0)), q, -q]
-        rest = rng.standard_normal((max(0, starts - len(known)), len(q)))
-        return [*known, *rest][:starts]
+        random_directions = rng.standard_normal((max(0, starts - len(known)), len(q)))
+        return [*known, *random_directions][:starts]
 
     def slopes(self, q: Vector) -> Float64[np.ndarray, "key dim"]:
         """Central differences of the distribution at q."""

@@ -14,7 +14,7 @@ from softgap.attention import Mechanism, attention_weights, resolve
 from softgap.attention.feature_maps import seeded_affine
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError
 from softgap.theory.injectivity.inversion import (
-    checked_keys,
+    check_keys,
     key_condition,
     null_direction,
     softmax_query,
@@ -93,7 +93,7 @@ def mechanism_weights(
     Every query stands at the position of the last key: as many heads that share one KV head.
     """
     q = torch.as_tensor(np.atleast_2d(np.asarray(queries, dtype=np.float64)))
-    k = torch.as_tensor(checked_keys(keys))
+    k = torch.as_tensor(check_keys(keys))
     weights = attention_weights(mechanism, q[None, :, None], k[None, None], scale=scale, dtype=torch.float64)
     return np.asarray(weights[0, :, 0].numpy())
 
@@ -166,14 +166,14 @@ def affine_collision(
         In degrees, between any two of the queries. u is drawn again until w and -h leave room for it; they never do if
         b = 0, where all p_c are multiples.
     """
-    matrix = checked_keys(keys)
+    matrix = check_keys(keys)
     a, b = _affine_parameters(resolve(mechanism), matrix.shape[1])
     h = np.linalg.solve(a, b)
     for _ in range(attempts):
         w = np.linalg.solve(a, np.exp(2 * rng.standard_normal(len(b))))
-        found = certify(mechanism, _spread_queries(w, h, queries), matrix, scale=scale)
-        if found.angle >= least_angle:
-            return found
+        collision = certify(mechanism, _spread_queries(w, h, queries), matrix, scale=scale)
+        if collision.angle >= least_angle:
+            return collision
     raise UnsupportedError(
         f"no {queries} queries at least {least_angle:g} degrees apart were found in {attempts} draws; "
         "ask for fewer queries or a smaller angle, and give b other than 0"
@@ -269,7 +269,7 @@ class MarginSweep:
 
 def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Generator) -> tuple[Prefix, ...]:
     """For each number of random keys: a collision where the rank condition fails, the inverse where it holds."""
-    scale, found = dim**-0.5, []
+    scale, entries = dim**-0.5, []
     for n in lengths:
         margins, distances, errors = [], [], []
         for _ in range(draws):
@@ -281,7 +281,7 @@ def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Gen
                 errors.append(float(np.linalg.norm(back - q) / np.linalg.norm(q)))
             else:
                 distances.append(softmax_collision(q, keys, scale=scale).distance)
-        found.append(
+        entries.append(
             Prefix(
                 keys=n,
                 margin=float(np.median(margins)),
@@ -290,7 +290,7 @@ def prefixes(dim: int, lengths: Sequence[int], *, draws: int, rng: np.random.Gen
                 error=max(errors, default=float("nan")),
             )
         )
-    return tuple(found)
+    return tuple(entries)
 
 
 def flat_keys(dim: int, keys: int, rng: np.random.Generator) -> Float64[np.ndarray, "key dim"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, attend, attention_weights, compare_outputs, resolve
 from softgap.errors import ValueInputError
-from softgap.probe.tensors import LayerTensors
+from softgap.probe.layout import LayerTensors
 from softgap.theory.injectivity.inversion import key_condition, weight_margin
 
 __all__ = ["LayerMeasures", "LayerPlan", "common_weights", "confusion_rate", "first_injective", "measure_layer"]
@@ -91,16 +91,16 @@ def measure_layer(layer: LayerTensors, plan: LayerPlan) -> LayerMeasures:
     lengths = _prefix_lengths(dim, time)
     margin = np.array([[key_condition(k[:n], eps=_FLOAT32).log_margin for n in lengths] for k in keys])
     first = np.array([first_injective(k) for k in keys])
-    asked = np.unique(np.linspace(time // 2, time - 1, plan.queries).astype(np.int64))
-    queries = layer.query[:, torch.as_tensor(asked)]
+    positions = np.unique(np.linspace(time // 2, time - 1, plan.queries).astype(np.int64))
+    queries = layer.query[:, torch.as_tensor(positions)]
     common = [n for n in lengths if n <= time // 2]
     confusion = np.full((len(plan.mechanisms), heads, len(lengths)), np.nan)
     for i, mechanism in enumerate(plan.mechanisms):
         if mechanism.kind == "constant":
             continue  # there are no weights to confuse
-        here = mechanism.for_layers([layer.layer])
+        layer_mechanism = mechanism.for_layers([layer.layer])
         for j, n in enumerate(common):
-            weights = common_weights(here, queries, layer.key[:, :n], layer.scale)
+            weights = common_weights(layer_mechanism, queries, layer.key[:, :n], layer.scale)
             confusion[i, :, j] = confusion_rate(queries, weights, near=plan.near)
     softmax = common_weights(resolve("softmax"), queries, layer.key[:, : common[-1]], layer.scale).double()
     focus = (1 / (common[-1] * softmax.square().sum(dim=-1)).sqrt()).mean(dim=-1)
@@ -187,9 +187,9 @@ def _weight_margins(
 
 
 def _divergence(layer: LayerTensors, mechanism: Mechanism, start: int) -> Float64[np.ndarray, " head"]:
-    chosen = mechanism.for_layers([layer.layer])
+    layer_mechanism = mechanism.for_layers([layer.layer])
     q, k, v = (x[None] for x in (layer.query, layer.key, layer.value))
-    output = attend(chosen, q, k, v, visible=layer.visible, scale=layer.scale, check=False).output[0]
+    output = attend(layer_mechanism, q, k, v, visible=layer.visible, scale=layer.scale, check=False).output[0]
     value = compare_outputs(layer.output, output).divergence[:, start:].double()
     return np.asarray(value.mean(dim=-1).numpy())
 

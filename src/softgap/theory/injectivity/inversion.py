@@ -20,7 +20,7 @@ from softgap.errors import ShapeError, UnsupportedError, ValueInputError
 
 __all__ = [
     "KeyCondition",
-    "checked_keys",
+    "check_keys",
     "inline_query",
     "key_condition",
     "null_direction",
@@ -62,7 +62,7 @@ class KeyCondition:
         return self.rank == self.dim + 1
 
 
-def checked_keys(keys: Any) -> Keys:
+def check_keys(keys: Any) -> Keys:
     """A matrix of finite keys with two rows at least, in float64."""
     matrix = np.asarray(keys, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[1] == 0:
@@ -86,7 +86,7 @@ def key_condition(keys: Any, *, eps: float = float(np.finfo(np.float64).eps)) ->
     eps
         Relative precision the keys are known to; float32 keys of a model are no better than 1.2e-7.
     """
-    matrix = checked_keys(keys)
+    matrix = check_keys(keys)
     n, d = matrix.shape
     singular = np.linalg.svd(matrix - matrix.mean(axis=0), compute_uv=False)
     # The centred keys sum to zero, so N rows have rank N - 1 at most; rounding must not say otherwise.
@@ -113,7 +113,7 @@ def weight_margin(keys: Any, weights: Any) -> float:
 
 def weight_direction(keys: Any, weights: Any) -> tuple[float, Vector, Weights]:
     """The weight margin with its unit vectors: a change of q that barely shows, and what it does to the weights."""
-    matrix, a = checked_keys(keys), np.asarray(weights, dtype=np.float64)
+    matrix, a = check_keys(keys), np.asarray(weights, dtype=np.float64)
     if a.shape != (len(matrix),):
         raise ShapeError(f"weights must be one per key, {len(matrix)}, got shape {list(a.shape)}")
     left, singular, right = np.linalg.svd(a[:, None] * (matrix - a @ matrix), full_matrices=False)
@@ -124,7 +124,7 @@ def weight_direction(keys: Any, weights: Any) -> tuple[float, Vector, Weights]:
 
 def softmax_query(weights: Any, keys: Any, scale: float) -> Vector:
     """The query whose softmax weights over the keys these are: least squares on centred logarithms."""
-    matrix, a = checked_keys(keys), np.asarray(weights, dtype=np.float64)
+    matrix, a = check_keys(keys), np.asarray(weights, dtype=np.float64)
     if a.shape != (len(matrix),):
         raise ShapeError(f"weights must be one per key, {len(matrix)}, got shape {list(a.shape)}")
     if not (a > 0).all():
@@ -134,13 +134,13 @@ def softmax_query(weights: Any, keys: Any, scale: float) -> Vector:
             "use a query with smaller scores"
         )
     logs = np.log(a)
-    return _solved(matrix, (logs - logs.mean()) / scale)
+    return _least_squares_query(matrix, (logs - logs.mean()) / scale)
 
 
 def inline_query(weights: Any, keys: Any, scale: float) -> Vector:
     """The query whose InLine weights these are: N w - 1 = s C q with the same centred keys C, so the same condition."""
-    matrix, w = checked_keys(keys), np.asarray(weights, dtype=np.float64)
-    return _solved(matrix, (len(matrix) * w - 1) / scale)
+    matrix, w = check_keys(keys), np.asarray(weights, dtype=np.float64)
+    return _least_squares_query(matrix, (len(matrix) * w - 1) / scale)
 
 
 def null_direction(keys: Any) -> Vector:
@@ -148,7 +148,7 @@ def null_direction(keys: Any) -> Vector:
 
     It exists iff the rank condition fails: the right singular vector of the centred keys with singular value 0.
     """
-    matrix = checked_keys(keys)
+    matrix = check_keys(keys)
     condition = key_condition(matrix)
     if condition.injective:
         raise UnsupportedError(
@@ -158,7 +158,7 @@ def null_direction(keys: Any) -> Vector:
     return np.asarray(np.linalg.svd(matrix - matrix.mean(axis=0), full_matrices=True)[2][-1])
 
 
-def _solved(matrix: Keys, target: Weights) -> Vector:
+def _least_squares_query(matrix: Keys, target: Weights) -> Vector:
     condition = key_condition(matrix)
     if not condition.injective:
         raise UnsupportedError(

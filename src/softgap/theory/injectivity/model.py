@@ -1,4 +1,4 @@
-"""The injectivity lab inside a real model: every head over a text, and the verdicts."""
+"""The injectivity lab inside a real model: every head over a text."""
 
 from __future__ import annotations
 
@@ -14,197 +14,27 @@ from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, joint_level, rank_correlation, weighted_mean
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
 from softgap.theory.injectivity.collisions import Collision, multiples_collision
 from softgap.theory.injectivity.confusion import LayerMeasures, LayerPlan, measure_layer
-from softgap.theory.lab import Claim, Verdict
+from softgap.theory.injectivity.model_claims import model_claims
+from softgap.theory.lab import Claim
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Correlation", "ModelInjectivity", "injectivity_in_model"]
-
-
-_SAD = "navi-SAD, capacity gap"
-
-
-def model_claims(lab: ModelInjectivity) -> tuple[Claim, ...]:
-    """One claim after the other."""
-    return (_rank(lab), _distinguishable(lab), _confused(lab), *_central(lab), _calibrated(lab), _matters(lab))
-
-
-def _rank(lab: ModelInjectivity) -> Claim:
-    holds = lab.first > 0
-    verdict: Verdict = "does not hold"
-    if holds.all():
-        verdict = "holds only when"
-    elif holds.any():
-        verdict = "not decided"
-    reached = lab.first[holds]
-    condition = f"{int(reached.max())} keys are visible, {int(reached.min())} in the first head" if holds.any() else ""
-    return Claim(
-        name="rank condition",
-        source=_SAD,
-        statement="The rank condition of softmax holds in the heads of a trained model.",
-        verdict=verdict,
-        condition=condition if holds.all() else f"heads that never reach it: {int((~holds).sum())}",
-        numbers={
-            "d_plus_1": lab.dim + 1,
-            "first_position_min": float(reached.min()) - 1 if holds.any() else np.nan,
-            "first_position_median": float(np.median(reached)) - 1 if holds.any() else np.nan,
-            "first_position_max": float(reached.max()) - 1 if holds.any() else np.nan,
-            "log_margin_min": float(lab.margin[..., -1].min()),
-            "log_margin_median": float(np.median(lab.margin[..., -1])),
-        },
-    )
-
-
-def _distinguishable(lab: ModelInjectivity) -> Claim:
-    # Weights are float32: a change of q by its own size moves them by no more than the margin, unseen below this.
-    seen = lab.weight_margin > np.finfo(np.float32).eps
-    verdict: Verdict = "holds" if seen.all() else "does not hold" if not seen.any() else "holds only when"
-    return Claim(
-        name="distinguishable",
-        source="softgap",
-        statement="Where softmax is injective, float32 weights tell queries apart in every direction.",
-        verdict=verdict,
-        condition=f"the weight margin is above float32 precision, as in {float(seen.mean()):.0%} of the heads"
-        if verdict == "holds only when"
-        else "",
-        numbers={
-            "weight_margin_min": float(lab.weight_margin.min()),
-            "weight_margin_median": float(np.median(lab.weight_margin)),
-            "log_margin_median": float(np.median(lab.margin[..., lab.common])),
-        },
-    )
-
-
-def _confused(lab: ModelInjectivity) -> Claim:
-    """Whether linear maps confuse more queries than softmax, over all heads."""
-    rate = lab.rate
-    known = {
-        name: lab.confused[i]
-        for i, name in enumerate(lab.mechanisms)
-        if lab.linear[i] and np.isfinite(lab.confused[i].value)
-    }
-    worse = [name for name, difference in known.items() if difference.sign > 0]
-    verdict: Verdict = "not decided"
-    if known:
-        verdict = "holds" if len(worse) == len(known) else "does not hold" if not worse else "holds only when"
-    return Claim(
-        name="semantic confusion",
-        source=_SAD,
-        statement="Linear attention confuses queries of a real text that softmax tells apart.",
-        verdict=verdict,
-        condition=f"the map is one of: {', '.join(worse)}" if verdict == "holds only when" else "",
-        numbers={
-            name: float(np.nanmean(rate[i])) for i, name in enumerate(lab.mechanisms) if np.isfinite(rate[i]).any()
-        },
-    )
-
-
-def _central(lab: ModelInjectivity) -> tuple[Claim, ...]:
-    by_measure = {c.measure: c for c in lab.correlations if c.mechanism == "elu1"}
-    fine, unmet = by_measure["softmax confusion"], by_measure["elu1 confusion - softmax confusion"]
-    none_lost = not np.nanmax(lab.rate[lab.of("elu1")]) > 0
-    return (
-        Claim(
-            name="fine distinctions",
-            source=_SAD,
-            statement="Heads that need fine distinctions (low softmax confusion) show high divergence from elu1.",
-            verdict=_signed(fine, -1),
-            condition=_at_equal_focus(fine),
-            numbers=_numbers(fine),
-        ),
-        Claim(
-            name="lost distinctions",
-            source=_SAD,
-            statement="Heads whose distinctions elu1 loses (confusion above that of softmax) show high divergence.",
-            verdict="not decided" if none_lost else _signed(unmet, 1),
-            condition="elu1 confuses no two queries in any head; raise near" if none_lost else _at_equal_focus(unmet),
-            numbers=_numbers(unmet),
-        ),
-        Claim(
-            name="margins",
-            source="softgap",
-            statement="Heads in which softmax tells queries apart firmly (large weight margin) show high divergence.",
-            verdict=_signed(by_measure["weight margin"], 1),
-            condition=_at_equal_focus(by_measure["weight margin"]),
-            numbers={
-                **_numbers(by_measure["weight margin"]),
-                "log_margin": by_measure["log margin"].plain.value,
-                "log_margin_low": by_measure["log margin"].plain.low,
-                "log_margin_high": by_measure["log margin"].plain.high,
-            },
-        ),
-    )
-
-
-def _calibrated(lab: ModelInjectivity) -> Claim:
-    found = [c for c in lab.correlations if c.mechanism == "fitted" and c.measure == "softmax confusion"]
-    return Claim(
-        name="calibrated divergence",
-        source="softgap",
-        statement="Heads that need fine distinctions show high divergence from a linear attention fitted to them.",
-        verdict=_signed(found[0], -1) if found else "not decided",
-        condition="" if found else "the mechanism 'fitted' with the parameters of a calibration was not given",
-        numbers=_numbers(found[0]) if found else {},
-    )
-
-
-def _matters(lab: ModelInjectivity) -> Claim:
-    nearer = lab.nearer
-    verdict: Verdict = "not decided"
-    if lab.collision.exact and nearer.sign:
-        verdict = "does not hold" if nearer.sign > 0 else "holds"
-    mean = {name: float(lab.divergence[lab.of(name)].mean()) for name in ("relu2_scores", "taylor2", "elu1", "uniform")}
-    return Claim(
-        name="injectivity matters",
-        source=_SAD,
-        statement="It is injectivity that brings a mechanism near to softmax: taylor2 (injective) is nearer than "
-        "relu2_scores (q and 7 q collide).",
-        verdict=verdict,
-        numbers={
-            **mean,
-            "difference": nearer.value,
-            "low": nearer.low,
-            "high": nearer.high,
-            "level": nearer.level,
-            "collision_distance": lab.collision.distance,
-        },
-    )
-
-
-def _signed(correlation: Correlation, expected: int) -> Verdict:
-    sign = correlation.plain.sign
-    return "not decided" if sign == 0 else "holds" if sign == expected else "does not hold"
-
-
-def _at_equal_focus(correlation: Correlation) -> str:
-    partial = correlation.at_equal_focus
-    return f"at equal concentration {partial.value:.2f} [{partial.low:.2f}, {partial.high:.2f}]"
-
-
-def _numbers(correlation: Correlation) -> dict[str, float]:
-    plain = correlation.plain
-    return {
-        "spearman": plain.value,
-        "low": plain.low,
-        "high": plain.high,
-        "level": plain.level,
-        "heads": plain.heads,
-        "kv_groups": plain.clusters,
-    }
 
 
 CLASSICAL = "elu1"
 
 
 # Both are needed by the verdict on whether injectivity is what matters.
-_ALWAYS = ("softmax", CLASSICAL, "relu2_scores", "taylor2", "uniform")
+_ALWAYS = ("softmax", CLASSICAL, "relu2_scores", "taylor2", BASELINE)
 
 
 @dataclass(frozen=True)
@@ -233,7 +63,7 @@ class ModelInjectivity(Displayed):
     lengths
         Prefix lengths (numbers of keys) of ``margin`` and ``confusion``.
     margin, first, weight_margin, focus, confusion, divergence
-        As in :class:`LayerMeasures`; ``confusion`` and ``divergence`` by mechanism.
+        As in ``LayerMeasures``; ``confusion`` and ``divergence`` by mechanism.
     linear
         Which of the mechanisms are linear maps, phi(q).phi(k).
     confused
@@ -312,9 +142,9 @@ class ModelInjectivity(Displayed):
 
 def comparable() -> list[str]:
     """Registered mechanisms that look at the query and wait for no parameters, and the control."""
-    found = mechanisms().items()
-    return [n for n, m in found if (m.kind in ("features", "scores") and not m.missing and not m.query_free)] + [
-        "uniform"
+    registry = mechanisms().items()
+    return [n for n, m in registry if (m.kind in ("features", "scores") and not m.missing and not m.query_free)] + [
+        BASELINE
     ]
 
 
@@ -337,44 +167,44 @@ def injectivity_in_model(
     mechanisms
         Compared beside softmax, elu1, relu2_scores, taylor2 and uniform, which always are; every mechanism that looks
         at the query by default, ``fitted`` among them where the model has a calibration: its divergence is the
-        calibrated one. A :class:`Mechanism` may carry parameters for every layer and head.
+        calibrated one. A ``Mechanism`` may carry parameters for every layer and head.
     queries
         Queries of the second half of the text whose distributions are compared pairwise.
     near
-        See :func:`confusion_rate`.
+        See ``confusion_rate``.
     """
     check_measurable(model)
     if queries < 8:
         raise ValueInputError(f"queries must be at least 8 for a rate over pairs, got {queries}; use more")
-    wanted = [*comparable(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
-    chosen = [prepare_mechanism(mechanism, model) for mechanism in wanted]
-    names = [m.name for m in chosen]
-    chosen = [*(resolve(name) for name in _ALWAYS if name not in names), *chosen]
-    for mechanism in chosen:
+    requests = [*comparable(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
+    selection = [prepare_mechanism(mechanism, model) for mechanism in requests]
+    names = [m.name for m in selection]
+    selection = [*(resolve(name) for name in _ALWAYS if name not in names), *selection]
+    for mechanism in selection:
         mechanism.site(torch.arange(1), torch.float32)
     check_lengths(model, [list(token_ids)], 0)
-    plan = LayerPlan(queries, tuple(chosen), near, start=min(64, len(token_ids) // 2))
+    plan = LayerPlan(queries, tuple(selection), near, start=min(64, len(token_ids) // 2))
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     tell = progress or silent
-    kept: list[tuple[np.ndarray, np.ndarray, float]] = []
+    first_head: list[tuple[np.ndarray, np.ndarray, float]] = []
 
     def visit(layer: LayerTensors) -> LayerMeasures:
         tell(f"layer {layer.layer}", layer.layer / total)
-        if not kept:
+        if not first_head:
             half = layer.key.shape[1] // 2
-            kept.append((layer.query[0, -1].double().numpy(), layer.key[0, :half].double().numpy(), layer.scale))
+            first_head.append((layer.query[0, -1].double().numpy(), layer.key[0, :half].double().numpy(), layer.scale))
         return measure_layer(layer, plan)
 
     layers = visit_layers(model, token_ids, visit)
-    query, keys, scale = kept[0]
+    query, keys, scale = first_head[0]
     collision = multiples_collision(query, keys, scale=scale, factors=(1.0, 7.0), mechanism="relu2_scores")
     settings = {"tokens": len(token_ids), "queries": queries, "near": near, "start": plan.start}
-    return _assembled(layers, chosen, collision, keys.shape[1], settings, rng)
+    return _assemble_lab(layers, selection, collision, keys.shape[1], settings, rng)
 
 
-def _assembled(
+def _assemble_lab(
     layers: Sequence[LayerMeasures],
-    chosen: Sequence[Mechanism],
+    mechanisms: Sequence[Mechanism],
     collision: Collision,
     dim: int,
     settings: dict[str, Any],
@@ -385,7 +215,7 @@ def _assembled(
         raise UnsupportedError(
             "this lab needs the same number of heads in every layer, got layers that differ; use another model"
         )
-    names = tuple(m.name for m in chosen)
+    names = tuple(m.name for m in mechanisms)
     stacked = {
         field: np.stack([getattr(layer, field) for layer in layers])
         for field in ("margin", "first", "weight_margin", "focus")
@@ -398,7 +228,7 @@ def _assembled(
     common = int(np.flatnonzero(np.isfinite(confusion).any(axis=(0, 1, 2)))[-1])
     rate = confusion[..., common].reshape(len(names), -1)
     difference = (divergence[names.index("taylor2")] - divergence[names.index("relu2_scores")]).ravel()
-    against = [name for name in (CLASSICAL, "uniform", "fitted") if name in names]
+    against = [name for name in (CLASSICAL, BASELINE, "fitted") if name in names]
     measures = _measures(names, confusion[..., common], stacked)
     softmax = rate[names.index("softmax")]
     rated = [name != "softmax" and bool(np.isfinite(row).any()) for name, row in zip(names, rate, strict=True)]
@@ -407,7 +237,7 @@ def _assembled(
     level = joint_level(intervals)
     return ModelInjectivity(
         mechanisms=names,
-        linear=tuple(m.kind == "features" and not m.query_free for m in chosen),
+        linear=tuple(m.kind == "features" and not m.query_free for m in mechanisms),
         lengths=layers[0].lengths,
         **stacked,
         confusion=confusion,
@@ -448,14 +278,14 @@ def _correlations(
     level: float,
     rng: np.random.Generator,
 ) -> tuple[Correlation, ...]:
-    found = []
+    correlations = []
     for measure, values in measures.items():
         for mechanism, divergence in divergences.items():
             x, y = values.ravel(), divergence.ravel()
             plain = rank_correlation(x, y, clusters, rng=rng, level=level)
-            partial = rank_correlation(x, y, clusters, rng=rng, given=focus.ravel(), level=level)
-            found.append(Correlation(measure, mechanism, plain, partial))
-    return tuple(found)
+            partial = rank_correlation(x, y, clusters, rng=rng, covariate=focus.ravel(), level=level)
+            correlations.append(Correlation(measure, mechanism, plain, partial))
+    return tuple(correlations)
 
 
 def _mean_over_heads(

@@ -55,7 +55,7 @@ def synthetic_claims(lab: Injectivity) -> tuple[Claim, ...]:
         _softmax(lab),
         _gloss(lab),
         _inverter(lab),
-        *(_constructed(collision) for collision in lab.exact),
+        *(_construction_claim(collision) for collision in lab.exact),
         _proposition(lab.searches),
         _wide_claim(lab.wide),
         _inline_claim(lab),
@@ -122,7 +122,7 @@ def _inverter(lab: Injectivity) -> Claim:
     )
 
 
-def _constructed(collision: Collision) -> Claim:
+def _construction_claim(collision: Collision) -> Claim:
     formula = {
         "relu": "all positive multiples of a query",
         "elu1": "phi^-1(c phi(q)) for every c > 0",
@@ -145,7 +145,7 @@ def _constructed(collision: Collision) -> Claim:
 
 def _proposition(searches: Sequence[Search]) -> Claim:
     inside = [search for search in searches if not search.outside]
-    found = [search for search in inside if search.collision is not None]
+    collisions = [search for search in inside if search.collision is not None]
     verdict: Verdict = "not decided"
     missed = ", ".join(search.mechanism for search in inside if search.collision is None)
     if inside and not missed:
@@ -158,8 +158,10 @@ def _proposition(searches: Sequence[Search]) -> Claim:
         condition=f"no collision was found for {missed}" if missed else "" if inside else "no such map was looked at",
         numbers={
             "maps": len(inside),
-            "found": len(found),
-            "largest_distance": max((s.collision.distance for s in found if s.collision is not None), default=np.nan),
+            "found": len(collisions),
+            "largest_distance": max(
+                (s.collision.distance for s in collisions if s.collision is not None), default=np.nan
+            ),
         },
     )
 
@@ -169,8 +171,8 @@ def _wide_claim(search: Search) -> Claim:
         name="more units than dimensions",
         source="softgap",
         statement="relu(A x + b) with twice as many units as dimensions still has collisions.",
-        verdict="holds" if search.found else "not decided",
-        condition="" if search.found else f"none found; {_effort(search)}",
+        verdict="holds" if search.has_collision else "not decided",
+        condition="" if search.has_collision else f"none found; {_effort(search)}",
         numbers={"starts": search.starts, "closest": search.closest},
     )
 
@@ -192,14 +194,15 @@ def _inline_claim(lab: Injectivity) -> Claim:
 
 def _outside(searches: Sequence[Search]) -> Claim:
     outside = [search for search in searches if search.outside]
-    found = sorted(search.mechanism for search in outside if search.found)
-    none = sorted(search.mechanism for search in outside if not search.found)
+    colliding = sorted(search.mechanism for search in outside if search.has_collision)
+    without = sorted(search.mechanism for search in outside if not search.has_collision)
     verdict: Verdict = "not decided"
     condition = "no mechanism outside proposition 2 was looked at"
     if outside:
-        verdict = "does not hold" if none and not found else "holds" if found and not none else "holds only when"
+        verdict = "holds only when" if (not colliding) == (not without) else "holds" if colliding else "does not hold"
         condition = (
-            f"the mechanism is one of: {', '.join(found) or 'none'}; none was found for {', '.join(none) or 'none'}"
+            f"the mechanism is one of: {', '.join(colliding) or 'none'}; "
+            f"none was found for {', '.join(without) or 'none'}"
         )
     return Claim(
         name="outside the proposition",
@@ -209,8 +212,8 @@ def _outside(searches: Sequence[Search]) -> Claim:
         condition=condition,
         numbers={
             "mechanisms": len(outside),
-            "collisions": len(found),
-            "closest_of_the_others": min((s.closest for s in outside if not s.found), default=np.nan),
+            "collisions": len(colliding),
+            "closest_of_the_others": min((s.closest for s in outside if not s.has_collision), default=np.nan),
         },
     )
 
@@ -304,18 +307,35 @@ def injectivity_lab(
 
     Parameters
     ----------
+    rng
+        The generator of keys and queries.
     dim, keys
         Size of a query, and number of keys where the rank condition should hold; more keys than ``dim``.
     draws
         Random keys per prefix length, and random queries for InLine.
     starts, queries
-        Effort of the collision finder, see :func:`find_collision`.
+        Effort of the collision finder, see ``find_collision``.
     mechanisms
         What the finder looks at; every registered mechanism that has weights and needs no parameters by default.
     progress
-        Called with what is being done and the share of it that is done.
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Injectivity
+        A verdict for each claim, and the measurements behind it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import injectivity_lab
+    >>> lab = injectivity_lab(
+    ...     rng=np.random.default_rng(0), dim=4, keys=12, draws=4, starts=2, queries=1, mechanisms=["elu1"]
+    ... )
+    >>> {claim.name: claim.verdict for claim in lab.claims}["collision of elu1"]
+    'holds'
     """
-    chosen = _checked(dim, keys, draws, mechanisms)
+    selection = _resolve_mechanisms(dim, keys, draws, mechanisms)
     tell = progress or silent
     scale = dim**-0.5
     tell("margins", 0.0)
@@ -323,8 +343,8 @@ def injectivity_lab(
     matrix, query = rng.standard_normal((keys, dim)), rng.standard_normal(dim)
     flat = flat_keys(dim, keys, rng)
     searches = []
-    for i, mechanism in enumerate(chosen):
-        tell(f"looking for collisions of {mechanism.name}", (1 + i) / (2 + len(chosen)))
+    for i, mechanism in enumerate(selection):
+        tell(f"looking for collisions of {mechanism.name}", (1 + i) / (2 + len(selection)))
         searches.append(find_collision(mechanism, matrix, rng=rng, queries=queries, starts=starts))
     return Injectivity(
         prefixes=prefixes(dim, lengths, draws=draws, rng=rng),
@@ -338,12 +358,12 @@ def injectivity_lab(
         wide=find_collision(_wide(dim, rng), matrix, rng=rng, queries=queries, starts=starts),
         settings={
             **{"dim": dim, "keys": keys, "draws": draws, "starts": starts, "queries": queries},
-            "mechanisms": [mechanism.name for mechanism in chosen],
+            "mechanisms": [mechanism.name for mechanism in selection],
         },
     )
 
 
-def _checked(dim: int, keys: int, draws: int, wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
+def _resolve_mechanisms(dim: int, keys: int, draws: int, names: Sequence[str | Mechanism] | None) -> list[Mechanism]:
     """The mechanisms, if they and the sizes can be worked with."""
     if keys < 2:
         raise ValueInputError(
@@ -355,16 +375,16 @@ def _checked(dim: int, keys: int, draws: int, wanted: Sequence[str | Mechanism] 
         )
     if draws < 1:
         raise ValueInputError(f"draws must be at least 1, got {draws}")
-    chosen = [resolve(name) for name in (searchable() if wanted is None else as_items(wanted))]
-    for mechanism in chosen:
+    selection = [resolve(name) for name in (searchable() if names is None else as_items(names))]
+    for mechanism in selection:
         # Says what is missing, before any work is done.
         mechanism.site(torch.arange(1), torch.float64)
-    return chosen
+    return selection
 
 
 def searchable() -> list[str]:
     """Registered mechanisms that have weights and wait for no parameters."""
-    return [name for name, found in mechanisms().items() if not found.missing and found.kind != "constant"]
+    return [name for name, mechanism in mechanisms().items() if not mechanism.missing and mechanism.kind != "constant"]
 
 
 def _exact(matrix: np.ndarray, query: np.ndarray, scale: float, rng: np.random.Generator) -> tuple[Collision, ...]:

@@ -15,7 +15,9 @@ from softgap.attention import Mechanism, Visible, attend, compare_outputs, resol
 from softgap.attention.feature_maps import featurise
 from softgap.attention.quadratic import weight_blocks
 from softgap.errors import ValueInputError
-from softgap.probe.tensors import LayerTensors
+from softgap.intervals import ArrayInterval
+from softgap.probe.layout import LayerTensors
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "FALSE_DISCOVERIES",
@@ -80,17 +82,17 @@ def layer_series(
     # The square of a sample mean is too large by the variance of that mean.
     ratio = (values.mean(dim=1).square().sum(dim=-1) / deviation.clamp(min=1e-300) - 1 / time).clamp(min=0)
     r = ratio.numpy().repeat(heads // len(values))[:, None]
-    mean_term, concentration_term = _parts(r, count[:, start:], effective[:, start:])
-    chosen = [m.for_layers([layer.layer]) for m in mechanisms]
-    turned = _turned(layer.query, rng)
+    mean_term, concentration_term = _split_terms(r, count[:, start:], effective[:, start:])
+    layer_mechanisms = [m.for_layers([layer.layer]) for m in mechanisms]
+    turned = _random_directions(layer.query, rng)
     return LayerSeries(
-        divergence=np.stack([_diverged(layer, m, layer.query)[:, start:] for m in chosen]),
-        random=np.stack([_diverged(layer, m, turned)[:, start:] for m in chosen]),
-        uniform=_diverged(layer, resolve("uniform"), layer.query)[:, start:],
+        divergence=np.stack([_divergence(layer, m, layer.query)[:, start:] for m in layer_mechanisms]),
+        random=np.stack([_divergence(layer, m, turned)[:, start:] for m in layer_mechanisms]),
+        uniform=_divergence(layer, resolve(BASELINE), layer.query)[:, start:],
         mean_term=mean_term,
         concentration_term=concentration_term,
         predicted=predicted(r, count, effective)[:, start:],
-        normaliser=np.array([normaliser_effect(layer, m, start) for m in chosen]),
+        normaliser=np.array([normaliser_effect(layer, m, start) for m in layer_mechanisms]),
     )
 
 
@@ -113,8 +115,10 @@ def normaliser_effect(layer: LayerTensors, mechanism: Mechanism, start: int) -> 
     state = features.key.cumsum(dim=2).repeat_interleave(q.shape[1] // features.key.shape[1], dim=1)
     z = (features.query * state).sum(dim=-1)[0, :, start:]
     output = attend(mechanism, q, k, v, visible=layer.visible, scale=layer.scale, dtype=torch.float64).output[0]
-    own, other = layer.output.double()[:, start:], output[:, start:]
-    grown = compare_outputs(own, other * z[..., None]).divergence - compare_outputs(own, other).divergence
+    exact, approximate = layer.output.double()[:, start:], output[:, start:]
+    grown = (
+        compare_outputs(exact, approximate * z[..., None]).divergence - compare_outputs(exact, approximate).divergence
+    )
     counted = z > 0
     x = torch.log(at[start:].double() + 1).expand_as(z)[counted].numpy()
     return float(grown[counted].abs().max()), float(np.polyfit(x, torch.log(z[counted]).numpy(), 1)[0])
@@ -149,7 +153,7 @@ def _key_counts(layer: LayerTensors) -> tuple[np.ndarray, np.ndarray]:
     return count.double().numpy(), torch.minimum(effective, count).double().numpy()
 
 
-def _parts(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split_terms(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rest_count = np.exp(np.log(count).mean(axis=1, keepdims=True))
     rest_effective = np.exp(np.log(effective).mean(axis=1, keepdims=True))
     both, neither = predicted(r, count, effective), predicted(r, rest_count, rest_effective)
@@ -158,19 +162,21 @@ def _parts(r: np.ndarray, count: np.ndarray, effective: np.ndarray) -> tuple[np.
     return mean_term, 0.5 * ((by_effective - neither) + (both - by_count))
 
 
-def _turned(query: Float[Tensor, "head query dim"], rng: np.random.Generator) -> Float[Tensor, "head query dim"]:
+def _random_directions(
+    query: Float[Tensor, "head query dim"], rng: np.random.Generator
+) -> Float[Tensor, "head query dim"]:
     """Queries of random direction with the norms of the given ones."""
     free = torch.as_tensor(rng.standard_normal(tuple(query.shape)), dtype=query.dtype)
     turned: Tensor = free * (query.norm(dim=-1, keepdim=True) / free.norm(dim=-1, keepdim=True))
     return turned
 
 
-def _diverged(
+def _divergence(
     layer: LayerTensors, mechanism: Mechanism, query: Float[Tensor, "head query dim"]
 ) -> Float64[np.ndarray, "head query"]:
     k, v = layer.key[None], layer.value[None]
-    found = attend(mechanism, query[None], k, v, visible=layer.visible, scale=layer.scale, check=False).output[0]
-    return np.asarray(compare_outputs(layer.output, found).divergence.double().numpy())
+    output = attend(mechanism, query[None], k, v, visible=layer.visible, scale=layer.scale, check=False).output[0]
+    return np.asarray(compare_outputs(layer.output, output).divergence.double().numpy())
 
 
 FALSE_DISCOVERIES = 0.05
@@ -180,7 +186,7 @@ FALSE_DISCOVERIES = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
+class Slopes(ArrayInterval):
     """Mean over texts of the least-squares slope of each series per doubling of position.
 
     Attributes
@@ -193,9 +199,6 @@ class Slopes:
         How many there are.
     """
 
-    value: Float64[np.ndarray, "*series"]
-    low: Float64[np.ndarray, "*series"]
-    high: Float64[np.ndarray, "*series"]
     p: Float64[np.ndarray, "*series"]
     texts: int
 

@@ -1,4 +1,4 @@
-"""The position lab: why divergence changes with position, per head, and the verdicts."""
+"""The position lab: why divergence changes with position, per head."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 from jaxtyping import Float64, Int
 
 from softgap.attention import Mechanism, mechanisms, resolve
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import ClusterInterval, cluster_interval, ratio
-from softgap.models.calibrations import calibrated_mechanisms
 from softgap.models.support import check_measurable
+from softgap.models.tensor_files import calibrated_mechanisms
 from softgap.probe.capture import check_lengths
+from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
-from softgap.probe.tensors import LayerTensors, visit_layers
 from softgap.progress import Progress, silent
-from softgap.theory.lab import Claim, Verdict
+from softgap.theory.lab import Claim
+from softgap.theory.position.claims import position_claims
 from softgap.theory.position.drift import (
-    FALSE_DISCOVERIES,
     TERMS,
     LayerSeries,
     Slopes,
@@ -31,136 +32,9 @@ from softgap.theory.position.drift import (
     synthetic_layer,
 )
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Correction", "MechanismTrend", "Position", "position_in_model", "position_lab"]
-
-
-_SAD = "navi-SAD, capacity gap"
-
-
-# Rounding of a float64 cosine; a real effect of the normaliser would be many orders above.
-_ROUNDING = 1e-9
-
-
-_ONE_TEXT = "one text says nothing about other texts; give a longer file with --text, so that it holds 8 texts or more"
-
-
-def position_claims(lab: Position) -> tuple[Claim, ...]:
-    """One claim after the other, all about the first mechanism."""
-    trend = lab.trends[0]
-    return (_has_trend(trend), _normaliser(trend), _running_mean(trend), _concentration(trend), _winner(trend))
-
-
-def _has_trend(trend: MechanismTrend) -> Claim:
-    slope, heads, texts = trend.slopes.value, trend.trending, trend.slopes.texts
-    rising, falling = int((heads & (slope > 0)).sum()), int((heads & (slope < 0)).sum())
-    verdict: Verdict = "holds" if heads.all() else "does not hold" if not heads.any() else "holds only when"
-    condition = ""
-    if texts < 2:
-        verdict, condition = "not decided", _ONE_TEXT
-    elif verdict == "holds only when":
-        condition = f"the head is one of {rising} that rise or {falling} that fall, of {heads.size}"
-    return Claim(
-        name="position trend",
-        source=_SAD,
-        statement=f"The divergence from {trend.mechanism} has a trend with position.",
-        verdict=verdict,
-        condition=condition,
-        numbers={
-            "rising": rising,
-            "falling": falling,
-            "heads": heads.size,
-            "texts": texts,
-            "false discoveries at most": FALSE_DISCOVERIES,
-            "mean_slope": float(slope.mean()),
-            "median_size": float(np.median(np.abs(slope))),
-        },
-    )
-
-
-def _normaliser(trend: MechanismTrend) -> Claim:
-    verdict: Verdict = "not decided"
-    condition = f"{trend.mechanism} has no plain normaliser to multiply by"
-    if np.isfinite(trend.normaliser_change):
-        verdict = "does not hold" if trend.normaliser_change < _ROUNDING else "holds"
-        condition = "the cosine does not change when a vector is multiplied by a positive number"
-    return Claim(
-        name="normaliser",
-        source=_SAD,
-        statement="The growing normaliser z is the source of the position trend.",
-        verdict=verdict,
-        condition=condition,
-        numbers={
-            "change_when_multiplied_by_z": trend.normaliser_change,
-            "growth_exponent_of_z": trend.normaliser_growth,
-        },
-    )
-
-
-def _running_mean(trend: MechanismTrend) -> Claim:
-    own = trend.shares[TERMS.index("map")]
-    verdict: Verdict = "not decided"
-    if np.isfinite(own.value):
-        # The trend is that of the running mean where what the mechanism adds is a minor part of it, interval included.
-        verdict = "holds" if max(abs(own.low), abs(own.high)) < 0.2 else "does not hold"
-    return Claim(
-        name="running mean",
-        source="softgap",
-        statement=f"The trend is that of the divergence from the running mean; {trend.mechanism} adds little to it.",
-        verdict=verdict,
-        condition="beside it, the share that is left with queries of random direction",
-        numbers={
-            "share_of_map": own.value,
-            "low": own.low,
-            "high": own.high,
-            "share_with_random_queries": trend.random_share.value,
-            "random_low": trend.random_share.low,
-            "random_high": trend.random_share.high,
-        },
-    )
-
-
-def _concentration(trend: MechanismTrend) -> Claim:
-    shares = dict(zip(TERMS, trend.shares, strict=True))
-    mean, spread = shares["running mean"], shares["concentration"]
-    verdict: Verdict = "not decided"
-    if np.isfinite(mean.value):
-        verdict = (
-            "holds" if spread.low > max(mean.high, 0.0) else "does not hold" if mean.low > spread.high else verdict
-        )
-    return Claim(
-        name="concentration",
-        source="softgap",
-        statement="The trend comes from a change of softmax's concentration more than from the settling mean.",
-        verdict=verdict,
-        numbers={
-            f"{name}_{key}": getattr(share, key)
-            for name, share in (("concentration", spread), ("settling", mean), ("values", shares["values"]))
-            for key in ("value", "low", "high")
-        },
-    )
-
-
-def _winner(trend: MechanismTrend) -> Claim:
-    ordered = sorted(trend.corrections, key=lambda correction: correction.left)
-    verdict: Verdict = "not decided"
-    if ordered:
-        verdict = "holds" if ordered[0].left < 0.5 else "does not hold"
-    return Claim(
-        name="correction",
-        source="softgap",
-        statement="Subtracting what explains it removes most of the trend.",
-        verdict=verdict,
-        condition=f"the winner is '{ordered[0].name}', keeping {ordered[0].kept:.1%} of the variance around the trend; "
-        "minus uniform is the transform 'control' of `softgap analyze`"
-        if ordered
-        else "no head has a trend"
-        if trend.slopes.texts > 1
-        else _ONE_TEXT,
-        numbers={
-            f"{correction.name}: {key}": getattr(correction, key) for correction in ordered for key in ("left", "kept")
-        },
-    )
 
 
 GAINS = (0.3, 1.0, 2.0, 3.0, 4.5)
@@ -172,15 +46,21 @@ class Correction:
 
     Attributes
     ----------
-    left
+    trend_left
         Sum of the absolute slopes after over that before.
-    kept
+    variance_left
         Median over heads of the variance around the trend after over that before.
     """
 
     name: str
-    left: float
-    kept: float
+    trend_left: float
+    variance_left: float
+    left = DeprecatedAttribute("trend_left")
+    kept = DeprecatedAttribute("variance_left")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"name": self.name, "left": self.trend_left, "kept": self.variance_left}
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +72,7 @@ class MechanismTrend:
     slopes
         Of every head [layer, head]: means over texts.
     terms
-        Slopes of the terms in :data:`TERMS`, [term, layer, head]; over the terms they sum to ``slopes.value``.
+        Slopes of the terms in ``TERMS``, [term, layer, head]; over the terms they sum to ``slopes.value``.
     random
         Slopes with queries of random direction and the same norms.
     shares
@@ -235,7 +115,7 @@ class MechanismTrend:
             "random": self.random.tolist(),
             "shares": {name: asdict(share) for name, share in zip(TERMS, self.shares, strict=True)},
             "random_share": asdict(self.random_share),
-            "corrections": [asdict(correction) for correction in self.corrections],
+            "corrections": [correction.to_json() for correction in self.corrections],
             "normaliser_change": self.normaliser_change,
             "normaliser_growth": self.normaliser_growth,
         }
@@ -269,8 +149,8 @@ class Position(Displayed):
 
 def fixed_maps() -> list[str]:
     """elu1 first, then every other linear map that looks at the query and waits for no parameters."""
-    found = [n for n, m in mechanisms().items() if m.kind == "features" and not m.missing and not m.query_free]
-    return ["elu1", *(name for name in found if name != "elu1")]
+    names = [n for n, m in mechanisms().items() if m.kind == "features" and not m.missing and not m.query_free]
+    return ["elu1", *(name for name in names if name != "elu1")]
 
 
 def position_lab(
@@ -289,30 +169,51 @@ def position_lab(
 
     Parameters
     ----------
+    rng
+        The generator of queries, keys and values.
+    heads, length, dim
+        Number of heads, positions, and dimension of a head.
     value_mean
         Size of each coordinate's common mean of the values against their deviation of 1.
     texts
         Independent draws of every head, the sample that intervals and p-values are over.
     start
         First position that counts.
+    mechanisms
+        Which mechanisms; every registered feature map that needs no parameters by default.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Position
+        The slope of every head with its terms, and a verdict for each claim.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import position_lab
+    >>> lab = position_lab(rng=np.random.default_rng(0), heads=8, length=64, dim=8, texts=4, mechanisms=["elu1"])
+    >>> len(lab.trends)
+    1
     """
     if heads < 8 or dim < 2:
         raise ValueInputError(f"heads must be at least 8 and dim at least 2, got {heads} and {dim}; use more")
     if texts < 1:
         raise ValueInputError(f"texts must be at least 1, got {texts}; 8 or more show a trend")
-    chosen = _chosen(mechanisms)
+    selection = _resolve_mechanisms(mechanisms)
     tell = progress or silent
     sizes: dict[str, Any] = {"heads": heads, "length": length, "dim": dim, "value_mean": value_mean}
     drawn = []
     for text in range(texts):
         tell("drawing heads", 0.7 * text / texts)
         layer = synthetic_layer(**sizes, gains=GAINS, rng=rng)
-        drawn.append([layer_series(layer, chosen, start=start, rng=rng)])
+        drawn.append([layer_series(layer, selection, start=start, rng=rng)])
     settings = {
         **{"heads": heads, "tokens": length, "texts": texts, "dim": dim, "value_mean": value_mean},
         **{"start": start, "layers": 1},
     }
-    return _assembled(drawn, chosen, np.arange(heads), settings, rng, tell)
+    return _assemble_lab(drawn, selection, np.arange(heads), settings, rng, tell)
 
 
 def position_in_model(
@@ -338,23 +239,23 @@ def position_in_model(
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
     read = _texts(texts)
-    wanted = [*fixed_maps(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
-    chosen = _chosen([prepare_mechanism(mechanism, model) for mechanism in wanted])
+    requests = [*fixed_maps(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
+    selection = _resolve_mechanisms([prepare_mechanism(mechanism, model) for mechanism in requests])
     check_lengths(model, read, 0)
     tell = progress or silent
     total = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     groups: list[int] = []
-    found: list[list[LayerSeries]] = []
+    by_text: list[list[LayerSeries]] = []
 
     def visit(layer: LayerTensors) -> LayerSeries:
-        share = (len(found) + layer.layer / total) / len(read)
-        tell(f"text {len(found) + 1} of {len(read)}, layer {layer.layer}", 0.7 * share)
+        share = (len(by_text) + layer.layer / total) / len(read)
+        tell(f"text {len(by_text) + 1} of {len(read)}, layer {layer.layer}", 0.7 * share)
         groups.append(len(layer.key))
-        return layer_series(layer, chosen, start=start, rng=rng)
+        return layer_series(layer, selection, start=start, rng=rng)
 
     for token_ids in read:
-        found.append(visit_layers(model, token_ids, visit))
-    layers = found[0]
+        by_text.append(visit_layers(model, token_ids, visit))
+    layers = by_text[0]
     if len({series.uniform.shape for series in layers}) != 1:
         raise UnsupportedError(
             "this lab needs the same number of heads in every layer, got layers that differ; use another model"
@@ -362,13 +263,13 @@ def position_in_model(
     heads = layers[0].uniform.shape[0]
     clusters = (np.arange(len(layers))[:, None] * groups[0] + np.arange(heads) // (heads // groups[0])).ravel()
     settings = {"tokens": len(read[0]), "texts": len(read), "start": start, "layers": len(layers), "heads": heads}
-    return _assembled(found, chosen, clusters, settings, rng, tell)
+    return _assemble_lab(by_text, selection, clusters, settings, rng, tell)
 
 
-def _texts(given: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
+def _texts(token_ids: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
     """Lists of token ids, all equally long."""
-    many = len(given) > 0 and isinstance(given[0], Sequence)
-    texts: list[list[int]] = [list(ids) for ids in (given if many else [given])]  # type: ignore[arg-type]
+    many = len(token_ids) > 0 and isinstance(token_ids[0], Sequence)
+    texts: list[list[int]] = [list(ids) for ids in (token_ids if many else [token_ids])]  # type: ignore[arg-type]
     lengths = sorted({len(ids) for ids in texts})
     if len(lengths) > 1:
         raise ValueInputError(
@@ -377,18 +278,18 @@ def _texts(given: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
     return texts
 
 
-def _chosen(wanted: Sequence[str | Mechanism] | None) -> list[Mechanism]:
-    chosen = [resolve(m) for m in (fixed_maps() if wanted is None else as_items(wanted))]
-    if not chosen:
+def _resolve_mechanisms(names: Sequence[str | Mechanism] | None) -> list[Mechanism]:
+    selection = [resolve(m) for m in (fixed_maps() if names is None else as_items(names))]
+    if not selection:
         raise ValueInputError("a position lab needs at least one mechanism, got none; name one")
-    for mechanism in chosen:
+    for mechanism in selection:
         mechanism.site(torch.arange(1), torch.float32)
-    return chosen
+    return selection
 
 
-def _assembled(
+def _assemble_lab(
     texts: Sequence[Sequence[LayerSeries]],
-    chosen: Sequence[Mechanism],
+    mechanisms: Sequence[Mechanism],
     clusters: Int[np.ndarray, " head"],
     settings: dict[str, Any],
     rng: np.random.Generator,
@@ -401,16 +302,16 @@ def _assembled(
     uniform, exchangeable = stacked("uniform"), stacked("predicted")
     positions = np.arange(uniform.shape[-1], dtype=np.float64) + settings["start"] + 1
     mean_term, concentration = stacked("mean_term"), stacked("concentration_term")
-    profiles = {"uniform": uniform.mean(axis=(0, 1, 2)), "exchangeable values": exchangeable.mean(axis=(0, 1, 2))}
+    profiles = {BASELINE: uniform.mean(axis=(0, 1, 2)), "exchangeable values": exchangeable.mean(axis=(0, 1, 2))}
     trends = []
-    for i, mechanism in enumerate(chosen):
-        tell(f"trends of {mechanism.name}", 0.7 + 0.3 * i / len(chosen))
+    for i, mechanism in enumerate(mechanisms):
+        tell(f"trends of {mechanism.name}", 0.7 + 0.3 * i / len(mechanisms))
         divergence, random = stacked("divergence", i), stacked("random", i)
         terms = np.stack([mean_term, concentration, uniform - exchangeable, divergence - uniform], axis=1)
         effect = np.array([series.normaliser[i] for layers in texts for series in layers])
         profiles[mechanism.name] = divergence.mean(axis=(0, 1, 2))
         trends.append(_trend(mechanism.name, divergence, random, terms, positions, clusters, effect, rng))
-    return Position(tuple(trends), positions, profiles, {**settings, "mechanisms": [m.name for m in chosen]})
+    return Position(tuple(trends), positions, profiles, {**settings, "mechanisms": [m.name for m in mechanisms]})
 
 
 def _trend(
@@ -462,12 +363,12 @@ def _corrections(
     }
     x = np.log2(positions) - np.log2(positions).mean()
     before_slope, before_spread = _line(divergence[:, trending], x)
-    found = []
-    for name, taken in candidates.items():
-        slope, spread = _line((divergence - taken)[:, trending], x)
+    corrections = []
+    for name, term in candidates.items():
+        slope, spread = _line((divergence - term)[:, trending], x)
         left = float(np.abs(slope).sum() / np.abs(before_slope).sum())
-        found.append(Correction(name, left, float(np.median(spread / np.maximum(before_spread, 1e-300)))))
-    return tuple(found)
+        corrections.append(Correction(name, left, float(np.median(spread / np.maximum(before_spread, 1e-300)))))
+    return tuple(corrections)
 
 
 def _line(series: Float64[np.ndarray, "text head step"], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from softgap.attention import resolve
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.theory.separation.classes import Construction, Draw, dense_outputs, draw_many
-from softgap.theory.separation.network import Share, fire, share
+from softgap.theory.separation.network import Share, fire, plain_fields, share
 
 __all__ = ["Ablation", "Probe", "normaliser_ablation", "probe_outputs"]
 
@@ -42,7 +42,7 @@ class Ablation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        return plain_fields(self)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Probe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        return plain_fields(self)
 
 
 def normaliser_ablation(construction: Construction, draws: int, *, rng: np.random.Generator) -> tuple[Ablation, ...]:
@@ -84,13 +84,13 @@ def normaliser_ablation(construction: Construction, draws: int, *, rng: np.rando
         )
     drawn = draw_many(construction, draws, rng=rng)
     return tuple(
-        _ablated(construction, drawn, name, normalised)
+        _ablate(construction, drawn, name, normalised)
         for name in ("softmax", "identity")
         for normalised in (True, False)
     )
 
 
-def _ablated(construction: Construction, drawn: Sequence[Draw], name: str, normalised: bool) -> Ablation:
+def _ablate(construction: Construction, drawn: Sequence[Draw], name: str, normalised: bool) -> Ablation:
     low, high = (
         fire(resolve(name), construction, label, drawn, form="classes", normalised=normalised) for label in (0, 1)
     )
@@ -127,7 +127,7 @@ def probe_outputs(
         raise ValueInputError(f"a linear probe needs at least 8 samples of each class, got {samples}")
     drawn = draw_many(construction, samples, rng=rng)
     noise = rng.standard_normal((2, samples, construction.n * construction.d))
-    found = []
+    probes = []
     for name in as_items(names):
         mechanism, unit = resolve(name), construction.unit
         outputs = np.stack(
@@ -140,8 +140,8 @@ def probe_outputs(
             noisy = flat + level * noise
             pooled = noisy.reshape(outputs.shape).mean(2)
             shares = _held_out(noisy), _held_out(pooled)
-            found.append(Probe(name, level, *shares, float(marked[0]), float(marked[1]), distance))
-    return tuple(found)
+            probes.append(Probe(name, level, *shares, float(marked[0]), float(marked[1]), distance))
+    return tuple(probes)
 
 
 def _held_out(flat: Float[np.ndarray, "2 sample entry"]) -> Share:

@@ -16,6 +16,7 @@ from softgap.attention import Mechanism, Visible, attend
 from softgap.attention.catalogue import top_k
 from softgap.attention.feature_maps import featurise
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "GAP",
@@ -219,7 +220,7 @@ def block_column(construction: Construction, row: int) -> int:
 _ALIKE = frozenset(
     {
         *("softmax", "elu1", "relu", "identity", "exp_dim", "hedgehog", "focused", "taylor2", "polynomial"),
-        *("l2_normalised", "inline", "relu2_scores", "top_k", "uniform", "zero"),
+        *("l2_normalised", "inline", "relu2_scores", "top_k", BASELINE, "zero"),
     }
 )
 
@@ -332,7 +333,7 @@ def dense_outputs(
 ) -> Float[np.ndarray, "row d"]:
     """C of all n rows, by softgap's own attention: no mask, no scaling, float64."""
     queries, keys = (torch.from_numpy(matrix) for matrix in sequences(construction, label, draw))
-    return _attended(mechanism, queries, keys, keys)
+    return _attend_rows(mechanism, queries, keys, keys)
 
 
 def dense_products(
@@ -340,16 +341,16 @@ def dense_products(
 ) -> Float[np.ndarray, "row m"]:
     """C Y of all n rows, in the same way with A Y for the values."""
     queries, keys = (torch.from_numpy(matrix) for matrix in sequences(construction, label, draw))
-    return _attended(mechanism, queries, keys, keys @ torch.from_numpy(draw.signs).to(torch.float64))
+    return _attend_rows(mechanism, queries, keys, keys @ torch.from_numpy(draw.signs).to(torch.float64))
 
 
-def _attended(
+def _attend_rows(
     mechanism: Mechanism, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Float[np.ndarray, "row value_dim"]:
     everything = Visible(mask=torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool))
     q, k, v = (matrix[None, None] for matrix in (queries, keys, values))
-    found = attend(mechanism, q, k, v, visible=everything, scale=1.0, form="quadratic", dtype=torch.float64)
-    return found.output[0, 0].numpy()
+    attention = attend(mechanism, q, k, v, visible=everything, scale=1.0, form="quadratic", dtype=torch.float64)
+    return attention.output[0, 0].numpy()
 
 
 @dataclass(frozen=True, eq=False)

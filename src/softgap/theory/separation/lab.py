@@ -14,10 +14,11 @@ from softgap.progress import Progress, silent
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.ablation import Ablation, Probe, normaliser_ablation, probe_outputs
 from softgap.theory.separation.classes import Construction, construct
-from softgap.theory.separation.network import Trial, named, trials
+from softgap.theory.separation.network import Trial, mechanism_names, trials
 from softgap.theory.separation.phase_map import Axis, PhaseMap, parse_axes, phase_maps, turning_point
 from softgap.theory.separation.training import Trained
 from softgap.trajectories.run import Displayed
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Separation", "separation_lab"]
 
@@ -29,29 +30,29 @@ _PAPER = "Deng, Song and Zhou 2023"
 _MOSTLY = 0.9
 
 
-def separation_claims(found: Separation) -> tuple[Claim, ...]:
+def separation_claims(lab: Separation) -> tuple[Claim, ...]:
     """One verdict per claim."""
-    claims = [_softmax_separates(found), _linear_fails(found), _only_softmax(found), _large_n(found)]
-    mapped = next((one for one in found.maps if one.mechanism == "softmax"), None)
+    claims = [_softmax_separates(lab), _linear_fails(lab), _only_softmax(lab), _large_n(lab)]
+    mapped = next((grid for grid in lab.maps if grid.mechanism == "softmax"), None)
     if mapped is not None:
         claims += [_everywhere(mapped), _argument_predicts(mapped, "argued"), _argument_predicts(mapped, "median")]
-    linear = next((one for one in found.maps if one.mechanism == "identity"), None)
+    linear = next((grid for grid in lab.maps if grid.mechanism == "identity"), None)
     if mapped is not None and linear is not None:
         claims.append(_linear_ahead(mapped, linear))
-    claims.append(_bound_holds(found.maps))
-    if found.ablation:
-        claims.append(_normaliser(found))
-    claims.append(_linear_probe(found))
+    claims.append(_bound_holds(lab.maps))
+    if lab.ablation:
+        claims.append(_normaliser(lab))
+    claims.append(_linear_probe(lab))
     return tuple(claims)
 
 
-def _of(found: Separation, name: str) -> Trial:
-    return next(one for one in found.trials if one.mechanism == name)
+def _of(lab: Separation, name: str) -> Trial:
+    return next(trial for trial in lab.trials if trial.mechanism == name)
 
 
-def _softmax_separates(found: Separation) -> Claim:
-    one, size = _of(found, "softmax"), found.construction
-    verdict: Verdict = "holds" if one.success.value >= _MOSTLY else "does not hold"
+def _softmax_separates(lab: Separation) -> Claim:
+    softmax, size = _of(lab, "softmax"), lab.construction
+    verdict: Verdict = "holds" if softmax.success.value >= _MOSTLY else "does not hold"
     return Claim(
         "softmax separates",
         f"{_PAPER}, section 1.1",
@@ -59,26 +60,26 @@ def _softmax_separates(found: Separation) -> Claim:
         verdict,
         "",
         {
-            "P(F > 0 | D0)": one.fires_d0.value,
-            "P(F > 0 | D1)": one.fires_d1.value,
-            "P(both right)": one.success.value,
-            "at least": one.success.low,
+            "P(F > 0 | D0)": softmax.fires_d0.value,
+            "P(F > 0 | D1)": softmax.fires_d1.value,
+            "P(both right)": softmax.success.value,
+            "at least": softmax.success.low,
         },
     )
 
 
-def _linear_fails(found: Separation) -> Claim:
-    one = _of(found, "identity")
+def _linear_fails(lab: Separation) -> Claim:
+    identity = _of(lab, "identity")
     numbers = {
-        "P(F > 0 | D0)": one.fires_d0.value,
-        "P(F > 0 | D1)": one.fires_d1.value,
-        "P(both right)": one.success.value,
+        "P(F > 0 | D0)": identity.fires_d0.value,
+        "P(F > 0 | D1)": identity.fires_d1.value,
+        "P(both right)": identity.success.value,
     }
-    mapped = next((grid for grid in found.maps if grid.mechanism == "identity"), None)
+    mapped = next((grid for grid in lab.maps if grid.mechanism == "identity"), None)
     cells = np.zeros(0, bool) if mapped is None else mapped.low > 0.5
     if mapped is not None:
         numbers |= {"cells it separates": float(cells.sum()), "cells": float((~np.isnan(mapped.success)).sum())}
-    verdict: Verdict = "holds" if one.success.value < 0.5 else "does not hold"
+    verdict: Verdict = "holds" if identity.success.value < 0.5 else "does not hold"
     condition = ""
     if mapped is not None and cells.any():
         j, i = np.unravel_index(int(np.nanargmax(np.where(cells, mapped.low, np.nan))), cells.shape)
@@ -92,8 +93,8 @@ def _linear_fails(found: Separation) -> Claim:
     return Claim("linear fails", f"{_PAPER}, section 1.1", statement, verdict, condition, numbers)
 
 
-def _only_softmax(found: Separation) -> Claim:
-    others = {one.mechanism: one.success.value for one in found.trials if one.mechanism != "softmax"}
+def _only_softmax(lab: Separation) -> Claim:
+    others = {trial.mechanism: trial.success.value for trial in lab.trials if trial.mechanism != "softmax"}
     able = {name: value for name, value in others.items() if value >= 0.5}
     return Claim(
         "only softmax",
@@ -105,14 +106,14 @@ def _only_softmax(found: Separation) -> Claim:
     )
 
 
-def _large_n(found: Separation) -> Claim:
-    numbers = {f"P(both right), n = {one.n}": one.trials[0].success.value for one in found.scaled}
+def _large_n(lab: Separation) -> Claim:
+    numbers = {f"P(both right), n = {size.n}": size.trials[0].success.value for size in lab.scaled}
     return Claim(
         "a1 = 0.7 at any n",
         f"{_PAPER}, section 6",
         "a1 of at least 0.7 is enough for softmax, however long the sequence (b = c = 0.5, t = 1).",
-        "holds" if found.turning is None else "holds only when",
-        "" if found.turning is None else f"n is below {found.turning:,}: beyond, a1^2 + b^2 < 1 loses the marked row",
+        "holds" if lab.turning is None else "holds only when",
+        "" if lab.turning is None else f"n is below {lab.turning:,}: beyond, a1^2 + b^2 < 1 loses the marked row",
         numbers,
     )
 
@@ -137,9 +138,9 @@ def _boundary_words(grid: PhaseMap) -> str:
     if not crossed:
         fine = [f"{y:g}" for y, row in zip(grid.y.values, grid.success, strict=True) if np.nanmin(row) > 0.5]
         return f"{grid.y.name} is one of {', '.join(fine)}" if fine else "the cell is one that works in the map"
-    picked = [crossed[0], crossed[len(crossed) // 2], crossed[-1]] if len(crossed) > 2 else crossed
+    samples = [crossed[0], crossed[len(crossed) // 2], crossed[-1]] if len(crossed) > 2 else crossed
     words = []
-    for y, x, row in picked:
+    for y, x, row in samples:
         side = "above" if row[~np.isnan(row)][-1] > 0.5 else "below"
         words.append(f"{grid.x.name} is {side} {x:.3g} at {grid.y.name} = {y:g}")
     return ", ".join(words)
@@ -180,9 +181,9 @@ def _linear_ahead(softmax: PhaseMap, linear: PhaseMap) -> Claim:
 
 
 def _bound_holds(maps: tuple[PhaseMap, ...]) -> Claim:
-    broken = sum(one.broken_promises for one in maps)
-    promised = sum(int((one.bound < 0.5).sum()) for one in maps)
-    works = sum(int((one.success > 0.5).sum()) for one in maps if not np.isnan(one.bound).all())
+    broken = sum(grid.broken_promises for grid in maps)
+    promised = sum(int((grid.bound < 0.5).sum()) for grid in maps)
+    works = sum(int((grid.success > 0.5).sum()) for grid in maps if not np.isnan(grid.bound).all())
     return Claim(
         "Hoeffding's bound",
         f"{_PAPER}, section 6",
@@ -193,8 +194,8 @@ def _bound_holds(maps: tuple[PhaseMap, ...]) -> Claim:
     )
 
 
-def _normaliser(found: Separation) -> Claim:
-    tuned = {(one.weights, one.normalised): one.tuned.value for one in found.ablation}
+def _normaliser(lab: Separation) -> Claim:
+    tuned = {(cell.weights, cell.normalised): cell.tuned.value for cell in lab.ablation}
     needed = tuned["exp", False] < 0.5 and tuned["linear", True] >= 0.5
     return Claim(
         "normaliser",
@@ -213,10 +214,10 @@ def _normaliser(found: Separation) -> Claim:
     )
 
 
-def _linear_probe(found: Separation) -> Claim:
-    probes = [one for one in found.probes if one.mechanism == "identity"]
-    clean = min(probes, key=lambda one: one.noise)
-    numbers = {f"accuracy, noise {one.noise:g} L": one.accuracy.value for one in probes}
+def _linear_probe(lab: Separation) -> Claim:
+    probes = [probe for probe in lab.probes if probe.mechanism == "identity"]
+    clean = min(probes, key=lambda probe: probe.noise)
+    numbers = {f"accuracy, noise {probe.noise:g} L": probe.accuracy.value for probe in probes}
     numbers |= {"accuracy from the mean of rows": clean.pooled.value}
     numbers |= {"column 1 of row j, D0": clean.marked_d0, "D1": clean.marked_d1}
     return Claim(
@@ -239,14 +240,14 @@ _PROBE_ROWS = 128
 _PROBE_SAMPLES = 40
 
 
-_PROBED = ("softmax", "identity", "elu1", "uniform")
+_PROBED = ("softmax", "identity", "elu1", BASELINE)
 
 
 _MAPPED = ("softmax", "identity")
 
 
 @dataclass(frozen=True)
-class Scaled:
+class SizeTrials:
     """Softmax and linear attention at one n, with t = 1 and the least a1 of the source, 0.7."""
 
     n: int
@@ -276,7 +277,7 @@ class Separation(Displayed):
     settings: Mapping[str, Any]
     trials: tuple[Trial, ...]
     maps: tuple[PhaseMap, ...]
-    scaled: tuple[Scaled, ...]
+    scaled: tuple[SizeTrials, ...]
     turning: int | None
     ablation: tuple[Ablation, ...]
     probes: tuple[Probe, ...]
@@ -294,12 +295,12 @@ class Separation(Displayed):
             "construction": self.construction.to_json(),
             "settings": dict(self.settings),
             "claims": [claim.to_json() for claim in self.claims],
-            "trials": [one.to_json() for one in self.trials],
-            "maps": [one.to_json() for one in self.maps],
-            "scaled": [{"n": one.n, "trials": [found.to_json() for found in one.trials]} for one in self.scaled],
+            "trials": [trial.to_json() for trial in self.trials],
+            "maps": [grid.to_json() for grid in self.maps],
+            "scaled": [{"n": size.n, "trials": [trial.to_json() for trial in size.trials]} for size in self.scaled],
             "turning": self.turning,
-            "ablation": [one.to_json() for one in self.ablation],
-            "probes": [one.to_json() for one in self.probes],
+            "ablation": [cell.to_json() for cell in self.ablation],
+            "probes": [probe.to_json() for probe in self.probes],
             "trained": self.trained.to_json() if self.trained else None,
         }
 
@@ -316,12 +317,12 @@ def separation_lab(
     rng: np.random.Generator,
     progress: Progress | None = None,
 ) -> Separation:
-    """Run the lab.
+    """Test whether the network of Deng, Song and Zhou separates two classes of sequences, and where.
 
     Parameters
     ----------
     sizes
-        What :func:`softgap.theory.separation.construct` takes: n, d, t, m, a0, a1, b, c, cross.
+        What ``softgap.theory.separation.construct`` takes: n, d, t, m, a0, a1, b, c, cross.
     mechanisms
         Names to put in the network beside softmax and identity; every one that can be computed by default.
     axes
@@ -330,34 +331,57 @@ def separation_lab(
         Mechanisms to map; softmax and identity by default.
     draws, map_draws
         Draws of rows and signs, at the construction and in each cell of the map.
+    allow_breaks
+        Whether sizes may break the conditions of the construction.
+    rng
+        The generator of rows and signs.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Separation
+        A verdict for each claim, and the phase maps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from softgap.theory import separation_lab
+    >>> lab = separation_lab(
+    ...     mechanisms=["elu1"], draws=4, map_draws=2, mapped=["softmax"], rng=np.random.default_rng(0)
+    ... )
+    >>> lab.claims[0].name, lab.claims[0].verdict
+    ('softmax separates', 'holds')
     """
     show = progress or silent
-    given = {name: value for name, value in (sizes or {}).items() if value is not None}
-    construction = construct(**given, allow_breaks=allow_breaks)
-    names = named(mechanisms)
+    settings = {name: value for name, value in (sizes or {}).items() if value is not None}
+    construction = construct(**settings, allow_breaks=allow_breaks)
+    names = mechanism_names(mechanisms)
     # A stream per part, so that asking for another map does not change the trials.
     streams = rng.spawn(5)
     show("every mechanism", 0.0)
-    found = trials(names, construction, draws, rng=streams[0])
+    network_trials = trials(names, construction, draws, rng=streams[0])
     maps = phase_maps(
         tuple(dict.fromkeys(as_items(mapped or _MAPPED))),
         *(axes or parse_axes("d,b")),
         # The default map spans d itself, so a given n or d is not held against it.
-        {name: value for name, value in given.items() if axes is not None or name not in ("n", "d")},
+        {name: value for name, value in settings.items() if axes is not None or name not in ("n", "d")},
         map_draws,
         rng=streams[1],
         allow_breaks=allow_breaks,
         progress=lambda stage, part: show(stage, 0.2 + 0.4 * part),
     )
     show("growing n", 0.6)
-    scaled = tuple(Scaled(n, trials(_MAPPED, construct(n=n, t=1, a1=0.7), map_draws, rng=streams[2])) for n in _SCALES)
+    scaled = tuple(
+        SizeTrials(n, trials(_MAPPED, construct(n=n, t=1, a1=0.7), map_draws, rng=streams[2])) for n in _SCALES
+    )
     show("normaliser and probe", 0.9)
     ablation = normaliser_ablation(construction, max(4, draws), rng=streams[3]) if construction.regular else ()
     probed = construct(n=_PROBE_ROWS, t=1, a0=construction.a0, a1=construction.a1)
     return Separation(
         construction,
         {"draws": draws, "map_draws": map_draws},
-        found,
+        network_trials,
         maps,
         scaled,
         turning_point("softmax", a1=0.7, b=0.5),

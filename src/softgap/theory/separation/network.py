@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from statistics import NormalDist
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import UnsupportedError, unknown_name
 from softgap.inputs import as_items
+from softgap.intervals import Interval
 from softgap.theory.separation.classes import (
     GAP,
     ClassOutputs,
@@ -36,8 +37,8 @@ __all__ = [
     "computable",
     "fire",
     "hoeffding",
+    "mechanism_names",
     "missing_bound",
-    "named",
     "share",
     "signal_margin",
     "trial",
@@ -85,11 +86,11 @@ def fire(
     """
     if form not in _FORMS:
         raise unknown_name("form", form, _FORMS)
-    chosen = form_of(mechanism, construction) if form == "auto" else form
-    if chosen == "classes":
+    layout = form_of(mechanism, construction) if form == "auto" else form
+    if layout == "classes":
         outputs = class_outputs(mechanism, construction, label, normalised=normalised)
         return _fire_classes(outputs, construction, draws)
-    products_of = distinct_products if chosen == "distinct" else dense_products
+    products_of = distinct_products if layout == "distinct" else dense_products
     value, largest = np.empty(len(draws)), np.empty(len(draws))
     for i, draw in enumerate(draws):
         products = products_of(mechanism, construction, label, draw)
@@ -107,20 +108,20 @@ def _fire_classes(outputs: ClassOutputs, construction: Construction, draws: Sequ
     queried = np.stack([draw.signs[block_column(size, draw.row)] for draw in draws]).astype(np.float64)
     same = np.array([same_column(size, draw) for draw in draws])[:, None]
 
-    def product(row: int, own: Float[np.ndarray, "draw m"] | float) -> Float[np.ndarray, "draw m"]:
+    def product(row: int, block_sign: Float[np.ndarray, "draw m"] | float) -> Float[np.ndarray, "draw m"]:
         c = outputs.rows[row]
-        rest = block - keyed - own
-        return np.asarray(c[0] * first + c[1] * keyed + c[2] * own + c[3] * rest + c[4] * last)
+        remainder = block - keyed - block_sign
+        return np.asarray(c[0] * first + c[1] * keyed + c[2] * block_sign + c[3] * remainder + c[4] * last)
 
     plus = (size.d - 3 + block - keyed) / 2
     minus = size.d - 3 - plus
-    taken = np.where(same, 0.0, 1.0)  # the marked query leaves its block column one unmarked row short
+    missing = np.where(same, 0.0, 1.0)  # the marked query leaves its block column one unmarked row short
     # Queries in the marked key's column see all other columns alike: c[2] = c[3], so any own sign serves.
     kinds = [
         (np.where(same, product(0, 0.0), product(1, queried)), np.ones_like(first)),
-        (product(2, 0.0), np.broadcast_to(size.t - 1 + taken, first.shape)),
-        (product(3, 1.0), size.t * plus - taken * (queried > 0)),
-        (product(3, -1.0), size.t * minus - taken * (queried < 0)),
+        (product(2, 0.0), np.broadcast_to(size.t - 1 + missing, first.shape)),
+        (product(3, 1.0), size.t * plus - missing * (queried > 0)),
+        (product(3, -1.0), size.t * minus - missing * (queried < 0)),
     ]
     value, largest = np.zeros(len(draws)), np.full(len(draws), -np.inf)
     for products, counts in kinds:
@@ -190,8 +191,8 @@ def argument(construction: Construction, *, median: bool = False) -> float:
     large n this is the b / sqrt(d - 2) argument with its constant.
     """
     size = construction
-    own = size.t * math.exp(size.b**2 * math.log(size.n))
-    weight = own / (own + size.n - size.t)
+    block_weight = size.t * math.exp(size.b**2 * math.log(size.n))
+    weight = block_weight / (block_weight + size.n - size.t)
     z = NormalDist().inv_cdf(2 ** (-2 / max(2, size.m))) if median else math.sqrt(2 * math.log(size.m))
     return size.b * (weight + z / math.sqrt(size.d - 2)) / GAP
 
@@ -201,14 +202,15 @@ _Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(Interval):
     """How many of so many, as a share with its 95 % Wilson interval."""
 
-    value: float
-    low: float
-    high: float
     count: int
     of: int
+
+    def to_json(self) -> dict[str, float]:
+        """The interval and its counts."""
+        return {**super().to_json(), "count": self.count, "of": self.of}
 
 
 def share(count: int, of: int) -> Share:
@@ -220,6 +222,12 @@ def share(count: int, of: int) -> Share:
     low = 0.0 if count == 0 else centre - half
     high = 1.0 if count == of else centre + half
     return Share(p, low, high, count, of)
+
+
+def plain_fields(record: Any) -> dict[str, Any]:
+    """The fields of a result by name, its shares as plain values."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value.to_json() if isinstance(value, Share) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -255,26 +263,26 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        return plain_fields(self)
 
 
 def trial(mechanism: str | Mechanism, construction: Construction, draws: Sequence[Draw]) -> Trial:
     """Run the network with one mechanism on both classes, for every draw."""
-    chosen = resolve(mechanism)
-    if chosen.missing:
+    entry = resolve(mechanism)
+    if entry.missing:
         raise UnsupportedError(
-            f"mechanism '{chosen.name}' needs the parameters {', '.join(chosen.missing)}, which the separation data "
+            f"mechanism '{entry.name}' needs the parameters {', '.join(entry.missing)}, which the separation data "
             "do not provide; choose another mechanism, or pass them with Mechanism.with_parameters"
         )
-    form = form_of(chosen, construction)
-    silent, firing = (fire(chosen, construction, label, draws, form=form) for label in (0, 1))
+    form = form_of(entry, construction)
+    silent, firing = (fire(entry, construction, label, draws, form=form) for label in (0, 1))
     bound0 = bound1 = margin = math.nan
     if form == "classes":
-        class0, class1 = (class_outputs(chosen, construction, label) for label in (0, 1))
+        class0, class1 = (class_outputs(entry, construction, label) for label in (0, 1))
         bound0, bound1 = hoeffding(class0, construction), missing_bound(class1, construction)
         margin = signal_margin(class1, construction)
     d0, d1 = silent.value > 0, firing.value > 0
-    name = mechanism if isinstance(mechanism, str) else chosen.name
+    name = mechanism if isinstance(mechanism, str) else entry.name
     return Trial(
         name,
         share(int(d0.sum()), len(draws)),
@@ -302,7 +310,7 @@ def computable() -> tuple[str, ...]:
     return tuple(name for name, mechanism in mechanisms().items() if not mechanism.missing)
 
 
-def named(names: Sequence[str] | None) -> tuple[str, ...]:
+def mechanism_names(names: Sequence[str] | None) -> tuple[str, ...]:
     """The mechanisms asked for, all computable ones if none; softmax and identity always, as the source's two."""
-    wanted = computable() if not names else as_items(names)
-    return tuple(dict.fromkeys(("softmax", "identity", *wanted)))
+    requests = computable() if not names else as_items(names)
+    return tuple(dict.fromkeys(("softmax", "identity", *requests)))

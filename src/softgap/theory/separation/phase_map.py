@@ -58,7 +58,7 @@ class PhaseMap:
         1 where b (w + sqrt(2 log m / (d - 2))) < 0.1 and the marked row of D1 has a positive margin, else 0: what
         the b / sqrt(d - 2) argument expects. For softmax only, else NaN.
     median
-        The same with the median of the largest sum instead of its usual bound, see :func:`argument`.
+        The same with the median of the largest sum instead of its usual bound, see ``argument``.
     """
 
     mechanism: str
@@ -92,12 +92,12 @@ class PhaseMap:
         values = getattr(self, which)
         x = np.asarray(self.x.values, float)
         scale = np.log(x) if (x > 0).all() else x
-        found = []
+        crossings = []
         for row in values:
             known = ~np.isnan(row)
             place = _last_crossing(scale[known], row[known])
-            found.append(math.exp(place) if (x > 0).all() else place)
-        return tuple(found)
+            crossings.append(math.exp(place) if (x > 0).all() else place)
+        return tuple(crossings)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -134,15 +134,15 @@ def parse_axes(text: str) -> tuple[Axis, Axis]:
         if name not in AXES:
             raise unknown_name("axis of a map", name, AXES)
         try:
-            given = tuple(float(value) for value in values.split("/")) if values else AXES[name]
+            ticks = tuple(float(value) for value in values.split("/")) if values else AXES[name]
         except ValueError:
             raise ValueInputError(
                 f"the values of axis {name} are numbers with / between them, got '{values}'; for example {name}="
                 + "/".join(f"{value:g}" for value in AXES[name][:3])
             ) from None
-        if name in _WHOLE and any(value % 1 for value in given):
+        if name in _WHOLE and any(value % 1 for value in ticks):
             raise ValueInputError(f"axis {name} takes whole numbers, got '{values}'")
-        axes.append(Axis(name, tuple(sorted(given))))
+        axes.append(Axis(name, tuple(sorted(ticks))))
     if axes[0].name == axes[1].name:
         raise ValueInputError(f"the two axes of a map must differ, got {axes[0].name} twice; choose another")
     return axes[0], axes[1]
@@ -164,7 +164,7 @@ def phase_maps(
     Parameters
     ----------
     fixed
-        Sizes that stay as they are, as for :func:`construct`; an axis takes the place of its own. n, d and t follow
+        Sizes that stay as they are, as for ``construct``; an axis takes the place of its own. n, d and t follow
         each other as there, and so do b and c.
     """
     cells: dict[tuple[int, int], tuple[Construction, tuple[Trial, ...]]] = {}
@@ -174,7 +174,7 @@ def phase_maps(
             if progress is not None:
                 progress("mapping", (j * len(x.values) + i) / (len(x.values) * len(y.values)))
             try:
-                size = construct(**_placed(fixed, {x.name: value, y.name: upper}), allow_breaks=allow_breaks)
+                size = construct(**_cell_sizes(fixed, {x.name: value, y.name: upper}), allow_breaks=allow_breaks)
             except ValueInputError as error:
                 reason = str(error)
                 continue
@@ -182,10 +182,10 @@ def phase_maps(
             cells[j, i] = size, tuple(trial(name, size, drawn) for name in as_items(names))
     if not cells:
         raise ValueInputError(f"no cell of the map {x.name}, {y.name} is a construction: {reason}")
-    return tuple(_collected(which, name, x, y, cells) for which, name in enumerate(as_items(names)))
+    return tuple(_collect_map(which, name, x, y, cells) for which, name in enumerate(as_items(names)))
 
 
-def _placed(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+def _cell_sizes(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
     """The sizes of one cell: c follows b and b follows c, and of n, d and t the one that is left follows the others."""
     free = {"n", "d", "t"} - set(values)
     if len(free) < 3 and free <= set(fixed):
@@ -199,18 +199,22 @@ def _placed(fixed: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, 
     return placed
 
 
-def _collected(
+def _collect_map(
     which: int, name: str, x: Axis, y: Axis, cells: Mapping[tuple[int, int], tuple[Construction, tuple[Trial, ...]]]
 ) -> PhaseMap:
     grids = {key: np.full((len(y.values), len(x.values)), np.nan) for key in _GRIDS}
-    for at, (size, found) in cells.items():
-        one = found[which]
-        grids["success"][at], grids["low"][at], grids["high"][at] = one.success.value, one.success.low, one.success.high
-        grids["fires_d0"][at], grids["fires_d1"][at] = one.fires_d0.value, one.fires_d1.value
-        grids["bound"][at] = min(1.0, one.bound_d0 + one.bound_d1)
-        if one.mechanism == "softmax":
-            grids["argued"][at] = float(argument(size) < 1 and one.margin > 0)
-            grids["median"][at] = float(argument(size, median=True) < 1 and one.margin > 0)
+    for at, (size, trials) in cells.items():
+        trial = trials[which]
+        grids["success"][at], grids["low"][at], grids["high"][at] = (
+            trial.success.value,
+            trial.success.low,
+            trial.success.high,
+        )
+        grids["fires_d0"][at], grids["fires_d1"][at] = trial.fires_d0.value, trial.fires_d1.value
+        grids["bound"][at] = min(1.0, trial.bound_d0 + trial.bound_d1)
+        if trial.mechanism == "softmax":
+            grids["argued"][at] = float(argument(size) < 1 and trial.margin > 0)
+            grids["median"][at] = float(argument(size, median=True) < 1 and trial.margin > 0)
     return PhaseMap(name, x, y, **grids)
 
 
@@ -220,13 +224,13 @@ def turning_point(mechanism: str, *, a1: float, b: float, largest: int = 2**24) 
     None where it still does at ``largest``. Found by doubling and halving, so a margin that recovers in between is
     not seen; that of softmax falls steadily once a1^2 + b^2 < 1.
     """
-    chosen = resolve(mechanism)
+    entry = resolve(mechanism)
 
     def lost(n: int) -> bool:
         size = construct(n=n, t=1, a1=a1, b=b, m=1)
-        if form_of(chosen, size) != "classes":
+        if form_of(entry, size) != "classes":
             raise ValueInputError(f"mechanism '{mechanism}' has no classes of rows, so no turning point is known")
-        return signal_margin(class_outputs(chosen, size, 1), size) <= 0
+        return signal_margin(class_outputs(entry, size, 1), size) <= 0
 
     low, high = 64, 64
     while not lost(high):

@@ -159,12 +159,12 @@ def _recall(pairs: int) -> TrainedTask:
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         keys = torch.rand(count, _KEYS, generator=generator).argsort(1)[:, :pairs]
         values = torch.randint(_VALUES, (count, pairs), generator=generator)
-        asked = torch.randint(pairs, (count,), generator=generator)
+        queries = torch.randint(pairs, (count,), generator=generator)
         x = torch.zeros(count, pairs + 1, _KEYS + _VALUES)
         x[:, :pairs].scatter_(2, keys[..., None], 1.0).scatter_(2, _KEYS + values[..., None], 1.0)
         rows = torch.arange(count)
-        x[rows, pairs, keys[rows, asked]] = 1.0
-        return x, values[rows, asked]
+        x[rows, pairs, keys[rows, queries]] = 1.0
+        return x, values[rows, queries]
 
     return TrainedTask(
         f"recall-{pairs}", "classes", pairs + 1, _KEYS + _VALUES, _VALUES, 1 / _VALUES, "last", False, 1, sample
@@ -180,11 +180,11 @@ def _counting(length: int, noise: float = _COUNTING_NOISE) -> TrainedTask:
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         share = torch.rand(count, 1, generator=generator)
-        chosen = torch.rand(count, length, generator=generator) < share
+        hits = torch.rand(count, length, generator=generator) < share
         other = torch.randint(1, _SYMBOLS, (count, length), generator=generator)
-        symbols = torch.where(chosen, 0, other)
+        symbols = torch.where(hits, 0, other)
         x = torch.nn.functional.one_hot(symbols, _SYMBOLS).float()
-        return x + noise * torch.randn(x.shape, generator=generator), chosen.float().mean(1)
+        return x + noise * torch.randn(x.shape, generator=generator), hits.float().mean(1)
 
     name = f"counting-{length}"
     return TrainedTask(name, "number", length, _SYMBOLS, 1, 0.0, "last", False, 1, sample, noise=noise)
@@ -266,10 +266,10 @@ TRAINABLE = (
 
 def trainable(name: str) -> Mechanism:
     """The mechanism, refused if it cannot be trained here."""
-    chosen = resolve(name)
-    if chosen.name not in TRAINABLE:
+    mechanism = resolve(name)
+    if mechanism.name not in TRAINABLE:
         raise UnsupportedError(f"mechanism '{name}' cannot be trained here; choose one of: {', '.join(TRAINABLE)}")
-    return chosen
+    return mechanism
 
 
 def parameters(task: TrainedTask, generator: torch.Generator) -> dict[str, Tensor]:
@@ -278,37 +278,37 @@ def parameters(task: TrainedTask, generator: torch.Generator) -> dict[str, Tenso
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) / math.sqrt(rows)).requires_grad_()
 
-    made = {"embed": matrix(task.features, WIDTH), "out": matrix(WIDTH, task.outputs)}
-    made["bias"] = torch.zeros(task.outputs, requires_grad=True)
+    weights = {"embed": matrix(task.features, WIDTH), "out": matrix(WIDTH, task.outputs)}
+    weights["bias"] = torch.zeros(task.outputs, requires_grad=True)
     if task.ordered:
-        made["position"] = matrix(task.length, WIDTH)
+        weights["position"] = matrix(task.length, WIDTH)
     for layer in range(task.layers):
         for name in ("query", "key", "value", "join"):
-            made[f"{name}{layer}"] = matrix(WIDTH, WIDTH)
-        made[f"up{layer}"], made[f"down{layer}"] = matrix(WIDTH, 2 * WIDTH), matrix(2 * WIDTH, WIDTH)
-        made[f"shift{layer}"] = torch.zeros(2 * WIDTH, requires_grad=True)
-    return made
+            weights[f"{name}{layer}"] = matrix(WIDTH, WIDTH)
+        weights[f"up{layer}"], weights[f"down{layer}"] = matrix(WIDTH, 2 * WIDTH), matrix(2 * WIDTH, WIDTH)
+        weights[f"shift{layer}"] = torch.zeros(2 * WIDTH, requires_grad=True)
+    return weights
 
 
 def answer(
-    given: Parameters, task: TrainedTask, mechanism: Mechanism, x: Float[Tensor, "sample time feature"]
+    weights: Parameters, task: TrainedTask, mechanism: Mechanism, x: Float[Tensor, "sample time feature"]
 ) -> Float[Tensor, "sample output"]:
     """Embedding, layers of attention and two-layer perceptron, a linear map of the read-out."""
-    h = x @ given["embed"]
+    h = x @ weights["embed"]
     if task.ordered:
-        h = h + given["position"]
+        h = h + weights["position"]
     for layer in range(task.layers):
         z = functional.rms_norm(h, (WIDTH,))
         q, k, v = (
-            (z @ given[f"{name}{layer}"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            (z @ weights[f"{name}{layer}"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        mixed = mix(mechanism, q, k, v).transpose(1, 2).flatten(2) @ given[f"join{layer}"]
+        mixed = mix(mechanism, q, k, v).transpose(1, 2).flatten(2) @ weights[f"join{layer}"]
         h = h + mixed if task.residual else mixed
         z = functional.rms_norm(h, (WIDTH,))
-        h = h + functional.relu(z @ given[f"up{layer}"] + given[f"shift{layer}"]) @ given[f"down{layer}"]
+        h = h + functional.relu(z @ weights[f"up{layer}"] + weights[f"shift{layer}"]) @ weights[f"down{layer}"]
     read = h[:, -1] if task.reads == "last" else h.mean(1)
-    return read @ given["out"] + given["bias"]
+    return read @ weights["out"] + weights["bias"]
 
 
 def mix(

@@ -20,9 +20,10 @@ from torch.nn import functional
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import write_whole
+from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
-from softgap.intervals import joint_level
+from softgap.intervals import Interval, joint_level
 from softgap.progress import Progress
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.separation.small_models import (
@@ -40,7 +41,7 @@ from softgap.theory.separation.small_models import (
 __all__ = ["Cell", "Checkpoint", "Trained", "Training", "stored_cell", "train_all", "train_cell"]
 
 
-_TESTED = 512
+_TEST_SAMPLES = 512
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Cell:
 
     def score_after(self, seconds: float) -> float:
         """The score of the last checkpoint reached within so many seconds; NaN before the first."""
-        reached = [one.score for one in self.checkpoints if one.seconds <= seconds + 1e-9]
+        reached = [checkpoint.score for checkpoint in self.checkpoints if checkpoint.seconds <= seconds + 1e-9]
         return reached[-1] if reached else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -107,29 +108,29 @@ class Cell:
 
 def train_cell(name: str, mechanism: str, seed: int, training: Training) -> Cell:
     """Train from scratch with Adam; data and first parameters depend on task and seed only, not on the mechanism."""
-    chosen, made = trainable(mechanism), task(name)
-    data, start, held = (_generator(name, seed, purpose) for purpose in range(3))
-    given = parameters(made, start)
-    tested = made.sample(_TESTED, held)
-    optimiser = torch.optim.Adam(list(given.values()), lr=training.rate)
+    attention, problem = trainable(mechanism), task(name)
+    data, start, held_out = (_generator(name, seed, purpose) for purpose in range(3))
+    weights = parameters(problem, start)
+    test_data = problem.sample(_TEST_SAMPLES, held_out)
+    optimiser = torch.optim.Adam(list(weights.values()), lr=training.rate)
     stops = sorted(
         {max(1, round(training.steps * (i + 1) / training.checkpoints)) for i in range(training.checkpoints)}
     )
-    seconds, norms, found = 0.0, [], []
+    seconds, norms, checkpoints = 0.0, [], []
     for step in range(1, training.steps + 1):
-        x, y = made.sample(training.batch, data)
+        x, y = problem.sample(training.batch, data)
         begun = time.process_time()
-        loss = _loss(given, made, chosen, x, y)
+        loss = _loss(weights, problem, attention, x, y)
         optimiser.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(given.values(), 1.0)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)))
         optimiser.step()
         seconds += time.process_time() - begun
         if step in stops:
-            score = _score(given, made, chosen, *tested)
-            found.append(Checkpoint(step, seconds, loss.item(), score, float(np.mean(norms))))
+            score = _score(weights, problem, attention, *test_data)
+            checkpoints.append(Checkpoint(step, seconds, loss.item(), score, float(np.mean(norms))))
             norms = []
-    return Cell(name, mechanism, seed, training, tuple(found))
+    return Cell(name, mechanism, seed, training, tuple(checkpoints))
 
 
 def _generator(name: str, seed: int, purpose: int) -> torch.Generator:
@@ -138,25 +139,25 @@ def _generator(name: str, seed: int, purpose: int) -> torch.Generator:
 
 
 def _loss(
-    given: Parameters, made: TrainedTask, mechanism: Mechanism, x: Tensor, y: Shaped[Tensor, " sample"]
+    weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor, y: Shaped[Tensor, " sample"]
 ) -> Float[Tensor, ""]:
-    out = answer(given, made, mechanism, x)
-    return functional.cross_entropy(out, y) if made.kind == "classes" else functional.mse_loss(out[:, 0], y)
+    out = answer(weights, problem, mechanism, x)
+    return functional.cross_entropy(out, y) if problem.kind == "classes" else functional.mse_loss(out[:, 0], y)
 
 
 @torch.no_grad()
 def _score(
-    given: Parameters, made: TrainedTask, mechanism: Mechanism, x: Tensor, y: Shaped[Tensor, " sample"]
+    weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor, y: Shaped[Tensor, " sample"]
 ) -> float:
-    out = torch.cat(list(_batched(given, made, mechanism, x)))
-    if made.kind == "classes":
+    out = torch.cat(list(_answers(weights, problem, mechanism, x)))
+    if problem.kind == "classes":
         return float((out.argmax(1) == y).double().mean())
     return float(1 - (out[:, 0] - y).square().mean() / y.var(correction=0))
 
 
-def _batched(given: Parameters, made: TrainedTask, mechanism: Mechanism, x: Tensor) -> Iterator[Tensor]:
+def _answers(weights: Parameters, problem: TrainedTask, mechanism: Mechanism, x: Tensor) -> Iterator[Tensor]:
     for part in x.split(64):
-        yield answer(given, made, mechanism, part)
+        yield answer(weights, problem, mechanism, part)
 
 
 def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, training: Training) -> tuple[Cell, bool]:
@@ -164,28 +165,28 @@ def stored_cell(folder: Path | None, name: str, mechanism: str, seed: int, train
     if folder is None:
         return train_cell(name, mechanism, seed, training), False
     path = folder / f"{name}_{mechanism.replace(':', '_').replace(',', '_')}_{seed}.json"
-    asked = {
+    request = {
         "training": asdict(training),
-        **{"width": WIDTH, "heads": HEADS, "tested": _TESTED, "residual": task(name).residual},
+        **{"width": WIDTH, "heads": HEADS, "tested": _TEST_SAMPLES, "residual": task(name).residual},
         "noise": task(name).noise,
     }
-    there = _read(path, asked)
-    if there is not None:
-        return there, True
+    stored = _read(path, request)
+    if stored is not None:
+        return stored, True
     cell = train_cell(name, mechanism, seed, training)
-    write_whole(path, json.dumps({"asked": asked, "cell": cell.to_json()}) + "\n")
+    write_whole(path, json.dumps({"asked": request, "cell": cell.to_json()}) + "\n")
     return cell, False
 
 
-def _read(path: Path, asked: dict[str, Any]) -> Cell | None:
+def _read(path: Path, request: dict[str, Any]) -> Cell | None:
     """A finished cell, unless its budget is another; a file that is no cell is trained again."""
     try:
         document = json.loads(path.read_text())
-        if document["asked"] != asked:
+        if document["asked"] != request:
             return None
         cell = document["cell"]
-        found = tuple(Checkpoint(**one) for one in cell["checkpoints"])
-        return Cell(cell["task"], cell["mechanism"], cell["seed"], Training(**cell["training"]), found)
+        checkpoints = tuple(Checkpoint(**values) for values in cell["checkpoints"])
+        return Cell(cell["task"], cell["mechanism"], cell["seed"], Training(**cell["training"]), checkpoints)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -195,13 +196,15 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Interval):
     """Mean over seeds with its t interval (95 % by default); without an interval (NaN) for a single seed."""
 
-    mean: float
-    low: float
-    high: float
     seeds: int
+    mean = DeprecatedAttribute("value")
+
+    def to_json(self) -> dict[str, float]:
+        """Plain values; the mean is called ``mean``."""
+        return {"mean": self.value, "low": self.low, "high": self.high, "seeds": self.seeds}
 
 
 def score_of(values: Sequence[float], level: float = 0.95) -> Score:
@@ -209,9 +212,9 @@ def score_of(values: Sequence[float], level: float = 0.95) -> Score:
     array = np.asarray(values, float)
     mean = float(array.mean())
     if len(array) < 2:
-        return Score(mean, math.nan, math.nan, len(array))
+        return Score(mean, math.nan, math.nan, len(array), level=level)
     half = float(stats.t.ppf(0.5 + level / 2, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
-    return Score(mean, mean - half, mean + half, len(array))
+    return Score(mean, mean - half, mean + half, len(array), level=level)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,12 +269,12 @@ class Trained:
         fixed = [name for name in self.tasks if "-" not in name]
         # Verdicts that are read side by side have to hold together (Bonferroni).
         level = joint_level(len(fixed))
-        found = [self._survives(name, level) for name in fixed]
-        return (*found, *filter(None, [self._recall()]), self._linear_wins())
+        survivals = [self._survives(name, level) for name in fixed]
+        return (*survivals, *filter(None, [self._recall()]), self._linear_wins())
 
     def cannot_tell(self, name: str) -> str:
         """Why a task cannot tell softmax from the rival: both at the ceiling, or both at chance; empty where it can."""
-        scores = [self.score(name, mechanism).mean for mechanism in ("softmax", self.rival)]
+        scores = [self.score(name, mechanism).value for mechanism in ("softmax", self.rival)]
         if min(scores) > 1 - _SAME:
             return f"both score more than {1 - _SAME:g}: the task is too easy to tell them apart"
         if max(scores) < task(name).chance + _SAME:
@@ -279,22 +282,22 @@ class Trained:
         return ""
 
     def _survives(self, name: str, level: float) -> Claim:
-        found = self.advantage(name, level=level)
+        advantage = self.advantage(name, level=level)
         scores = {mechanism: self.score(name, mechanism) for mechanism in self.mechanisms}
         blind = self.cannot_tell(name)
-        verdict: Verdict = "not decided" if blind else _decided(found)
+        verdict: Verdict = "not decided" if blind else _verdict(advantage)
         return Claim(
             f"trained {name}",
             "softgap",
             f"Trained on {name}, softmax attention scores higher than {self.rival}.",
             verdict,
-            (blind or _missing(found)) if verdict == "not decided" else "",
+            (blind or _missing(advantage)) if verdict == "not decided" else "",
             {
-                **{f"{task(name).measure}, {mechanism}": one.mean for mechanism, one in scores.items()},
-                "difference at least": found.low,
-                "at most": found.high,
+                **{f"{task(name).measure}, {mechanism}": score.value for mechanism, score in scores.items()},
+                "difference at least": advantage.low,
+                "at most": advantage.high,
                 "level": level,
-                "at equal time": self.advantage(name, equal_time=True).mean,
+                "at equal time": self.advantage(name, equal_time=True).value,
             },
         )
 
@@ -302,10 +305,10 @@ class Trained:
         lengths = sorted(int(name.partition("-")[2]) for name in self.tasks if name.startswith("recall-"))
         if len(lengths) < 2:
             return None
-        found = {pairs: self.advantage(f"recall-{pairs}") for pairs in lengths}
+        advantages = {pairs: self.advantage(f"recall-{pairs}") for pairs in lengths}
         few, many = (self._differences(f"recall-{lengths[i]}") for i in (0, -1))
         growth = score_of([last - first for first, last in zip(few, many, strict=True)])
-        verdict = _decided(growth)
+        verdict = _verdict(growth)
         return Claim(
             "recall",
             "softgap",
@@ -313,26 +316,26 @@ class Trained:
             verdict,
             _missing(growth) if verdict == "not decided" else "",
             {
-                **{f"advantage, {pairs} pairs": one.mean for pairs, one in found.items()},
+                **{f"advantage, {pairs} pairs": advantage.value for pairs, advantage in advantages.items()},
                 "growth at least": growth.low,
                 "at most": growth.high,
             },
         )
 
     def _linear_wins(self) -> Claim:
-        asked = [(name, timed) for name in self.tasks if not self.cannot_tell(name) for timed in (False, True)]
+        questions = [(name, timed) for name in self.tasks if not self.cannot_tell(name) for timed in (False, True)]
         # So many comparisons: each interval is wide enough for all of them to hold together (Bonferroni).
-        level = joint_level(len(asked))
-        found = {
+        level = joint_level(len(questions))
+        advantages = {
             f"{name}, equal {'time' if timed else 'size'}": self.advantage(name, equal_time=timed, level=level)
-            for name, timed in asked
+            for name, timed in questions
         }
-        won = {words: one.mean for words, one in found.items() if one.high < 0}
-        lost = bool(found) and all(one.low > -_SAME for one in found.values())
+        won = {words: advantage.value for words, advantage in advantages.items() if advantage.high < 0}
+        lost = bool(advantages) and all(advantage.low > -_SAME for advantage in advantages.values())
         verdict: Verdict = "holds" if won else "does not hold" if lost else "not decided"
-        one_seed = all(one.seeds < 2 for one in found.values())
+        one_seed = all(advantage.seeds < 2 for advantage in advantages.values())
         missing = "one seed has no interval" if one_seed else "some intervals, widened for so many comparisons, hold 0"
-        if not found:
+        if not advantages:
             missing = "every task is too easy or too hard to tell"
         return Claim(
             "a task for linear",
@@ -340,7 +343,11 @@ class Trained:
             f"There is a task here on which trained {self.rival} attention beats softmax.",
             verdict,
             missing if verdict == "not decided" else "",
-            {f"advantage of softmax, {words}": one.mean for words, one in found.items() if words in won or not won},
+            {
+                f"advantage of softmax, {words}": advantage.value
+                for words, advantage in advantages.items()
+                if words in won or not won
+            },
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -353,17 +360,17 @@ class Trained:
                     "task": name,
                     "kind": task(name).kind,
                     "chance": task(name).chance,
-                    **{mechanism: asdict(self.score(name, mechanism)) for mechanism in self.mechanisms},
+                    **{mechanism: self.score(name, mechanism).to_json() for mechanism in self.mechanisms},
                     "cannot_tell": self.cannot_tell(name),
-                    "advantage": asdict(self.advantage(name)),
-                    "advantage_at_equal_time": asdict(self.advantage(name, equal_time=True)),
+                    "advantage": self.advantage(name).to_json(),
+                    "advantage_at_equal_time": self.advantage(name, equal_time=True).to_json(),
                 }
                 for name in self.tasks
             ],
         }
 
 
-def _decided(difference: Score) -> Verdict:
+def _verdict(difference: Score) -> Verdict:
     if difference.seeds < 2:
         return "not decided"
     if difference.low > 0:
@@ -392,22 +399,22 @@ def train_all(
         Beside softmax; elu1 by default. The first one is the rival of the comparisons.
     """
     names = as_items(tasks or DEFAULT_TASKS)
-    wanted = tuple(dict.fromkeys(("softmax", *as_items(mechanisms or ("elu1",)))))
+    mechanisms = tuple(dict.fromkeys(("softmax", *as_items(mechanisms or ("elu1",)))))
     budget = training or Training()
     if seeds < 1 or budget.steps < 1:
         raise ValueInputError(f"training needs at least one seed and one step, got {seeds} and {budget.steps}")
-    if len(wanted) < 2:
+    if len(mechanisms) < 2:
         raise ValueInputError("training compares softmax with another mechanism, got softmax alone; add one")
-    for name in wanted:
+    for name in mechanisms:
         trainable(name)
     for name in names:
         task(name)
-    asked = [(name, mechanism, seed) for name in names for seed in range(seeds) for mechanism in wanted]
+    runs = [(name, mechanism, seed) for name in names for seed in range(seeds) for mechanism in mechanisms]
     cells, resumed = [], 0
-    for done, (name, mechanism, seed) in enumerate(asked):
+    for done, (name, mechanism, seed) in enumerate(runs):
         if progress is not None:
-            progress(f"training {mechanism} on {name}", done / len(asked))
-        cell, there = stored_cell(folder, name, mechanism, seed, budget)
+            progress(f"training {mechanism} on {name}", done / len(runs))
+        cell, was_stored = stored_cell(folder, name, mechanism, seed, budget)
         cells.append(cell)
-        resumed += there
-    return Trained(tuple(cells), wanted[1], resumed)
+        resumed += was_stored
+    return Trained(tuple(cells), mechanisms[1], resumed)

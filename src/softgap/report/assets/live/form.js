@@ -57,9 +57,9 @@ async function ask(event) {
 /** What was typed outlives a reload, in this tab. */
 function keepDraft() {
   const fields = ['prompt', 'second', 'length', 'temperature', 'seed'];
-  const kept = JSON.parse(sessionStorage.getItem(DRAFT) || '{}');
+  const draft = JSON.parse(sessionStorage.getItem(DRAFT) || '{}');
   for (const id of fields) {
-    if (kept[id]) byId(id).value = kept[id];
+    if (draft[id]) byId(id).value = draft[id];
     byId(id).addEventListener('input', () => {
       sessionStorage.setItem(DRAFT, JSON.stringify(Object.fromEntries(fields.map((name) => [name, byId(name).value]))));
     });

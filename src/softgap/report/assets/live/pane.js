@@ -17,9 +17,9 @@ function resize(columns) {
     const old = unpacked.get(index);
     const values = new Float32Array(HEADS.length * columns).fill(NaN);
     if (old) {
-      const kept = Math.min(columns, old.columns);
+      const shared = Math.min(columns, old.columns);
       for (let row = 0; row < HEADS.length; row += 1) {
-        values.set(old.values.subarray(row * old.columns, row * old.columns + kept), row * columns);
+        values.set(old.values.subarray(row * old.columns, row * old.columns + shared), row * columns);
       }
     }
     unpacked.set(index, { rows: HEADS.length, columns, values });
@@ -35,8 +35,8 @@ function begin(data) {
   resize(steps);
   for (const [key, text] of Object.entries(arrays)) {
     const { values } = unpacked.get(SAMPLE.data.arrays[key]);
-    const given = numbersOf(text);
-    for (let row = 0; row < HEADS.length; row += 1) values.set(given.subarray(row * promptSteps, (row + 1) * promptSteps), row * steps);
+    const numbers = numbersOf(text);
+    for (let row = 0; row < HEADS.length; row += 1) values.set(numbers.subarray(row * promptSteps, (row + 1) * promptSteps), row * steps);
   }
   PANE.began = true;
   buildText();
@@ -47,10 +47,10 @@ function step(data) {
   if (data.step !== sample.tokens.length) throw new Error(`step ${data.step} came after step ${sample.tokens.length - 1}`);
   for (const name of ['token', 'position']) sample[`${name}s`].push(data[name]);
   for (const name of ['logprob', 'entropy']) sample[name].push(data[name]);
-  const given = numbersOf(data.values);
+  const numbers = numbersOf(data.values);
   PAYLOAD.live.keys.forEach((key, i) => {
     const { values } = unpacked.get(sample.arrays[key]);
-    for (let row = 0; row < HEADS.length; row += 1) values[row * PANE.columns + data.step] = given[i * HEADS.length + row];
+    for (let row = 0; row < HEADS.length; row += 1) values[row * PANE.columns + data.step] = numbers[i * HEADS.length + row];
   });
   sample.pieces.completion.splice(data.from, Infinity, ...data.pieces);
   const box = byId('tokens');

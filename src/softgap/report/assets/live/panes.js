@@ -27,8 +27,8 @@ function showPanes(names) {
     if (place.children[i] !== pane.box) place.insertBefore(pane.box, place.children[i] || null);
   });
   place.classList.toggle('two', panes.length > 1);
-  const wanted = new URLSearchParams(shownNames().map((name) => ['show', name])).toString();
-  if (location.hash.slice(1) !== wanted) history.replaceState(null, '', `#${wanted}`);
+  const query = new URLSearchParams(shownNames().map((name) => ['show', name])).toString();
+  if (location.hash.slice(1) !== query) history.replaceState(null, '', `#${query}`);
   const live = panes.filter(({ isLive }) => isLive).map(({ name }) => name);
   if (!STREAM.source || live.join() !== STREAM.runs.join()) watch(live);
   drawPaneHeads();
@@ -98,9 +98,9 @@ function downloads(name) {
 }
 
 function button(words, label, act) {
-  const made = element('button', '', words);
-  made.type = 'button';
-  made.setAttribute('aria-label', label);
-  made.addEventListener('click', act);
-  return made;
+  const node = element('button', '', words);
+  node.type = 'button';
+  node.setAttribute('aria-label', label);
+  node.addEventListener('click', act);
+  return node;
 }

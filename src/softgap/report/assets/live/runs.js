@@ -33,9 +33,9 @@ function receiveRuns({ runs, studies }) {
   drawStudies();
   const known = shownNames().filter((name) => RUNS.has(name) || STUDIES.includes(name));
   if (first) {
-    const wanted = namesInAddress().filter((name) => RUNS.has(name) || STUDIES.includes(name));
+    const names = namesInAddress().filter((name) => RUNS.has(name) || STUDIES.includes(name));
     const latest = runs.filter(({ state }) => state === 'running').concat(runs.slice(-1))[0];
-    showPanes(wanted.length || !latest ? wanted : [latest.id]);
+    showPanes(names.length || !latest ? names : [latest.id]);
   } else if (known.some((name, i) => panes[i].name !== name || panes[i].isLive !== RUNS.has(name))) showPanes(known);
   else drawPaneHeads();
   const waiting = runs.filter(({ state }) => state === 'waiting').length;

@@ -19,7 +19,7 @@ startForm();
 startTheme(() => panes.forEach(themePane));
 watch([]);
 addEventListener('hashchange', () => {
-  const wanted = namesInAddress();
-  if (wanted.join() !== shownNames().join()) showPanes(wanted);
+  const names = namesInAddress();
+  if (names.join() !== shownNames().join()) showPanes(names);
 });
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

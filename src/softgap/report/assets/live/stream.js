@@ -39,7 +39,7 @@ async function post(address, body) {
   } catch {
     throw new Error('the server does not answer; is softgap serve still running?');
   }
-  const found = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(found.error || `the server refused (${answer.status})`);
-  return found;
+  const reply = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(reply.error || `the server refused (${answer.status})`);
+  return reply;
 }
