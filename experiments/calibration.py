@@ -64,7 +64,7 @@ def fit_path(options: argparse.Namespace, file: str | None, features: int) -> Pa
 def gaps(calibration: Calibration, model: Any, ids: Sequence[int]) -> HeldOut:
     """What held-out text says, at positions up to 8,192."""
     texts = sequences(ids, HELD_OUT)
-    controls = [calibration.mechanism(name) for name in ("mean_ablation", "profile")]
+    controls = [calibration.mechanism(name) for name in ("constant", "profile")]
     first = calibration.tensors["profile.first"].numpy()
     return evaluate_held_out(
         model, texts[2048], [calibration.mechanism(), "uniform", "elu1", *controls], far=texts[8192], first=first
@@ -100,7 +100,7 @@ def swaps(calibration: Calibration, model: Any, tokenizer: Any, fit: Sequence[in
     sides: dict[str, tuple[list[tuple[int, int]], str | Mechanism]] = {
         "fitted, by calibrated divergence": (order, calibration.mechanism()),
         "fitted, random order": (shuffled, calibration.mechanism()),
-        "mean_ablation, same order": (order, calibration.mechanism("mean_ablation")),
+        "constant, same order": (order, calibration.mechanism("constant")),
         "elu1, same order": (order, "elu1"),
     }
     rows = []
@@ -133,7 +133,7 @@ def described(source: str, features: int, steps: int, held_out: HeldOut) -> str:
     bins = ("64-512", "512-1024", "1024-2048", "2048-4096", "4096-8192")
     cells = [f"{held_out.by_position[name].value:.3f}" if name in held_out.by_position else "" for name in bins]
     sinks = " / ".join(f"{closed.value:.3f}" for closed in held_out.by_sink.values())
-    whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["mean_ablation"]
+    whole, profile, mean = held_out.gap_closed["fitted"], held_out.against["profile"], held_out.against["constant"]
     return (
         f"| {source} | {features} | {steps} | {whole.value:.3f} ({whole.low:.3f} to {whole.high:.3f}) | "
         f"{' | '.join(cells)} | {profile.value:.3f} | {mean.value:.3f} | {sinks} | {held_out.explained:.3f} |"

@@ -17,7 +17,7 @@ from softgap.errors import SoftgapError
 from support.linearize_cases import DOUBLE, apart, with_random_parameters
 
 FITTED = with_random_parameters("fitted", 1, 4, 2, 8, 5)
-HYBRIDS = [
+HYBRIDS: list[str | Mechanism] = [
     "window:w=9,sinks=3",
     "window:w=1,sinks=0",
     "razor:w=9,sinks=3",

@@ -73,7 +73,7 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
     assert again.metadata["fingerprint"] == found.fingerprint
     assert again.held_out == found.held_out
     assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in found.tensors)
-    assert set(found.held_out.gap_closed) == {"fitted", "elu1", "mean_ablation", "profile"}
+    assert set(found.held_out.gap_closed) == {"fitted", "elu1", "constant", "profile"}
     assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
 
 
@@ -82,7 +82,7 @@ def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> 
     sharp = attending_llama(max_position_embeddings=1024)
     found = calibrate(sharp, TOKENIZER, [written()], recipe=RECIPE, positions=256, out=path)
     held_out = found.held_out
-    assert set(held_out.explained_by) == {"fitted", "uniform", "elu1", "mean_ablation", "profile"}
+    assert set(held_out.explained_by) == {"fitted", "uniform", "elu1", "constant", "profile"}
     assert held_out.explained_by["fitted"] == held_out.explained
     closed, explained = (np.array(x, dtype=float).ravel() for x in (held_out.by_head, held_out.explained_by_head))
     assert np.nanmedian(explained) == pytest.approx(held_out.explained)
@@ -243,7 +243,7 @@ def test_progress_tells_layers_and_the_gap_closed_so_far(tmp_path: Path) -> None
 def test_every_part_finds_it_by_the_fingerprint() -> None:
     assert default_mechanisms(model()) == ("elu1", "uniform")
     made()
-    run = softgap.read(model(), TOKENIZER, written(8), mechanisms=["fitted", "profile", "mean_ablation", "uniform"])
+    run = softgap.read(model(), TOKENIZER, written(8), mechanisms=["fitted", "profile", "constant", "uniform"])
     assert run.manifest.mechanisms["fitted"] == {
         "calibration": load_calibration(calibration_path(run.manifest.weights)).digest
     }

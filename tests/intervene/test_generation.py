@@ -66,7 +66,7 @@ def test_a_generation_is_its_text_read(
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
-@pytest.mark.parametrize("name", ["fitted", "profile", "mean_ablation"])
+@pytest.mark.parametrize("name", ["fitted", "profile", "constant"])
 def test_a_calibrated_mechanism_in_a_generation(name: str, settings: dict[str, Any]) -> None:
     model = tiny_with("llama")
     with swap(model, PAIR, with_random_parameters(name, 2, 4, 2, 16, 16)):

@@ -205,7 +205,7 @@ def test_cross_attention_that_is_never_called_is_no_layer() -> None:
 
 def refusals() -> list[Any]:
     fitted = with_random_parameters("fitted", 3, 4, 2, 16, 16)
-    means = with_random_parameters("mean_ablation", 2, 3, 2, 16, 16)
+    means = with_random_parameters("constant", 2, 3, 2, 16, 16)
     return [
         (
             [],

@@ -99,7 +99,7 @@ def test_the_mean_of_values_without_the_seam() -> None:
 
 @pytest.mark.parametrize("heads", [[(0, 2)], PAIR, [(1, 2), (0, 0), (1, 0)], [(0, h) for h in range(4)]], ids=str)
 @pytest.mark.parametrize(
-    ("name", "key_maps"), [("fitted", 2), ("fitted", 4), ("fitted", 1), ("profile", None), ("mean_ablation", None)]
+    ("name", "key_maps"), [("fitted", 2), ("fitted", 4), ("fitted", 1), ("profile", None), ("constant", None)]
 )
 def test_parameters_reach_their_layer_and_head(name: str, key_maps: int | None, heads: list[tuple[int, int]]) -> None:
     model = tiny_with("llama", dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_parameters_by_layer_follow_the_calls_where_layers_have_numbers_of_their
     model = tiny_with("qwen3_next")
     layers = attention_layers(model)
     assert [(layer.number, layer.index) for layer in layers] == [(1, 0), (3, 1)]
-    mechanism = with_random_parameters("mean_ablation", 2, layers[0].heads, layers[0].kv_heads, 16, 16)
+    mechanism = with_random_parameters("constant", 2, layers[0].heads, layers[0].kv_heads, 16, 16)
     with edited(model, [([(3, 1)], mechanism)]):
         truth = logits_of(model, IDS)
     with swap(model, [(3, 1)], mechanism):

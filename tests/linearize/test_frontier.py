@@ -67,7 +67,7 @@ def test_every_point_is_what_a_plain_forward_says(small: Any, texts: Any) -> Non
     found = frontier(small, fit, held_out, recall_lists, "elu1", orders=["divergence", "random"], shares=[0.5, 1.0])
     lines = {(p.order, p.mechanism) for p in found.points}
     assert lines == {
-        ("divergence", "elu1"), ("divergence", "elu1, repaired"), ("divergence", "mean_ablation"), ("random", "elu1"),
+        ("divergence", "elu1"), ("divergence", "elu1, repaired"), ("divergence", "constant"), ("random", "elu1"),
         ("greedy", "elu1"), ("greedy", "elu1, repaired"),
     }  # fmt: skip
     everything = [(layer, head) for layer in range(2) for head in range(4)]
@@ -305,7 +305,7 @@ def test_pictures_are_drawn(small: Any, texts: Any, tmp_path: Path) -> None:
         greedy=False,
         correct=False,
     )
-    assert save_figure(draw_frontier(found), tmp_path / "frontier.svg").read_text().count("mean_ablation") == 1
+    assert save_figure(draw_frontier(found), tmp_path / "frontier.svg").read_text().count("constant") == 1
     plan = find_plan(
         small, byte_tokenizer(), [TEXT], "uniform", budget=9.0, length=64, recalls=0, score="divergence", correct=False
     )

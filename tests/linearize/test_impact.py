@@ -70,7 +70,7 @@ def test_impact_is_what_the_plain_loop_finds(small: Any) -> None:
     read = split_sequences(small, tokenizer, [TEXT], length=48)
     heads = [head for layer in range(3) for head in heads_of_layer(small, layer)]
     assert found.heads == tuple(heads)
-    assert found.mechanisms == ("elu1", "mean_ablation")
+    assert found.mechanisms == ("elu1", "constant")
     for place, mechanism in enumerate(("elu1", mean_outputs(small, read))):
         truth = plain_loop(small, read, heads, mechanism)
         for name, values in truth.items():
@@ -128,10 +128,10 @@ def test_an_impact_is_saved_and_read_back(small: Any, tmp_path: Path) -> None:
 
 def test_the_map_of_the_report_takes_an_impact(tmp_path: Path) -> None:
     change = np.arange(12.0).reshape(2, 3, 2)
-    found = Impact(("elu1", "mean_ablation"), ((0, 0), (0, 1), (1, 0)), {}, {"loss": change})
+    found = Impact(("elu1", "constant"), ((0, 0), (0, 1), (1, 0)), {}, {"loss": change})
     columns = {column.label: column.values for column in read_columns(found.write_heads(tmp_path / "impact.csv"))}
     assert columns["loss, swapped for elu1"] == {(0, 0): 0.5, (0, 1): 2.5, (1, 0): 4.5}
-    assert columns["loss, swapped for mean_ablation"][1, 0] == 10.5
+    assert columns["loss, swapped for constant"][1, 0] == 10.5
     with pytest.raises(StoreError, match="cannot write"):
         found.write_heads(tmp_path / "nowhere" / "impact.csv")
 

@@ -43,7 +43,7 @@ def substitutes() -> list[Any]:
         pytest.param(Substitute(fitted, window=4), id="hybrid"),
         pytest.param(Substitute(fitted, window=4, readout=readout), id="hybrid, repaired"),
         pytest.param(Substitute(resolve("uniform"), readout=readout), id="uniform, repaired"),
-        pytest.param(Substitute(with_random_parameters("mean_ablation", 2, 4, 2, 8, 8)), id="mean"),
+        pytest.param(Substitute(with_random_parameters("constant", 2, 4, 2, 8, 8)), id="mean"),
         pytest.param(Substitute(resolve("zero"), readout=readout), id="zero, repaired"),
     ]
 
@@ -197,7 +197,7 @@ def test_bad_plans_are_refused_in_one_sentence(tmp_path: Path) -> None:
         load_plan(tmp_path / "no.json")
     with pytest.raises(SoftgapError, match="cannot read the plan"):
         load_plan(tmp_path / "nowhere.json")
-    plan_for(model, Substitute(with_random_parameters("mean_ablation", 2, 4, 2, 8, 8))).save(tmp_path / "other.json")
+    plan_for(model, Substitute(with_random_parameters("constant", 2, 4, 2, 8, 8))).save(tmp_path / "other.json")
     (tmp_path / "other.safetensors").replace(tmp_path / "plan.safetensors")
     with pytest.raises(SoftgapError, match="are not those of the plan"):
         load_plan(path)

@@ -131,7 +131,7 @@ def test_parameters_by_layer_and_head_reach_the_right_head() -> None:
     profile = known["profile"].with_parameters(
         first=random(layers, heads).abs(), by_distance=random(layers, heads, 6).abs()
     )
-    mean = known["mean_ablation"].with_parameters(mean=random(layers, heads, d))
+    mean = known["constant"].with_parameters(mean=random(layers, heads, d))
     with record(model, [profile, fitted, mean], block=4) as recording:
         tokens = written(model, IDS, 12)[0].tolist()
     run = only(recording.trajectories())

@@ -1,6 +1,15 @@
 """Attention mathematics on tensors: mechanisms, their quadratic, chunked and streaming forms, and divergences."""
 
-from softgap.attention.attend import attend, attend_hybrid, attention_weights, choose_form, new_state
+from softgap.attention.attend import (
+    attend,
+    attend_hybrid,
+    attention_weights,
+    choose_form,
+    has_state,
+    new_state,
+    split_states,
+    stacked_states,
+)
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.outputs import (
@@ -35,10 +44,13 @@ __all__ = [
     "compare_heads",
     "compare_outputs",
     "divergence",
+    "has_state",
     "mechanisms",
     "new_state",
     "norm_ratio",
     "register_mechanism",
     "relative_l2",
     "resolve",
+    "split_states",
+    "stacked_states",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,16 @@ from softgap.attention.visible import Visible
 from softgap.attention.window import ScoreRule
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 
-__all__ = ["attend", "attend_hybrid", "attention_weights", "choose_form", "new_state"]
+__all__ = [
+    "attend",
+    "attend_hybrid",
+    "attention_weights",
+    "choose_form",
+    "has_state",
+    "new_state",
+    "split_states",
+    "stacked_states",
+]
 
 Form = Literal["quadratic", "chunked"]
 # The chunked form costs O(T r d_v) with r features; up to this many it is the default at any length.
@@ -123,6 +133,30 @@ def new_state(
     return LinearState(resolved, window=window, scale=scale, dtype=dtype, origin=origin)
 
 
+def has_state(mechanism: Mechanism, d: int, *, window: int | None = None) -> bool:
+    """Whether a mechanism follows a growing sequence in constant space, under a window of the model's own or none.
+
+    Under such a window the keys of a tail come and go.
+    """
+    return mechanism.streams(d) and (window is None or mechanism.tail is None)
+
+
+def stacked_states(states: Sequence[LinearState | HybridState], mechanism: Mechanism) -> LinearState | HybridState:
+    """States of several layers as one, along the batch; ``mechanism`` carries the parameters of all of them."""
+    linear = [state for state in states if isinstance(state, LinearState)]
+    if linear:
+        return LinearState.stacked(linear, mechanism)
+    return HybridState.stacked([state for state in states if isinstance(state, HybridState)], mechanism)
+
+
+def split_states(whole: LinearState | HybridState, states: Sequence[LinearState | HybridState]) -> None:
+    """Hand each part of a stacked state back to the state it came from."""
+    if isinstance(whole, LinearState):
+        whole.split_into([state for state in states if isinstance(state, LinearState)])
+    else:
+        whole.split_into([state for state in states if isinstance(state, HybridState)])
+
+
 def attention_weights(
     mechanism: str | Mechanism,
     q: Float[Tensor, "batch head query dim"],
@@ -143,15 +177,10 @@ def attention_weights(
 def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> Form:
     """The faster form that can serve: chunked for few features or for more keys than features."""
     if mechanism.kind in ("window", "hybrid"):
-        return "chunked" if _window_streams(mechanism, d, visible) else "quadratic"
+        stateful = visible.mask is None and has_state(mechanism, d, window=visible.window)
+        return "chunked" if stateful else "quadratic"
     features = mechanism.feature_dim(d) if mechanism.factorable(d) and visible.mask is None else None
     return "chunked" if features is not None and (features <= FEW_FEATURES or n_keys >= features) else "quadratic"
-
-
-def _window_streams(mechanism: Mechanism, d: int, visible: Visible) -> bool:
-    """Whether a window or hybrid has a state here: under a window of the model, keys of a tail come and go."""
-    tailed = mechanism.tail is not None and visible.window is not None
-    return mechanism.streams(d) and visible.mask is None and not tailed
 
 
 def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:

@@ -94,8 +94,8 @@ def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = N
     worth = keys_worth(mechanism, dim, value_dim)
     if worth == float("inf"):
         raise UnsupportedError(
-            f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with a "
-            "state of constant size"
+            f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with "
+            "a state of constant size"
         )
     recent, first = split_keys(max(1, round(worth)), sinks=sinks)
     return f"window:w={recent},sinks={first}"

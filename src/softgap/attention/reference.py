@@ -28,8 +28,8 @@ Matrix = Float[np.ndarray, "n d"]
 class Row:
     """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head.
 
-    ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew; ``ordinals`` count the keys of the
-    sequence, padding left out.
+    ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew; ``ordinals`` count the keys of
+    the sequence, padding left out.
     """
 
     q: Vector

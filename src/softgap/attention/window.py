@@ -95,6 +95,12 @@ class ScoreRule:
         """The scores after the softcap."""
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
+    def for_heads(self, heads: Int[Tensor, " head"]) -> ScoreRule:
+        """The same for some query heads only."""
+        if self.sink_logits is None:
+            return self
+        return ScoreRule(self.softcap, self.sink_logits.index_select(1, heads.to(self.sink_logits.device)))
+
     def sink_column(self, like: Tensor) -> Float[Tensor, "#batch head 1 1"] | None:
         """The learned logits as a column of scores, on the device and in the dtype of a tensor."""
         return None if self.sink_logits is None else self.sink_logits.to(like.device, like.dtype)[:, :, None, None]
@@ -172,6 +178,7 @@ class KeyBuffer:
         """Take in new keys and values."""
         batch, heads, n, _ = k.shape
         self._reserve(batch, heads, min(self.exact.recent, self.length + n), k, v)
+        self._leave_inference_mode()
         keys, values = self.slots
         if padded and self.counts is None:
             self._begin_ordinals(batch, k.device)
@@ -188,6 +195,14 @@ class KeyBuffer:
             self.ordinals[:, positions % self.ring] = ordinals[:, -last:].expand(batch, -1)
             self.counts = self.counts + (ordinals != NO_ORDINAL).sum(dim=1)
         self.length += n
+
+    def _leave_inference_mode(self) -> None:
+        """Tensors that were made in inference mode cannot be written to outside of it: copy them."""
+        if self.keys is None or torch.is_inference_mode_enabled() or not self.keys.is_inference():
+            return
+        for name in _BUFFER_TENSORS:
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.clone())
 
     def _append_sinks(self, k: Tensor, v: Tensor, ordinals: Int[Tensor, "#batch key"]) -> None:
         sinks, (keys, values) = self.exact.sinks, self.slots

@@ -51,7 +51,7 @@ class Calibration:
     ----------
     tensors
         Parameters by ``mechanism.parameter``, each ``[layer, head, ...]``: of ``fitted``, and of the baselines
-        ``mean_ablation`` and ``profile``, taken from the same text.
+        ``constant`` and ``profile``, taken from the same text.
     metadata
         Model, fingerprint, recipe, hash of the text, versions, threads. No times: equal settings give equal bytes.
     held_out
@@ -92,7 +92,7 @@ class Calibration:
         Parameters
         ----------
         name
-            ``"fitted"``, or a baseline that was measured on the same text: ``"mean_ablation"`` or ``"profile"``.
+            ``"fitted"``, or a baseline that was measured on the same text: ``"constant"`` or ``"profile"``.
 
         Returns
         -------
@@ -234,7 +234,7 @@ SHOWN_TOKENS = 256
 REFERENCE_MECHANISMS = ("elu1", BASELINE)
 
 
-BASELINES = ("mean_ablation", "profile")
+BASELINES = ("constant", "profile")
 
 
 # What features see: without and with a rotation.
@@ -346,7 +346,7 @@ def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]
     return {
         **{f"fitted.{name}": torch.cat([layer[name] for layer in by_layer]) for name in by_layer[0]},
         **_rotation_tensors([site.rotation for site in gathered.sites if site.rotation is not None]),
-        "mean_ablation.mean": gathered.mean,
+        "constant.mean": gathered.mean,
         "profile.first": gathered.first,
         "profile.by_distance": gathered.by_distance,
     }

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from softgap.attention import Mechanism, Visible, attend, attend_hybrid, resolve
+from softgap.attention import Mechanism, ScoreRule, Visible, add_window, attend, resolve
 from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
 from softgap.intervene.layerwise import Forward, follow_forwards
 from softgap.models.loading import Model
@@ -135,7 +135,7 @@ class Readout:
         return {"weight": self.weight, "bias": self.bias}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Substitute:
     """What swapped heads compute.
 
@@ -143,23 +143,33 @@ class Substitute:
     ----------
     mechanism
         With its parameters ``[layer, head, ...]``.
-    window
-        Keep softmax on so many of the nearest keys, the query's own included, and use the mechanism for the rest
-        (``softgap.attention.attend_hybrid``); None uses the mechanism for all.
     readout
         A map of each head's output; None leaves it.
+
+    Parameters
+    ----------
+    window
+        Keep softmax on so many of the most recent keys: short for ``add_window(mechanism, w=window, sinks=0)``.
     """
 
     mechanism: Mechanism
-    window: int | None = None
-    readout: Readout | None = None
+    readout: Readout | None
+
+    def __init__(self, mechanism: Mechanism, window: int | None = None, readout: Readout | None = None) -> None:
+        hybrid = mechanism if window is None else add_window(mechanism, w=window, sinks=0)
+        object.__setattr__(self, "mechanism", hybrid)
+        object.__setattr__(self, "readout", readout)
+
+    @property
+    def window(self) -> int | None:
+        """Recent keys that softmax sees; None where it sees none."""
+        return int(self.mechanism.options["w"]) if self.mechanism.kind in ("window", "hybrid") else None
 
     @property
     def name(self) -> str:
-        """The mechanism with its options, the window and the output correction, in words."""
+        """The mechanism with its options and the output correction, in words."""
         options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
-        window = "" if self.window is None else f" + softmax on {self.window}"
-        return f"{self.mechanism.name}{':' + options if options else ''}{window}{', repaired' if self.readout else ''}"
+        return f"{self.mechanism.name}{':' + options if options else ''}{', repaired' if self.readout else ''}"
 
     def tensors(self) -> dict[str, Tensor]:
         """Its numbers by name: those of the mechanism, and those of the readout."""
@@ -191,7 +201,7 @@ def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window:
     """A mechanism by name or object, ready for this model, with a window where one is given."""
     check_substitute(None, window)
     if isinstance(mechanism, Substitute):
-        return mechanism if window is None else replace(mechanism, window=window)
+        return mechanism if window is None else Substitute(mechanism.mechanism, window, mechanism.readout)
     return Substitute(prepare_mechanism(mechanism, model), window)
 
 
@@ -207,7 +217,6 @@ class SwappedLayer:
     heads: Int[Tensor, " swapped"]
     kv_heads: Int[Tensor, " kv_head"]
     mechanism: Mechanism
-    window: int | None = None
     weight: Float[Tensor, "swapped value_dim value_dim"] | None = None
     bias: Float[Tensor, "swapped value_dim"] | None = None
 
@@ -225,7 +234,7 @@ class SwappedLayer:
         if visible.mask is not None and visible.mask.shape[1] > 1:
             visible = dataclasses.replace(visible, mask=visible.mask.index_select(1, heads))
         with torch.autocast(device.type, enabled=False):
-            output = self.read_out(self._attended(q, k, v, visible, call.scale))
+            output = self.read_out(self._attended(q, k, v, visible, call.scale, call.rule.for_heads(heads)))
         return output.transpose(1, 2).to(call.output.dtype)
 
     def read_out(
@@ -237,17 +246,15 @@ class SwappedLayer:
         weight, bias = (x.to(output.device, output.dtype) for x in (self.weight, self.bias))
         return output @ weight.transpose(-1, -2) + bias[:, None]
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, rule: ScoreRule) -> Tensor:
         # One row over all keys costs less than the state they would make; and the chunked form writes over what a
         # gradient needs.
         explicit = q.shape[2] == 1 or _needs_gradient(q, k, v, *self.mechanism.parameters.values())
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         form = "quadratic" if explicit else "auto"
-        if self.window is not None:
-            return attend_hybrid(
-                self.mechanism, q, k, v, window=self.window, visible=visible, scale=scale, form=form, dtype=dtype
-            ).output
-        return attend(self.mechanism, q, k, v, visible=visible, scale=scale, form=form, dtype=dtype, check=False).output
+        return attend(
+            self.mechanism, q, k, v, visible=visible, scale=scale, form=form, dtype=dtype, check=False, rule=rule
+        ).output
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -273,7 +280,7 @@ def swapped_layer(
     }
     mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
     weight, bias = _readout(head_substitute.readout, layer, queries, n_layers)
-    return SwappedLayer(layer, queries, keys, mechanism, head_substitute.window, weight, bias)
+    return SwappedLayer(layer, queries, keys, mechanism, weight, bias)
 
 
 def _readout(
@@ -314,8 +321,9 @@ def swap(
     """Let some heads of a model attend by another mechanism while the block runs, in forwards and in ``generate``.
 
     A swapped head's output is what ``softgap.attend`` gives on the queries, keys, values and visible keys of the
-    call, in float32 (float64 for a float64 model), cast back to the model's dtype. Its softcap, learned sinks, biases
-    and dropout belong to the model's own attention and go with it. All other heads keep their very bits.
+    call, in float32 (float64 for a float64 model), cast back to the model's dtype. The model's biases and
+    dropout go with its own attention; its softcap and learned sinks stay where a window keeps exact softmax. All other
+    heads keep their very bits.
 
     Swaps nest, for several mechanisms at once; where two name the same head, the inner one decides. A recording, inside
     or around, measures what the model passes on: a swapped head is at no distance from its mechanism.

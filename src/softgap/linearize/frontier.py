@@ -390,7 +390,7 @@ class _FrontierRun:
             name = ["point", heads, kind == CORRECTED, kind == ABLATED, *([self.distil] if kind == DISTILLED else [])]
             reading = Reading.from_json(self.checkpoints.find_or_make(name, make))
             change = reading.change_from(self.original, seed=self.seed)
-            mechanism = "mean_ablation" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
+            mechanism = "constant" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
             self.points.append(Point(order, mechanism, n, len(heads), n / len(self.units), change))
             self._tell(f"{order}, {n} of {len(self.units)}")
 

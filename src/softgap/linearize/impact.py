@@ -155,7 +155,7 @@ class Impact:
 
 
 def mean_outputs(model: Model, sequences: Sequences) -> Mechanism:
-    """``mean_ablation`` with the mean output of each head over these sequences."""
+    """``constant`` with the mean output of each head over these sequences."""
     sums: list[Tensor] = []
 
     def visit(layer: LayerTensors) -> None:
@@ -171,7 +171,7 @@ def mean_outputs(model: Model, sequences: Sequences) -> Mechanism:
     # Layers may differ in their heads; the rows behind them are never used.
     padded = [torch.nn.functional.pad(x, (0, dim - x.shape[1], 0, heads - x.shape[0])) for x in sums]
     mean = torch.stack(padded) / (len(sequences) * (sequences.ids.shape[1] - 1))
-    return resolve("mean_ablation").with_parameters(mean=mean)
+    return resolve("constant").with_parameters(mean=mean)
 
 
 # Tokens of all copies of a batch: with more, activations leave the processor's cache (8192 took 1.2 times as long).
@@ -211,7 +211,7 @@ def impact(
     mechanism
         What the heads are swapped for.
     baselines
-        Swapped for as well. None takes ``mean_ablation`` with each head's mean output over the same sequences: a head
+        Swapped for as well. None takes ``constant`` with each head's mean output over the same sequences: a head
         is linearizable only where the mechanism beats it.
     heads
         Some heads; None for all.
@@ -246,7 +246,7 @@ def impact(
     ...     model, tokenizer, [book], "elu1", heads=[(0, 0), (1, 3)], length=64, tokens=512, recalls=0
     ... )
     >>> impact.mechanisms, impact.heads
-    (('elu1', 'mean_ablation'), ((0, 0), (1, 3)))
+    (('elu1', 'constant'), ((0, 0), (1, 3)))
     >>> bool((impact.mean("kl", "elu1") >= 0).all())
     True
     """

@@ -62,7 +62,7 @@ def fit_output_correction(
     layers = attention_layers(model)
     by_layer = heads_by_layer(layers, heads)
     head_substitute = substitute(mechanism, model)
-    bare = Substitute(head_substitute.mechanism, head_substitute.window)
+    bare = Substitute(head_substitute.mechanism)
     original, swapped = LayerwiseRun(model, sequences.ids), LayerwiseRun(model, sequences.ids)
     readout: Readout | None = None
     corrected_layers: dict[int, SwappedLayer] = {}

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from softgap.attention import HybridState, LinearState, Visible, attend, resolve
+from softgap.attention import HybridState, LinearState, Mechanism, Visible, add_window, attend, new_state, resolve
+from softgap.attention.memory import kept_numbers
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
@@ -107,8 +108,9 @@ class Plan:
             "mechanism": {
                 "name": mechanism.name,
                 "options": dict(mechanism.options),
+                "tail_options": {} if mechanism.tail is None else dict(mechanism.tail.options),
                 "calibration": mechanism.origin,
-                "window": self.substitute.window,
+                "window": None,
                 "repaired": self.substitute.readout is not None,
             },
             "heads": self.heads,
@@ -167,7 +169,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             raise ValueError(f"its format is not {FORMAT}")
         _check_types(document)
         about = document["mechanism"]
-        head_substitute = Substitute(resolve(about["name"]).configure(**about["options"]), about["window"])
+        head_substitute = Substitute(_mechanism_of(about), about["window"])
         head_substitute = _with_parameters(head_substitute, document["parameters"], source, about["calibration"])
         return Plan(
             model=document["model"],
@@ -192,6 +194,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"'{source}' is no plan of softgap ({error}); make one with 'softgap linearize'") from error
+
+
+def _mechanism_of(about: Mapping[str, Any]) -> Mechanism:
+    """The mechanism that a plan names, without its parameters."""
+    tail, plus, _ = about["name"].partition("+")
+    if plus:
+        return add_window(resolve(tail).configure(**about.get("tail_options", {})), **about["options"])
+    return resolve(about["name"]).configure(**about["options"])
 
 
 def _check_types(document: Mapping[str, Any]) -> None:
@@ -232,7 +242,7 @@ def _with_parameters(
     if parts["mechanism"]:
         mechanism = replace(mechanism.with_parameters(**parts["mechanism"]), origin=origin)
     readout = Readout(**parts["readout"]) if parts["readout"] else None
-    return Substitute(mechanism, head_substitute.window, readout)
+    return Substitute(mechanism, readout=readout)
 
 
 def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: Substitute) -> dict[str, float]:
@@ -247,21 +257,14 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: 
     dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     bytes_per_group = 2 * dim * model.dtype.itemsize
     total = sum(layer.kv_heads for layer in layers if layer.number not in bounded)
-    features = head_substitute.mechanism.feature_dim(dim) or 0
-    maps = head_substitute.mechanism.parameters.get("key_weight")
-    # Key maps of query heads have a state each.
-    copies = 1 if maps is None else max(1, maps.shape[1] // layers[0].kv_heads)
-    state = copies * features * (dim + 1 + 2 * head_substitute.mechanism.log) * 4
-    near = (
-        0
-        if head_substitute.window is None
-        else (head_substitute.window - 1) * (2 * dim + copies * (features + dim)) * 4
-    )
+    numbers = kept_numbers(head_substitute.mechanism, dim, kv_heads=layers[0].kv_heads)
+    # States are in float32; what has none keeps the cache, so that no group is freed.
+    state = numbers * torch.float32.itemsize if groups else 0
     return {
         "per_token_original": float(bytes_per_group * total),
         "per_token": float(bytes_per_group * (total - len(groups))),
         "saved_per_token": float(bytes_per_group * len(groups)),
-        "states": float(len(groups) * (state + near)),
+        "states": float(len(groups) * state),
         "parameters": float(sum(x.nbytes for x in head_substitute.tensors().values())),
     }
 
@@ -321,7 +324,7 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
 
 def streams(head_substitute: Substitute) -> bool:
     """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
-    return head_substitute.mechanism.factorable(64) or head_substitute.mechanism.kind == "constant"
+    return head_substitute.mechanism.streams(64) or head_substitute.mechanism.kind == "constant"
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +343,6 @@ class Applied:
     def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
         self._model = model
         layers = attention_layers(model)
-        self._window = head_substitute.window
         self._streams = streams(head_substitute)
         self._name = head_substitute.mechanism.name
         self._splits: dict[int, _Split] = {}
@@ -434,11 +436,8 @@ class Applied:
         """The state of a layer's freed heads, made when it is first asked for."""
         if layer.state is None:
             origin = _first_position(call, valid, n_keys)
-            layer.state = (
-                LinearState(part.mechanism, scale=call.scale, dtype=dtype, origin=origin)
-                if self._window is None
-                else HybridState(part.mechanism, near=self._window, scale=call.scale, dtype=dtype, origin=origin)
-            )
+            rule = call.rule.for_heads(part.heads)
+            layer.state = new_state(part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule)
         state: LinearState | HybridState = layer.state
         return state
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
+from softgap.attention.catalogue import ALIASES
 from softgap.errors import StoreError, UnsupportedError
 from softgap.models.cache import cache_dir
 from softgap.models.fingerprint import model_fingerprint
@@ -53,8 +54,9 @@ class StoredCalibration:
     def equip(self, mechanism: str | Mechanism) -> Mechanism:
         """The mechanism with the parameters that this calibration holds for it."""
         mechanism = resolve(mechanism)
-        prefix = f"{mechanism.name}."
-        parameters = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+        parameters = self._parameters_of(mechanism if mechanism.tail is None else mechanism.tail)
+        if mechanism.tail is not None:
+            parameters |= self._parameters_of(mechanism)
         missing = [name for name in mechanism.needs if name not in parameters]
         if missing:
             raise UnsupportedError(
@@ -62,6 +64,12 @@ class StoredCalibration:
             )
         held_out = held_out_summary(self.metadata.get("held_out", {}))
         return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
+
+    def _parameters_of(self, mechanism: Mechanism) -> dict[str, Tensor]:
+        """The tensors stored under a mechanism's name, or under one that it had before."""
+        names = {mechanism.name, *(old for old, new in ALIASES.items() if new == mechanism.name)}
+        stored = ((*key.partition("."), tensor) for key, tensor in self.tensors.items())
+        return {parameter: tensor for name, _, parameter, tensor in stored if name in names}
 
 
 def held_out_summary(held_out: Mapping[str, Any]) -> dict[str, float]:

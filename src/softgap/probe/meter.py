@@ -10,7 +10,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from softgap.attention import LinearState, Mechanism, Visible, attend, compare_heads
+from softgap.attention import (
+    HybridState,
+    LinearState,
+    Mechanism,
+    ScoreRule,
+    Visible,
+    attend,
+    compare_heads,
+    has_state,
+    new_state,
+    split_states,
+    stacked_states,
+)
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
 
@@ -93,7 +105,9 @@ class LayerMeasurements:
 class _Layer:
     """One tapped layer: its states, what waits, and what is done (mechanisms with a state, then those without)."""
 
-    states: list[LinearState] | None = None
+    states: list[LinearState | HybridState] | None = None
+    # Which mechanisms have a state here, by number.
+    stated: tuple[int, ...] = ()
     window: int | None = None
     started: bool = False
     held: list[PendingRun] = field(default_factory=list)
@@ -101,6 +115,7 @@ class _Layer:
     without: list[Tensor] = field(default_factory=list)
     focus: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
+    rule: ScoreRule = field(default_factory=ScoreRule)
     # Whether a state serves every mechanism over all keys, so that a step needs no look at its mask.
     plain: bool = False
 
@@ -140,7 +155,6 @@ class Meter:
         self._verdicts: dict[tuple[int | None, ...], bool] = {}
         self._waiting = 0
         self._numbers = 0
-        self._dim = 0
 
     def begin_forward(self, n: int, valid: Bool[Tensor, "batch time"] | None, *, by_reference: bool = False) -> None:
         """A forward over n new positions starts.
@@ -182,8 +196,7 @@ class Meter:
         while len(self.layers) <= index:
             self.layers.append(_Layer())
         layer = self.layers[index]
-        batch, heads, n, d = call.query.shape
-        self._dim = d
+        batch, heads, n, _ = call.query.shape
         shown = visible.fitted_to(batch, heads, n, call.key.shape[2])
         if index == 0 and not self._has_padding_mask:
             self._derive_valid(shown, batch, n, call.query.device)
@@ -194,14 +207,14 @@ class Meter:
         if self._focus:
             focus = focus_of(call, shown)
             layer.focus.append(torch.stack([focus.sparsity, focus.attention_entropy, focus.largest_weight]).cpu())
-        stated = [m for m in self._mechanisms if m.factorable(d)]
-        others = [m for m in self._mechanisms if not m.factorable(d)]
+        if not layer.started:
+            self._start(layer, index, call, shown)
+        stated = [self._mechanisms[i] for i in layer.stated]
+        others = [m for i, m in enumerate(self._mechanisms) if i not in layer.stated]
         if others:
             layer.without.append(self._direct(others, index, call, shown, output))
         if not stated:
             return
-        if not layer.started:
-            self._start(layer, index, stated, call, shown)
         if layer.states is None or not self._consistent(layer, shown, n):
             self._flush_layers([layer], [index])
             layer.states = None
@@ -236,8 +249,8 @@ class Meter:
             if layer.held:
                 q, k, v = layer.held[0].q[0], layer.held[0].k, layer.held[0].v
                 # States under a window are as long as the window: stacking them would copy more than it saves.
-                alone = index if layer.window is not None else None
-                shape = (tuple(q.shape), k.shape[1], v.shape[-1], layer.scale, alone)
+                alone = index if layer.window is not None or layer.rule.sink_logits is not None else None
+                shape = (tuple(q.shape), k.shape[1], v.shape[-1], layer.scale, layer.rule.softcap, layer.stated, alone)
                 groups.setdefault((shape, *(run.n for run in layer.held)), []).append(index)
         for indices in groups.values():
             self._flush_layers([self.layers[index] for index in indices], indices)
@@ -251,9 +264,9 @@ class Meter:
     def measurements(self) -> LayerMeasurements:
         """All results so far, in the order of the mechanisms."""
         self.flush()
-        order = self._order()
         quantities: list[Tensor] = []
         for layer in self.layers:
+            order = self._order(layer)
             parts = [concatenate(part, dim=-1) for part in (layer.with_state, layer.without) if part]
             if sum(part.shape[1] for part in parts) < len(self._mechanisms):
                 return LayerMeasurements([], [])  # interrupted before the first block was reduced
@@ -266,9 +279,10 @@ class Meter:
     def last_step(self) -> list[Float[Tensor, "quantity mechanism batch head"]]:
         """The newest position of every layer."""
         self.flush()
-        order = self._order()
         return [
-            torch.cat([part[-1][..., -1] for part in (layer.with_state, layer.without) if part], dim=1)[:, order]
+            torch.cat([part[-1][..., -1] for part in (layer.with_state, layer.without) if part], dim=1)[
+                :, self._order(layer)
+            ]
             for layer in self.layers
         ]
 
@@ -277,11 +291,8 @@ class Meter:
         """Which positions so far are no padding; None for all."""
         return self._valid
 
-    def _order(self) -> list[int]:
-        d = self._dim
-        stated = [i for i, m in enumerate(self._mechanisms) if m.factorable(d)]
-        others = [i for i, m in enumerate(self._mechanisms) if not m.factorable(d)]
-        places = stated + others
+    def _order(self, layer: _Layer) -> list[int]:
+        places = [*layer.stated, *(i for i in range(len(self._mechanisms)) if i not in layer.stated)]
         return [places.index(i) for i in range(len(places))]
 
     def _derive_valid(self, shown: Visible, batch: int, n: int, device: torch.device) -> None:
@@ -293,7 +304,7 @@ class Meter:
         elif shown.key_valid is not None and shown.offset is not None:
             self._new_valid = shown.key_valid[:, shown.offset : shown.offset + n]
 
-    def _start(self, layer: _Layer, index: int, stated: list[Mechanism], call: AttentionCall, shown: Visible) -> None:
+    def _start(self, layer: _Layer, index: int, call: AttentionCall, shown: Visible) -> None:
         layer.started = True
         layer.scale = call.scale
         announced = call.options.get("sliding_window")
@@ -302,10 +313,17 @@ class Meter:
             layer.window = shown.window
         elif isinstance(announced, int) and announced >= n:
             layer.window = announced
+        layer.stated = tuple(
+            i for i, m in enumerate(self._mechanisms) if has_state(m, call.query.shape[-1], window=layer.window)
+        )
+        stated = [self._mechanisms[i] for i in layer.stated]
         # Without its first tokens the softmax side is computed from the keys of each call anyway.
         if self._known and self.length == 0 and shown.mask is None and not self._drop:
+            layer.rule = call.rule
             layer.states = [
-                LinearState(m.for_layers([index]), window=layer.window, scale=call.scale, origin=shown.origin)
+                new_state(
+                    m.for_layers([index]), window=layer.window, scale=call.scale, origin=shown.origin, rule=call.rule
+                )
                 for m in stated
             ]
         complete = len(stated) == len(self._mechanisms)
@@ -364,8 +382,8 @@ class Meter:
         """Reduce what these layers hold, stacked along the batch (layer-major)."""
         if not layers[0].held or layers[0].states is None:
             return
-        batch, heads, _, d = layers[0].held[0].q[0].shape
-        stated = [m for m in self._mechanisms if m.factorable(d)]
+        batch, heads, _, _ = layers[0].held[0].q[0].shape
+        stated = [self._mechanisms[i] for i in layers[0].stated]
         count, time = len(layers), sum(run.n for run in layers[0].held)
         # First of all: what is kept then lies below what is freed again.
         values = torch.empty(3, len(stated), count * batch, heads, time)
@@ -378,7 +396,7 @@ class Meter:
             states = [column[0] for column in columns]
         else:
             repeated = [mechanism.for_layers(indices, repeat=batch) for mechanism in stated]
-            states = [LinearState.stacked(c, m) for c, m in zip(columns, repeated, strict=True)]
+            states = [stacked_states(c, m) for c, m in zip(columns, repeated, strict=True)]
         step = max(POSITIONS, layers[0].window or 0)
         for start in range(0, time, step):
             part = slice(start, start + step)
@@ -388,7 +406,7 @@ class Meter:
                 values[:, i, :, :, part] = state.compare(*tensors)
         if count > 1:
             for state, column in zip(states, columns, strict=True):
-                state.split_into(column)
+                split_states(state, column)
         for layer, share in zip(layers, values.chunk(count, dim=2), strict=True):
             layer.with_state.append(share)
 
@@ -398,7 +416,9 @@ class Meter:
         """Compare with mechanisms computed from all the keys this call hands over."""
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
         values = [
-            attend(mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False).output
+            attend(
+                mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False, rule=call.rule
+            ).output
             for mechanism in mechanisms
         ]
         return torch.stack([compare_heads(output, linear) for linear in values], dim=1).cpu()

@@ -89,7 +89,7 @@ class Recording:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
         self.mechanisms = tuple(prepare_mechanism(mechanism, model) for mechanism in mechanisms)
-        if len({mechanism.name for mechanism in self.mechanisms}) < len(self.mechanisms):
+        if len({mechanism.label for mechanism in self.mechanisms}) < len(self.mechanisms):
             raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
         self.tokenizer = tokenizer
         self.streams: list[Stream] = []
@@ -108,7 +108,7 @@ class Recording:
 
     def _runs(self, streams: Sequence[Stream]) -> list[Trajectories]:
         manifest = manifest_of(self.model, self.mechanisms, drop_sinks=self._drop)
-        names = [mechanism.name for mechanism in self.mechanisms]
+        names = [mechanism.label for mechanism in self.mechanisms]
         runs: list[Trajectories] = []
         for stream in streams:
             if stream.length == 0:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from softgap.attention import ScoreRule
 from softgap.errors import ModelError, UnsupportedError
 from softgap.models.loading import Model
 from softgap.models.support import attention_modules, check_measurable, check_tappable
@@ -69,6 +70,12 @@ class AttentionCall(NamedTuple):
         """The scaling the model passes, or the usual one."""
         scaling = self.options.get("scaling")
         return float(self.query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+    @property
+    def rule(self) -> ScoreRule:
+        """What the model does to its scores, for exact softmax on some of its keys."""
+        sinks = self.options.get("s_aux")
+        return ScoreRule(self.options.get("softcap"), None if sinks is None else sinks.detach().reshape(1, -1))
 
     @property
     def is_causal(self) -> bool:

@@ -218,7 +218,7 @@ def test_wilsons_interval() -> None:
 def test_every_mechanism_that_can_be_computed_is_compared() -> None:
     names = computable()
     assert {"softmax", "identity", "top_k", "favor", "cosformer", "uniform", "zero"} <= set(names)
-    assert not {"fitted", "mean_ablation", "profile"} & set(names)
+    assert not {"fitted", "constant", "profile"} & set(names)
     size = construct(d=18)
     found = trials(names, size, 5, rng=rng())
     assert [one.mechanism for one in found] == list(names)
