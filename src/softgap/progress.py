@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import ProgressColumn
 
-__all__ = ["Progress", "bar_or_callback", "show_progress", "show_waiting", "silent"]
+__all__ = ["Progress", "bar_or_callback", "partial_progress", "show_progress", "show_waiting", "silent"]
 
 Progress = Callable[[str, float], None]
 """Called with the stage in words and the share of the work that is done, from 0 to 1."""
@@ -27,6 +27,11 @@ _SECONDS = 30.0
 
 def silent(stage: str, share: float) -> None:
     """Report nothing."""
+
+
+def partial_progress(progress: Progress, start: float, stop: float) -> Progress:
+    """Progress of a part of the work, from one share of the whole to another."""
+    return lambda stage, share: progress(stage, start + (stop - start) * share)
 
 
 @contextlib.contextmanager

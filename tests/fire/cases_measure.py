@@ -25,7 +25,7 @@ WITHOUT_MODEL: Table = {
     "run: tokens by exponent": ("run fox --max-new-tokens 1e3", "1e3", "invalid value for '--max-new-tokens'"),
     "run: negative sinks": ("run fox --drop-sinks -1", "-1", "invalid value for '--drop-sinks'"),
     "run: an unknown backend": ("run fox --attn flash", "flash", "invalid value for '--attn': 'flash' is not one of"),
-    "run: no mechanism": ("run fox --mechanism ''", "''", "unknown mechanism ''; choose one of: cosformer, "),
+    "run: no mechanism": ("run fox --mechanism ''", "''", "unknown mechanism ''; choose one of: constant, cosformer, "),
     "run: options of none": ("run fox --mechanism elu1:g=nan", "g=nan", "mechanism 'elu1' has no options, got g=nan"),
     "run: no calibration": ("run fox --mechanism fitted@no", "'no'", "there is no calibration at 'no'; make one"),
     "run: a text as calibration": (

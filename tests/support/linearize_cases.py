@@ -134,10 +134,18 @@ def ready_for(model: Any, name: str) -> Mechanism:
 
 
 def with_random_parameters(
-    name: str, layers: int, heads: int, kv_heads: int, dim: int, value_dim: int, *, key_maps: int | None = None
+    name: str,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    *,
+    key_maps: int | None = None,
+    seed: int = 5,
 ) -> Mechanism:
     """A mechanism that lives on parameters, with random ones; ``key_maps`` of them per layer, or one per KV head."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.4

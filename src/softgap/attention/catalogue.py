@@ -149,6 +149,21 @@ def _mean_output(site: Site) -> Float[Tensor, "batch head value_dim"]:
 _maps = feature_maps
 
 
+_FITTED = Mechanism(
+    name="fitted",
+    formula="phi(x) = exp(W [x, R_-p x] + b), each feature times exp(-a_r (t - j)); fitted to each head",
+    paper="softgap calibration",
+    kind="features",
+    log=True,
+    needs=("query_weight", "query_bias", "key_weight", "key_bias", "rate"),
+    accepts=("frequency", "turn"),
+    query_map=_maps.exp_affine_query,
+    key_map=_maps.exp_affine_key,
+    rate=_fitted_rate,
+    dim=lambda d, mechanism: _maps.affine_dim("key_weight", 2 * d, mechanism),
+)
+
+
 BUILT_IN: tuple[Mechanism, ...] = (
     Mechanism(
         name="softmax",
@@ -339,18 +354,17 @@ BUILT_IN: tuple[Mechanism, ...] = (
         check=_check_k,
         score_weights=top_k,
     ),
+    _FITTED,
     Mechanism(
-        name="fitted",
-        formula="phi(x) = exp(W [x, R_-p x] + b), each feature times exp(-a_r (t - j)); fitted to each head",
-        paper="softgap calibration",
-        kind="features",
-        log=True,
-        needs=("query_weight", "query_bias", "key_weight", "key_bias", "rate"),
-        accepts=("frequency", "turn"),
-        query_map=_maps.exp_affine_query,
-        key_map=_maps.exp_affine_key,
-        rate=_fitted_rate,
-        dim=lambda d, mechanism: _maps.affine_dim("key_weight", 2 * d, mechanism),
+        name="hybrid",
+        formula="softmax on the first sinks and the last w keys, a fitted map on the others; fitted together",
+        paper="softgap calibration; arXiv:2410.10254",
+        kind="hybrid",
+        needs=_FITTED.needs,
+        accepts=(*_FITTED.accepts, "tail_factor"),
+        options=_options(w=30, sinks=4, f=1),
+        check=check_window,
+        tail=_FITTED,
     ),
     Mechanism(
         name="uniform",

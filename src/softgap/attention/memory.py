@@ -17,7 +17,16 @@ from softgap.attention.registry import resolve
 from softgap.attention.window import ExactSet
 from softgap.errors import UnsupportedError, ValueInputError
 
-__all__ = ["KEYS_WORTH", "SINKS", "equal_window", "kept_numbers", "keys_worth", "parameter_bytes", "split_keys"]
+__all__ = [
+    "KEYS_WORTH",
+    "SINKS",
+    "equal_window",
+    "halve_features",
+    "kept_numbers",
+    "keys_worth",
+    "parameter_bytes",
+    "split_keys",
+]
 
 # The memory that substitutes are compared at unless another is named, in keys with their values.
 KEYS_WORTH = 64
@@ -81,6 +90,24 @@ def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
         raise ValueInputError(f"a window must keep at least 1 key, got {keys}; raise the number of bytes")
     first = min(sinks, keys // 2)
     return keys - first, first
+
+
+def halve_features(features: int, dim: int, value_dim: int | None = None) -> tuple[int, ExactSet]:
+    """Features of a hybrid, and its exact set, that together keep as much as a fitted map with so many features.
+
+    Half of the memory goes to either.
+
+    Examples
+    --------
+    >>> halve_features(128, 64)
+    (64, ExactSet(recent=30, sinks=4))
+    """
+    value_dim = dim if value_dim is None else value_dim
+    tail = max(1, features // 2)
+    # A sum of values and of ones, a scale and an age per feature, as kept_numbers counts them.
+    keys = max(1, round((features - tail) * (value_dim + 3) / (dim + value_dim)))
+    recent, sinks = split_keys(keys)
+    return tail, ExactSet(recent, sinks)
 
 
 def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, sinks: int = SINKS) -> str:

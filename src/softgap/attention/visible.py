@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,11 @@ class Visible:
             raise ShapeError(f"key_valid must be [batch, key] = {[batch, n_keys]}, got {list(self.key_valid.shape)}")
         window = None if self.window is not None and self.window >= offset + n_queries else self.window
         return Visible(offset, window, self.key_valid, self.mask, self.origin)
+
+    def last_queries(self, n: int) -> Visible:
+        """The same set for the last n of its queries."""
+        mask = None if self.mask is None else self.mask[:, :, -n:]
+        return dataclasses.replace(self, offset=None, mask=mask)
 
     def positions(self, start: int, stop: int, device: torch.device) -> Int[Tensor, " query"]:
         """Positions of the queries start..stop-1."""

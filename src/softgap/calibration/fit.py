@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from softgap.attention import Mechanism, resolve
+from softgap.attention import ExactSet, Mechanism, add_window, resolve
 from softgap.attention.rotary import Rotation, TurnTable
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
@@ -78,6 +78,8 @@ class Rows:
         fit knows it.
     from_middle, key_from_middle
         Positions counted from the middle of each block: decay is measured from there, so that no power of it is large.
+    key_position
+        Positions of the keys in their text.
     log_count
         Logarithm of the number of keys that each stands for.
     seen
@@ -90,6 +92,7 @@ class Rows:
     key_seen: Float[Tensor, "block kv_head key seen"]
     from_middle: Float[Tensor, "block row"]
     key_from_middle: Float[Tensor, "block key"]
+    key_position: Float[Tensor, "block key"]
     log_count: Float[Tensor, "block key"]
     seen: Bool[Tensor, "block row key"]
 
@@ -120,7 +123,7 @@ def sample_rows(
         start = torch.tensor([texts[i].start for i in text_indices])[:, None]
         query_seen = torch.cat([query, turns.before(query, start + row.long())], dim=-1)
         key_seen = torch.cat([key, turns.before(key, start + column.long())], dim=-1)
-    return Rows(query, key, query_seen, key_seen, row - middle, column - middle, log_count, seen)
+    return Rows(query, key, query_seen, key_seen, row - middle, column - middle, column, log_count, seen)
 
 
 def _block(text: LayerText, plan: RowPlan, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -170,6 +173,7 @@ class Maps:
     """log phi_q = W_q q + b_q per query head, log phi_k = W_k k + b_k and a decay rate per KV head, r features each.
 
     With a rotation q and k are followed by the same vectors before rotary embedding, and weights are twice as wide.
+    Maps of a hybrid's tail have the logarithm of its factor f per query head, which counts as 0 above 0.
     """
 
     query_weight: Float[Tensor, "kv_head group feature seen"]
@@ -177,6 +181,7 @@ class Maps:
     key_weight: Float[Tensor, "kv_head feature seen"]
     key_bias: Float[Tensor, "kv_head feature"]
     log_rate: Float[Tensor, "kv_head feature"]
+    log_factor: Float[Tensor, "kv_head group"] | None = None
 
     @property
     def rate(self) -> Float[Tensor, "kv_head feature"]:
@@ -191,12 +196,16 @@ class Maps:
             "key_weight": self.key_weight[None],
             "key_bias": self.key_bias[None],
             "rate": self.rate[None],
+            **({} if self.log_factor is None else {"tail_factor": self.log_factor.clamp(max=0).exp().flatten()[None]}),
         }
 
-    def mechanism(self, rotation: Rotation | None = None) -> Mechanism:
-        """The mechanism ``fitted`` of one layer, given the rotation that the maps were fitted with."""
+    def mechanism(self, rotation: Rotation | None = None, exact: ExactSet | None = None) -> Mechanism:
+        """``fitted``, or the hybrid with an exact set, of one layer, given the rotation of the fit."""
         turning = {} if rotation is None else rotation.parameters()
-        return resolve("fitted").with_parameters(**self.parameters(), **turning)
+        mechanism = resolve("fitted")
+        if exact is not None:
+            mechanism = add_window(mechanism, w=exact.recent, sinks=exact.sinks)
+        return mechanism.with_parameters(**self.parameters(), **turning)
 
     def widened(self, more: int) -> Maps:
         """The same maps of vectors that are longer by so many numbers, which count for nothing yet."""
@@ -205,7 +214,8 @@ class Maps:
 
     def tensors(self) -> dict[str, Tensor]:
         """The free numbers by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def log_weights(maps: Maps, rows: Rows) -> Scores:
@@ -221,6 +231,26 @@ def log_weights(maps: Maps, rows: Rows) -> Scores:
     product = (query - query_top).exp().flatten(2, 3) @ (key - key_top).exp().transpose(-1, -2)
     logs = product.clamp(min=torch.finfo(product.dtype).tiny).log() + key_top.transpose(-1, -2)
     return _by_row(logs, rows)
+
+
+def hybrid_scores(target: Scores, tail: Scores, rows: Rows, exact: ExactSet, log_factor: Tensor) -> Scores:
+    """Log-weights of a hybrid: scores on the exact set, the tail elsewhere, matched on the recent keys."""
+    distance = rows.from_middle[:, :, None] - rows.key_from_middle[:, None, :]
+    recent = ((distance < exact.recent) & rows.seen)[:, None, None]
+    first = (rows.key_position < exact.sinks)[:, None, None, None, :]
+    mass, tail_mass = (x.masked_fill(~recent, -torch.inf).logsumexp(dim=-1, keepdim=True) for x in (target, tail))
+    shrunk = tail + (mass - tail_mass) + log_factor.clamp(max=0)[..., None, None]
+    return torch.where(recent | first, target, shrunk)
+
+
+def _hybrid_rows(plan: RowPlan, exact: ExactSet) -> RowPlan:
+    """The same plan with every exact key among the keys, and rows that see others too."""
+    return replace(
+        plan,
+        start=max(plan.start, exact.size),
+        sinks=max(plan.sinks, exact.sinks),
+        near=max(plan.near, exact.recent),
+    )
 
 
 def _affine(
@@ -342,6 +372,7 @@ def fit_maps(
     layer: int = 0,
     start: Maps | None = None,
     rotation: Rotation | None = None,
+    exact: ExactSet | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Maps:
     """The map whose weights are nearest to softmax over these texts.
@@ -364,6 +395,9 @@ def fit_maps(
         Where to begin; None begins at landmarks.
     rotation
         The layer's rotary embedding: features then see vectors before it too. None shows them as they are only.
+    exact
+        Sinks and recent keys that keep exact softmax: the map is then fitted as the tail of that hybrid, with a factor
+        per head. None fits it to all keys.
     report
         Called with the steps done and the KL divergence of the last one.
     """
@@ -373,9 +407,12 @@ def fit_maps(
     if rotation is not None:
         turns = TurnTable(rotation, max(text.start + text.length for text in texts))
         maps = maps.widened(2 * texts[0].key.shape[-1] - maps.key_weight.shape[-1])
+    row_plan = recipe.rows if exact is None else _hybrid_rows(recipe.rows, exact)
+    if exact is not None:
+        maps = replace(maps, log_factor=torch.zeros(maps.query_bias.shape[:2]))
     tensors = {name: tensor.requires_grad_() for name, tensor in maps.tensors().items()}
     # Weights start at scale times a query; a step moves all numbers by a like share of their size.
-    pace = {"query_weight": scale * recipe.sharpness, "key_weight": scale, "log_rate": 3.0}
+    pace = {"query_weight": scale * recipe.sharpness, "key_weight": scale, "log_rate": 3.0, "log_factor": 0.3}
     rates = [recipe.learning_rate * pace.get(name, 1.0) for name in tensors]
     groups = [{"params": [tensor]} for tensor in tensors.values()]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
@@ -383,9 +420,12 @@ def fit_maps(
         schedule = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * schedule
-        rows = sample_rows(texts, recipe.rows, window=window, turns=turns, rng=rng)
+        rows = sample_rows(texts, row_plan, window=window, turns=turns, rng=rng)
         target = softmax_scores(rows, scale, softcap) if target_scores is None else target_scores(rows)
-        loss = weights_kl(target, log_weights(maps, rows), rows).mean()
+        reached = log_weights(maps, rows)
+        if exact is not None and maps.log_factor is not None:
+            reached = hybrid_scores(target, reached, rows, exact, maps.log_factor)
+        loss = weights_kl(target, reached, rows).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

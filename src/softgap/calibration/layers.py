@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from softgap.attention import Visible, attend, divergence, resolve
+from softgap.attention import ExactSet, Visible, attend, divergence, resolve
 from softgap.calibration.activations import Activations, LayerSample, LayerSite
 from softgap.calibration.fit import Maps, Recipe, fit_maps
 from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
@@ -40,11 +40,14 @@ class FittedLayers:
         Where the finished calibration goes.
     settings
         Everything the layers depend on: those fitted under other settings are not used.
+    name
+        What is fitted, as the layers' files call it.
     """
 
-    def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, target: Path, settings: Mapping[str, Any], name: str = "layer") -> None:
         self._folder = checkpoint_folder(target)
         self._key = settings_key(settings)
+        self._name = name
 
     def load(self, layer: int) -> Maps | None:
         """A layer that was fitted before under the same settings."""
@@ -73,7 +76,7 @@ class FittedLayers:
         remove_checkpoints(self._folder)
 
     def _path(self, layer: int) -> Path:
-        return self._folder / f"layer-{layer:04d}.safetensors"
+        return self._folder / f"{self._name}-{layer:04d}.safetensors"
 
 
 def steps_within(minutes: float, gathered: Activations, recipe: Recipe) -> int:
@@ -96,19 +99,26 @@ def steps_within(minutes: float, gathered: Activations, recipe: Recipe) -> int:
     return max(FEWEST_STEPS, min(MOST_STEPS, int(60 * minutes / (per_step * rounds))))
 
 
-def fit_layers(gathered: Activations, recipe: Recipe, stored: FittedLayers, progress: Progress) -> list[Maps]:
-    """Every layer's map, as many layers at a time as torch has threads.
+def fit_layers(
+    gathered: Activations,
+    recipe: Recipe,
+    stored: FittedLayers,
+    progress: Progress,
+    *,
+    exact: ExactSet | None = None,
+) -> list[Maps]:
+    """Every layer's map, as many layers at a time as torch has threads; with ``exact`` the tail of a hybrid.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
     """
     layers = len(gathered.sites)
-    state = _FitProgress(layers, recipe.steps, progress)
+    state = _FitProgress(layers, recipe.steps, progress, "layers" if exact is None else "hybrid layers")
 
     def fitted(layer: int) -> Maps:
         maps, site = stored.load(layer), gathered.sites[layer]
         if maps is not None:
             state.skip(recipe.steps)
-            state.layer_done(*_gap(gathered.sample(layer), site, maps))
+            state.layer_done(*_gap(gathered.sample(layer), site, maps, exact))
             return maps
         maps = fit_maps(
             gathered.layer(layer),
@@ -118,10 +128,11 @@ def fit_layers(gathered: Activations, recipe: Recipe, stored: FittedLayers, prog
             softcap=site.softcap,
             rotation=site.rotation,
             layer=layer,
+            exact=exact,
             report=state.step,
         )
         stored.save(layer, maps)
-        state.layer_done(*_gap(gathered.sample(layer), site, maps))
+        state.layer_done(*_gap(gathered.sample(layer), site, maps, exact))
         return maps
 
     with single_threaded_torch() as workers, ThreadPoolExecutor(workers) as pool:
@@ -134,13 +145,13 @@ def fit_layers(gathered: Activations, recipe: Recipe, stored: FittedLayers, prog
             raise
 
 
-def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]:
+def _gap(shown: LayerSample, site: LayerSite, maps: Maps, exact: ExactSet | None) -> tuple[float, float]:
     """Sums of the divergence of a layer's fitted map and of the mean of values, over the text for progress."""
     visible = Visible(window=site.window)
     q, k, v = (x[None] for x in (shown.query, shown.key, shown.value))
     fitted, uniform = (
         divergence(shown.output, attend(mechanism, q, k, v, visible=visible, scale=site.scale).output[0])
-        for mechanism in (maps.mechanism(site.rotation), resolve(BASELINE))
+        for mechanism in (maps.mechanism(site.rotation, exact), resolve(BASELINE))
     )
     return fitted.sum().item(), uniform.sum().item()
 
@@ -148,8 +159,8 @@ def _gap(shown: LayerSample, site: LayerSite, maps: Maps) -> tuple[float, float]
 class _FitProgress:
     """Steps of all layers told as one share, and the gap closed so far; raises in the workers once they are to stop."""
 
-    def __init__(self, layers: int, steps: int, progress: Progress) -> None:
-        self._layers, self._steps, self._progress = layers, layers * steps, progress
+    def __init__(self, layers: int, steps: int, progress: Progress, words: str) -> None:
+        self._layers, self._steps, self._progress, self._words = layers, layers * steps, progress, words
         self._done, self._finished = 0, 0
         self._fitted, self._uniform = 0.0, 0.0
         self._stopped = False
@@ -178,8 +189,7 @@ class _FitProgress:
 
     def _tell(self) -> None:
         closed = f", {1 - self._fitted / self._uniform:.2f} of the gap closed" if self._uniform else ""
-        stage = f"fitted {self._finished} of {self._layers} layers{closed}"
-        self._progress(stage, 0.2 + 0.5 * self._done / self._steps)
+        self._progress(f"fitted {self._finished} of {self._layers} {self._words}{closed}", self._done / self._steps)
 
 
 @contextmanager

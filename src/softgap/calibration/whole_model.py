@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softgap.attention import Mechanism
+from softgap.attention import Mechanism, resolve
+from softgap.attention.memory import equal_window, halve_features
 from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, gather
 from softgap.calibration.conditions import evaluate_conditions
-from softgap.calibration.fit import Maps, Recipe
+from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.rank_floor import Ladders, ladders
+from softgap.calibration.sufficiency import KINDS, Sufficiency, sufficiency
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
@@ -37,7 +39,7 @@ from softgap.models.tensor_files import (
     save_calibration,
 )
 from softgap.probe.layout import layer_rotations
-from softgap.progress import Progress, silent
+from softgap.progress import Progress, partial_progress, silent
 from softgap.trajectories.validation import BASELINE
 
 __all__ = ["Calibration", "calibrate"]
@@ -63,6 +65,8 @@ class Calibration:
         From the mean of values to softmax, by output and by weights, and the rank floor.
     curve
         The share of the gap closed by number of features, by short fits in a few layers.
+    sufficiency
+        The cheapest kind of substitute that suffices for each head; None in files of version 0.1.
     """
 
     tensors: Mapping[str, Tensor]
@@ -71,6 +75,7 @@ class Calibration:
     conditions: Mapping[str, Interval]
     ladders: Ladders
     curve: Mapping[str, Interval]
+    sufficiency: Sufficiency | None = None
 
     elsewhere = DeprecatedAttribute("conditions")
 
@@ -151,8 +156,8 @@ class Calibration:
         Returns
         -------
         dict
-            ``summary``, ``held_out``, ``elsewhere`` (other conditions), ``ladders`` (the rank floor) and ``curve`` (by
-            number of features).
+            ``summary``, ``held_out``, ``elsewhere`` (other conditions), ``ladders`` (the rank floor), ``curve`` (by
+            number of features) and ``sufficiency`` (the kind that each head needs).
 
         Examples
         --------
@@ -161,7 +166,7 @@ class Calibration:
         >>> import softgap
         >>> report = softgap.Calibration.load("fitted.safetensors").report()
         >>> list(report)
-        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve']
+        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve', 'sufficiency']
         >>> report["summary"]["gap_closed"] <= 1
         True
         """
@@ -171,6 +176,7 @@ class Calibration:
             "elsewhere": {name: share.to_json() for name, share in self.conditions.items()},
             "ladders": self.ladders.to_json(),
             "curve": {name: share.to_json() for name, share in self.curve.items()},
+            **({} if self.sufficiency is None else {"sufficiency": self.sufficiency.to_json()}),
         }
 
     @classmethod
@@ -208,6 +214,8 @@ class Calibration:
             held_out = HeldOut.from_json(metadata.pop("held_out"))
             ladders = Ladders.from_json(metadata.pop("ladders"))
             metadata.pop("summary", None)
+            labels = metadata.pop("sufficiency", None)
+            suffices = None if labels is None else Sufficiency.from_json(labels)
             conditions, curve = (
                 {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
@@ -216,7 +224,7 @@ class Calibration:
                 f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
                 "again"
             ) from None
-        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve)
+        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve, suffices)
 
 
 DISTANCES = 2048
@@ -311,7 +319,8 @@ def calibrate(
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
     target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
-    layers = FittedLayers(target, {**metadata, "recipe": asdict(recipe), "minutes": minutes})
+    settings = {**metadata, "recipe": asdict(recipe), "minutes": minutes}
+    layers = FittedLayers(target, settings)
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
@@ -324,9 +333,15 @@ def calibrate(
         )
         if minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
-        tensors = _tensors(gathered, fit_layers(gathered, recipe, layers, progress))
+        fitted = fit_layers(gathered, recipe, layers, partial_progress(progress, 0.2, 0.5))
+        features, exact = halve_features(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
+        tail_recipe = replace(recipe, features=max(FEWEST_FEATURES, features))
+        tails = FittedLayers(target, {**settings, "exact": asdict(exact)}, "tail")
+        hybrid = fit_layers(gathered, tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
+        tensors = _tensors(gathered, fitted, hybrid)
         curve = _curve(model, gathered, recipe, corpus, progress)
-    metadata = {**metadata, "recipe": asdict(recipe), "digest": digest_of(tensors)}
+    metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
+    metadata["digest"] = digest_of(tensors)
     calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
     calibration.save(target)
     layers.remove()
@@ -340,11 +355,17 @@ def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: in
     return generate_texts(model, tokenizer, n_tokens, seed=seed, report=lambda share: progress(stage, share))
 
 
-def _tensors(gathered: Activations, layers: Sequence[Maps]) -> dict[str, Tensor]:
+def _tensors(gathered: Activations, fitted: Sequence[Maps], hybrid: Sequence[Maps]) -> dict[str, Tensor]:
     """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
-    by_layer = [maps.parameters() for maps in layers]
+    by_name = {
+        name: [maps.parameters() for maps in layers] for name, layers in (("fitted", fitted), ("hybrid", hybrid))
+    }
     return {
-        **{f"fitted.{name}": torch.cat([layer[name] for layer in by_layer]) for name in by_layer[0]},
+        **{
+            f"{name}.{key}": torch.cat([layer[key] for layer in layers])
+            for name, layers in by_name.items()
+            for key in layers[0]
+        },
         **_rotation_tensors([site.rotation for site in gathered.sites if site.rotation is not None]),
         "constant.mean": gathered.mean,
         "profile.first": gathered.first,
@@ -391,7 +412,7 @@ def _evaluate(
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
         seed=seed,
-        report=lambda n: progress("reading held-out text", 0.86 + 0.06 * n / (len(corpus.held_out) + len(corpus.far))),
+        report=lambda n: progress("reading held-out text", 0.82 + 0.05 * n / (len(corpus.held_out) + len(corpus.far))),
     )
     conditions = evaluate_conditions(
         model,
@@ -399,16 +420,26 @@ def _evaluate(
         corpus,
         fitted,
         seed=seed,
-        report=lambda share: progress("reading other text", 0.92 + 0.04 * share),
+        report=lambda share: progress("reading other text", 0.87 + 0.03 * share),
+    )
+    window = resolve(equal_window(fitted, tensors["constant.mean"].shape[-1]))
+    kinds = {"window": window, **{name: stored.equip(name) for name in ("constant", "profile", "fitted", "hybrid")}}
+    suffices = sufficiency(
+        model,
+        corpus.held_out,
+        {name: kinds[name] for name in KINDS if name in kinds},
+        far=corpus.far,
+        seed=seed,
+        report=lambda share: progress("measuring which substitute suffices", 0.9 + 0.04 * share),
     )
     layers = len(tensors["profile.first"])
     rank_ladders = ladders(
         model,
         corpus.held_out[0][:LADDER_TOKENS],
         fitted,
-        report=lambda n: progress("comparing weights", 0.96 + 0.04 * n / layers),
+        report=lambda n: progress("comparing weights", 0.94 + 0.06 * n / layers),
     )
-    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, curve)
+    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, curve, suffices)
 
 
 def _curve(
@@ -418,5 +449,5 @@ def _curve(
     layers = some_layers(model, corpus.held_out, len(gathered.sites))
     with single_threaded_torch() as workers:
         return feature_curve(
-            layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.16 * share)
+            layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.12 * share)
         )

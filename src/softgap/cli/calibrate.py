@@ -11,6 +11,7 @@ from rich.text import Text
 
 from softgap.cli.options import Attn, Device, Dtype, Json, check_new, read_text_argument
 from softgap.cli.render import output
+from softgap.cli.render.kinds import show_kinds
 from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
 
@@ -125,6 +126,9 @@ def _show(calibration: Calibration, path: Path) -> None:
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
     console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
     console.print()
+    if calibration.sufficiency is not None:
+        show_kinds(console, calibration.sufficiency)
+        console.print()
     console.print(held_out_sentence(held_out_summary(held_out.to_json())), width=min(console.width, 100))
     console.print()
     console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")

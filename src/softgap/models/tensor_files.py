@@ -54,9 +54,14 @@ class StoredCalibration:
     def equip(self, mechanism: str | Mechanism) -> Mechanism:
         """The mechanism with the parameters that this calibration holds for it."""
         mechanism = resolve(mechanism)
-        parameters = self._parameters_of(mechanism if mechanism.tail is None else mechanism.tail)
+        parameters = self._parameters_of(mechanism)
         if mechanism.tail is not None:
-            parameters |= self._parameters_of(mechanism)
+            tail = self._parameters_of(mechanism.tail)
+            shared = mechanism.name == f"{mechanism.tail.name}+window"
+            # Maps that were fitted as a tail are others than those of the same mechanism alone.
+            parameters = {key: x for key, x in tail.items() if shared or key in mechanism.tail.accepts} | parameters
+        if mechanism.name == "hybrid" and mechanism.options == resolve("hybrid").options:
+            mechanism = mechanism.configure(**self.metadata.get("hybrid", {}))
         missing = [name for name in mechanism.needs if name not in parameters]
         if missing:
             raise UnsupportedError(

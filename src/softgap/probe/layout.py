@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from softgap.attention import Visible
+from softgap.attention import ScoreRule, Visible
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError, ValueInputError
 from softgap.models.support import attention_modules, check_tappable
@@ -236,6 +236,8 @@ class LayerTensors:
         Which keys each query sees.
     softcap
         Bound of its scores, where it has one.
+    rule
+        The same with its learned sinks, for exact softmax on some keys.
     """
 
     layer: int
@@ -246,6 +248,7 @@ class LayerTensors:
     scale: float
     visible: Visible
     softcap: float | None = None
+    rule: ScoreRule = field(default_factory=ScoreRule)
 
 
 def visit_layers(
@@ -264,7 +267,19 @@ def visit_layers(
         q, k, v = (x.detach()[0].float() for x in (call.query, call.key, call.value))
         output = call.output.detach()[0].transpose(0, 1).float()
         results.append(
-            visit(LayerTensors(len(results), q, k, v, output, call.scale, sets.of(call), call.options.get("softcap")))
+            visit(
+                LayerTensors(
+                    len(results),
+                    q,
+                    k,
+                    v,
+                    output,
+                    call.scale,
+                    sets.of(call),
+                    softcap=call.options.get("softcap"),
+                    rule=call.rule,
+                )
+            )
         )
 
     with torch.inference_mode(), observe_attention(model, listen):
