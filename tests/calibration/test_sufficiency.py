@@ -12,7 +12,7 @@ import torch
 
 from softgap.attention import Mechanism, Visible, add_window, attend, resolve
 from softgap.calibration import sufficiency as module
-from softgap.calibration.sufficiency import KINDS, KindErrors, Sufficiency, measure_kinds, sufficiency
+from softgap.calibration.sufficiency import KINDS, KindErrors, Sufficiency, label_heads, measure_kinds
 from softgap.errors import ValueInputError
 from softgap.probe.layout import LayerTensors
 from support.linearize_cases import with_random_parameters
@@ -76,19 +76,19 @@ def test_heads_of_known_kind_get_their_label() -> None:
 
 @pytest.mark.usefixtures("simulated")
 def test_the_result_counts_kinds_and_survives_json() -> None:
-    result = sufficiency(tiny_llama(), texts(4), kinds(), far=[[9] * 3000])
+    result = label_heads(tiny_llama(), texts(4), kinds(), far=[[9] * 3000])
     assert result.labels == (KINDS,)
     assert {kind: count.value for kind, count in result.counts.items()} == dict.fromkeys(KINDS, 1.0)
     assert all(count.low <= count.value <= count.high for count in result.counts.values())
     assert result.stability["two halves of the text"] == 1.0
     assert result.keys_worth["constant"] == 0
     assert result.keys_worth["profile"] is None
-    assert result.sentence.startswith(
-        "Of 6 heads, 1 need only a constant, 1 need a positional profile, 1 need a window"
+    assert result.sentence == (
+        "Of 6 heads, 1 need only a constant, 1 a positional profile, 1 a window, 1 a fitted map, 1 a hybrid; "
+        "1 need softmax. Window, fitted map and hybrid keep as much as 11 keys per KV head."
     )
-    assert result.sentence.endswith("and 1 need softmax.")
     assert Sufficiency.from_json(result.to_json()) == result
-    assert sufficiency(tiny_llama(), texts(2), kinds(), stability=False).stability == {}
+    assert label_heads(tiny_llama(), texts(2), kinds(), stability=False).stability == {}
 
 
 def errors_of(divergence: list[float], error: list[float], uniform: float = 1.0) -> KindErrors:
@@ -120,6 +120,6 @@ def test_the_energy_weighs_large_outputs_more() -> None:
 
 def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(ValueInputError, match=r"limit must be above 0 and below 1, got 1\.5"):
-        sufficiency(tiny_llama(), texts(2), kinds(), limit=1.5)
+        label_heads(tiny_llama(), texts(2), kinds(), limit=1.5)
     with pytest.raises(ValueInputError, match="texts must be longer than 64 tokens"):
         measure_kinds(tiny_llama(), [[1] * 10], kinds())

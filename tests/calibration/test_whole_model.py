@@ -72,6 +72,11 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
     again = Calibration.load(tmp_path / "tiny.safetensors")
     assert again.metadata["fingerprint"] == found.fingerprint
     assert again.held_out == found.held_out
+    assert again.sufficiency == found.sufficiency
+    assert found.sufficiency is not None
+    assert sum(count.value for count in found.sufficiency.counts.values()) == 8
+    assert found.metadata["hybrid"] == {"w": 1, "sinks": 0}
+    assert found.mechanism("hybrid").options["w"] == 1
     assert all(torch.equal(again.tensors[name], found.tensors[name]) for name in found.tensors)
     assert set(found.held_out.gap_closed) == {"fitted", "elu1", "constant", "profile"}
     assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
@@ -282,7 +287,8 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
         made(tmp_path / "resumed.safetensors")
     assert not (tmp_path / "resumed.safetensors").exists()
     made(tmp_path / "resumed.safetensors")
-    assert calls == [0, 1, 1]  # the first layer was not fitted again
+    # The first layer was not fitted again; the tails of hybrids come last.
+    assert calls == [0, 1, 1, 0, 1]
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "resumed.safetensors").read_bytes()
     assert not list(tmp_path.glob("*.parts"))
 
@@ -306,7 +312,7 @@ def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(layers, "fit_maps", noted)
     calibrate(model(), TOKENIZER, [written()], recipe=Recipe(features=4, steps=5), positions=256, out=path)
-    assert sorted(numbers) == [0, 1]
+    assert sorted(numbers) == [0, 0, 1, 1]
 
 
 def test_minutes_choose_the_steps_and_record_them(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Fit a linear attention to each head of a model; the result is the mechanism ``fitted``."""
+"""Fit the cheap substitutes of each head of a model, and say which of them suffices."""
 
 from typing import TYPE_CHECKING
 
 from softgap.calibration.fit import Recipe, fit_maps
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, gap_closed
 from softgap.calibration.rank_floor import Ladders, Rung, ladders
+from softgap.calibration.sufficiency import Sufficiency, label_heads
 from softgap.calibration.whole_model import Calibration, calibrate
 from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.intervals import Interval as Closed  # its name before 0.2
@@ -16,10 +17,12 @@ __all__ = [
     "Ladders",
     "Recipe",
     "Rung",
+    "Sufficiency",
     "calibrate",
     "evaluate_held_out",
     "fit_maps",
     "gap_closed",
+    "label_heads",
     "ladders",
 ]
 

@@ -29,7 +29,7 @@ from softgap.models.loading import Model
 from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["KINDS", "LIMIT", "KindErrors", "Sufficiency", "measure_kinds", "sufficiency"]
+__all__ = ["KINDS", "LIMIT", "KindErrors", "Sufficiency", "kinds_sentence", "label_heads", "measure_kinds"]
 
 KINDS = ("constant", "profile", "window", "fitted", "hybrid", "softmax")
 LIMIT = 0.1
@@ -218,18 +218,7 @@ class Sufficiency:
     @property
     def sentence(self) -> str:
         """How many heads need what, in one sentence."""
-        words = {
-            "constant": "only a constant",
-            "profile": "a positional profile",
-            "window": "a window",
-            "fitted": "a fitted map",
-            "hybrid": "a hybrid",
-        }
-        needs = [f"{_count(self.counts[kind])} need {words[kind]}" for kind in words if kind in self.counts]
-        worth = self.keys_worth.get("window") or self.keys_worth.get("fitted")
-        memory = "" if worth is None else f" at the memory of {worth:.0f} keys per KV head"
-        softmax = _count(self.counts["softmax"])
-        return f"Of {self.heads} heads, {', '.join(needs)}{memory}, and {softmax} need softmax."
+        return kinds_sentence(self.counts, self.keys_worth.get("window"))
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -267,12 +256,30 @@ class Sufficiency:
         )
 
 
+WORDS = {
+    "constant": "only a constant",
+    "profile": "a positional profile",
+    "window": "a window",
+    "fitted": "a fitted map",
+    "hybrid": "a hybrid",
+}
+
+
+def kinds_sentence(counts: Mapping[str, Interval], worth: float | None) -> str:
+    """How many heads need what; ``worth`` is the memory of a window in keys."""
+    needs = [f"{_count(counts[kind])} {words}" for kind, words in WORDS.items() if kind in counts]
+    needs[0] = needs[0].replace(" only", " need only", 1) if needs[0].endswith("constant") else needs[0]
+    heads = sum(round(count.value) for count in counts.values())
+    memory = "" if worth is None else f" Window, fitted map and hybrid keep as much as {worth:.0f} keys per KV head."
+    return f"Of {heads} heads, {', '.join(needs)}; {_count(counts['softmax'])} need softmax.{memory}"
+
+
 def _count(count: Interval) -> str:
     low, high = round(count.low), round(count.high)
     return f"{count.value:.0f}" if low == high else f"{count.value:.0f} ({low} to {high})"
 
 
-def sufficiency(
+def label_heads(
     model: Model,
     sequences: Sequence[Sequence[int]],
     mechanisms: Mapping[str, Mechanism],

@@ -22,7 +22,7 @@ from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.rank_floor import Ladders, ladders
-from softgap.calibration.sufficiency import KINDS, Sufficiency, sufficiency
+from softgap.calibration.sufficiency import KINDS, Sufficiency, label_heads
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
@@ -424,7 +424,7 @@ def _evaluate(
     )
     window = resolve(equal_window(fitted, tensors["constant.mean"].shape[-1]))
     kinds = {"window": window, **{name: stored.equip(name) for name in ("constant", "profile", "fitted", "hybrid")}}
-    suffices = sufficiency(
+    suffices = label_heads(
         model,
         corpus.held_out,
         {name: kinds[name] for name in KINDS if name in kinds},

@@ -1,0 +1,238 @@
+"""Substitutes at equal memory in the embedded model: what each leaves of the gap, and what swapping KV groups costs.
+
+Run: python experiments/equal_memory.py --text FILE --calibration FITTED [--only gap|swap] [--groups 70]
+
+The text must be one that the calibration was not fitted on. ``gap`` compares outputs head by head; ``swap`` orders the
+KV groups by what recall loses when one of them alone keeps 4 sinks and 32 recent keys, swaps those that matter least,
+and measures the rise in loss and the recall of lists across 200 and 600 tokens of other text. No output is corrected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import numpy as np
+import torch
+
+from harness import FINDINGS, machine, write_section
+from softgap.attention import Mechanism, add_window, resolve
+from softgap.attention.memory import keys_worth
+from softgap.calibration import Calibration
+from softgap.calibration.sufficiency import LIMIT, KindErrors, measure_kinds
+from softgap.intervene.swap import heads_of_group, swap
+from softgap.linearize.sequences import draw_pairs
+from softgap.models import load_model
+
+RANGES = (range(64, 512), range(512, 1024), range(1024, 2048))
+FAR = range(4096, 8192)
+SPREAD = 20_000
+PAIRS = 12
+ABLATION = "window:w=32,sinks=4"
+
+
+def say(*words: object) -> None:
+    """A line of progress."""
+    print(time.strftime("%H:%M:%S"), *words, flush=True)
+
+
+def substitutes(calibration: Calibration) -> dict[str, Mechanism]:
+    """What is compared, from one unit of memory (64 keys' worth) to two."""
+    fitted, hybrid = calibration.mechanism(), calibration.mechanism("hybrid")
+    names = {
+        "profile": calibration.mechanism("profile"),
+        "64 recent keys": resolve("window:w=64,sinks=0"),
+        "4 sinks + 63 recent": resolve("window:w=63,sinks=4"),
+        "fitted": fitted,
+        "hybrid": hybrid,
+        "4 sinks + 124 recent": resolve("window:w=124,sinks=4"),
+        "razor, 4 sinks + 124 recent": resolve("razor:w=124,sinks=4"),
+        "64 recent / fitted": add_window(fitted, w=64, sinks=0),
+        "4 sinks + 60 recent / fitted": add_window(fitted, w=60, sinks=4),
+        "4 sinks + 60 recent / fitted, f = 0.7": add_window(fitted, w=60, sinks=4, f=0.7),
+    }
+    return names
+
+
+def memory(mechanism: Mechanism) -> str:
+    """Keys' worth per KV head."""
+    worth = keys_worth(mechanism, 64)
+    return "all values" if worth == float("inf") else f"{worth:.0f}"
+
+
+def write_gap(model: Any, ids: Sequence[int], mechanisms: dict[str, Mechanism], options: argparse.Namespace) -> None:
+    """The share of the gap closed by range of positions."""
+    texts = [ids[i * SPREAD : i * SPREAD + RANGES[-1].stop] for i in range(options.texts)]
+    near = measure_kinds(model, texts, mechanisms, positions=RANGES, report=lambda n: say(f"{n} of {len(texts)} texts"))
+    streaming = {name: mechanism for name, mechanism in mechanisms.items() if name != "profile"}
+    (far,) = measure_kinds(model, [ids[: FAR.stop]], streaming, positions=[FAR])
+    rows = []
+    for i, (name, mechanism) in enumerate(mechanisms.items()):
+        shares = [_closed(errors, i) for errors in near]
+        shares.append("" if name == "profile" else _closed(far, list(streaming).index(name)))
+        gap_left, energy_left = near[-1].left()
+        half = int((gap_left[i] > 0.5).sum())
+        suffices = int(((energy_left[i] <= LIMIT) & ~(gap_left[i] > LIMIT)).sum())
+        rows.append(f"| {name} | {memory(mechanism)} | {' | '.join(shares)} | {half} | {suffices} |")
+    better = _head_by_head(near[-1], list(mechanisms), ("4 sinks + 63 recent", "fitted"))
+    command = f"python experiments/equal_memory.py --text FILE --calibration FITTED --only gap --texts {options.texts}"
+    write_section(
+        "equal_memory-gap",
+        "Substitutes at equal memory",
+        f"`{command}` on the embedded model, calibrated on other text with the default recipe; {machine()}. Share of "
+        f"the gap to the mean of values closed in {options.texts} texts of {RANGES[-1].stop:,} tokens, and in one of "
+        f"{FAR.stop:,}; heads that keep more than half of their gap, and for which a kind suffices (at most a tenth of "
+        f"gap and energy left), at positions 1024-2048. A key's worth is a key and a value; 67 keys' worth and the "
+        f"state of 128 features are the same memory.\n\n"
+        "| substitute | keys' worth per KV head | 64-512 | 512-1024 | 1024-2048 | 4096-8192 | heads that keep half | "
+        "heads it suffices for |\n|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + f"\n\n{better}",
+        page=FINDINGS,
+    )
+    print("\n".join(rows), better, sep="\n")
+
+
+def _closed(errors: KindErrors, kind: int) -> str:
+    return f"{1 - errors.divergence[kind].sum() / errors.uniform.sum():.3f}"
+
+
+def _head_by_head(errors: KindErrors, names: list[str], pair: tuple[str, str]) -> str:
+    """How window and fitted map share the heads among them."""
+    first, second = (errors.divergence[names.index(name)].sum(axis=0) for name in pair)
+    best = 1 - np.minimum(first, second).sum() / errors.uniform.sum()
+    ranks = (np.argsort(np.argsort(x.ravel())) for x in (first, second))
+    correlation = float(np.corrcoef(*ranks)[0, 1])
+    return (
+        f"The better of the two one-unit kinds, {pair[0]} and {pair[1]}, head by head closes {best:.3f}; {pair[1]} is "
+        f"better in {int((second < first).sum())} of {first.size} heads, and what they leave correlates "
+        f"{correlation:.2f} (ranks over heads)."
+    )
+
+
+def recall_lists(tokenizer: Any, ids: Sequence[int], n: int, seed: int, filler: int) -> Iterator[tuple[list[int], Any]]:
+    """Lists of pairs, other text, and the pairs again in another order; with the first token of each answer."""
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for number in range(n):
+        rng = np.random.default_rng([seed, number])
+        pairs = draw_pairs(PAIRS, "words", rng=rng)
+        sequence, answers = tokens("Words and their partners.\n"), []
+        for turn in range(2):
+            for j in rng.permutation(PAIRS):
+                key, value = pairs[j]
+                answer = tokens(f" {value}")
+                sequence += tokens(f"{key}:")
+                if turn:
+                    answers.append((len(sequence) - 1, answer[0]))
+                sequence += [*answer, *tokens("\n")]
+            if not turn:
+                start = 3 * SPREAD + number * 1000
+                sequence += [*ids[start : start + filler], *tokens("\nWords and their partners.\n")]
+        yield sequence, answers
+
+
+@torch.inference_mode()
+def recall(model: Any, lists: Sequence[tuple[list[int], Any]]) -> tuple[float, float]:
+    """Share of first tokens right, and their mean log-probability."""
+    right, logs = [], []
+    for sequence, answers in lists:
+        logits = model(torch.tensor([sequence]), use_cache=False).logits[0]
+        for place, token in answers:
+            right.append(int(logits[place].argmax()) == token)
+            logs.append(float(logits[place].log_softmax(-1)[token]))
+    return float(np.mean(right)), float(np.mean(logs))
+
+
+@torch.inference_mode()
+def losses(model: Any, ids: Sequence[int], length: int, n: int) -> np.ndarray:
+    """Loss of every token but the first, text by text."""
+    rows = []
+    for i in range(n):
+        text = torch.tensor([list(ids[i * SPREAD : i * SPREAD + length])])
+        logits = model(text, use_cache=False).logits[0, :-1]
+        rows.append(torch.nn.functional.cross_entropy(logits, text[0, 1:], reduction="none").numpy())
+    return np.stack(rows)
+
+
+def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[str, Mechanism], options: Any) -> None:
+    """The cost of swapping the groups that recall misses least."""
+    order = _recall_order(model, list(recall_lists(tokenizer, ids, 2, 1, 200)))
+    heads = [head for group in order[: options.groups] for head in heads_of_group(model, *group)]
+    lists = {filler: list(recall_lists(tokenizer, ids, options.lists, 10 + filler, filler)) for filler in (200, 600)}
+    rows, original = [], None
+    for name, mechanism in {"the original model": None, **mechanisms}.items():
+        with nullcontext() if mechanism is None else swap(model, heads, mechanism):
+            loss = {length: losses(model, ids, length, n) for length, n in ((512, 4), (1024, 4), (2048, 3))}
+            shares = [recall(model, lists[filler])[0] for filler in lists]
+        original = original or loss
+        rises = [float((loss[length] - original[length]).mean()) for length in loss]
+        rises.append(float((loss[2048] - original[2048])[:, 1024:].mean()))
+        kept = "" if mechanism is None else memory(mechanism)
+        rows.append(
+            f"| {name} | {kept} | " + " | ".join([*(f"{x:+.3f}" for x in rises), *(f"{x:.2f}" for x in shares)]) + " |"
+        )
+        say(rows[-1])
+    command = (
+        f"python experiments/equal_memory.py --text FILE --calibration FITTED --only swap --groups {options.groups} "
+        f"--lists {options.lists}"
+    )
+    write_section(
+        f"equal_memory-swap-{options.groups}",
+        f"{options.groups} KV groups swapped, at equal memory",
+        f"`{command}` on the embedded model; {machine()}. The {options.groups} of 90 KV groups that recall misses "
+        f"least, without output correction: rise in loss (nats per token) at 512, 1,024 and 2,048 tokens of unseen "
+        f"text, at positions 1024-2048 alone, and recall (share of first tokens) across 200 and 600 tokens of other "
+        f"text from {options.lists} lists of {PAIRS} pairs each.\n\n"
+        "| the groups become | keys' worth per group | 512 | 1,024 | 2,048 | 1024-2048 | recall, 200 | recall, 600 |\n"
+        "|---|---|---|---|---|---|---|---|\n" + "\n".join(rows),
+        page=FINDINGS,
+    )
+
+
+def _recall_order(model: Any, lists: Sequence[tuple[list[int], Any]]) -> list[tuple[int, int]]:
+    """KV groups by what the recall of a few lists loses without their far keys, the smallest first."""
+    _, original = recall(model, lists)
+    lost = {}
+    layers, groups = model.config.num_hidden_layers, model.config.num_key_value_heads
+    for layer in range(layers):
+        for group in range(groups):
+            with swap(model, heads_of_group(model, layer, group), ABLATION):
+                lost[layer, group] = original - recall(model, lists)[1]
+        say(f"ablated {layer + 1} of {layers} layers")
+    order = sorted(lost, key=lambda group: lost[group])
+    say("most missed:", [(group, round(lost[group], 2)) for group in order[::-1][:8]])
+    return order
+
+
+def main() -> None:
+    """Measure, and write the sections."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--only", choices=("gap", "swap"))
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=70)
+    parser.add_argument("--lists", type=int, default=24)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model("smollm2-135m")
+    ids = tokenizer(Path(options.text).read_text(encoding="utf-8"))["input_ids"]
+    mechanisms = substitutes(Calibration.load(options.calibration))
+    if options.only != "swap":
+        write_gap(model, ids, mechanisms, options)
+    if options.only != "gap":
+        write_swap(model, tokenizer, ids, mechanisms, options)
+
+
+if __name__ == "__main__":
+    main()
