@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 from harness import FINDINGS, machine, write_section
 from softgap.attention import Mechanism, add_window, resolve
@@ -108,8 +109,7 @@ def _head_by_head(errors: KindErrors, names: list[str], pair: tuple[str, str]) -
     """How window and fitted map share the heads among them."""
     first, second = (errors.divergence[names.index(name)].sum(axis=0) for name in pair)
     best = 1 - np.minimum(first, second).sum() / errors.uniform.sum()
-    ranks = (np.argsort(np.argsort(x.ravel())) for x in (first, second))
-    correlation = float(np.corrcoef(*ranks)[0, 1])
+    correlation = float(spearmanr(first.ravel(), second.ravel()).statistic)
     return (
         f"The better of the two one-unit kinds, {pair[0]} and {pair[1]}, head by head closes {best:.3f}; {pair[1]} is "
         f"better in {int((second < first).sum())} of {first.size} heads, and what they leave correlates "

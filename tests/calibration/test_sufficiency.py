@@ -93,9 +93,9 @@ def test_the_result_counts_kinds_and_survives_json() -> None:
 
 def errors_of(divergence: list[float], error: list[float], uniform: float = 1.0) -> KindErrors:
     """One head in one text of ten positions, by the mean of each quantity."""
-    two = (np.array(values, dtype=float).reshape(-1, 1, 1, 1) * 10 for values in (divergence, error))
+    left, wrong = (np.array(values, dtype=float).reshape(-1, 1, 1, 1) * 10 for values in (divergence, error))
     names = ("constant", "window")[: len(divergence)]
-    return KindErrors(names, *two, np.full((1, 1, 1), 10 * uniform), np.full((1, 1, 1), 10.0), np.array([10]))
+    return KindErrors(names, left, wrong, np.full((1, 1, 1), 10 * uniform), np.full((1, 1, 1), 10.0), np.array([10]))
 
 
 def test_a_kind_suffices_only_by_gap_and_by_energy() -> None:
