@@ -31,8 +31,8 @@ from softgap.attention.memory import keys_worth
 from softgap.calibration import Calibration
 from softgap.calibration.sufficiency import LIMIT, KindErrors, measure_kinds
 from softgap.intervene.swap import heads_of_group, swap
-from softgap.linearize.sequences import draw_pairs
 from softgap.models import load_model
+from softgap.tasks.generators import draw_pairs
 
 RANGES = (range(64, 512), range(512, 1024), range(1024, 2048))
 FAR = range(4096, 8192)

@@ -12,8 +12,9 @@ import torch
 
 from softgap.attention import Mechanism, Visible, add_window, attend, resolve
 from softgap.calibration import sufficiency as module
-from softgap.calibration.sufficiency import KINDS, KindErrors, Sufficiency, label_heads, measure_kinds
+from softgap.calibration.sufficiency import KindErrors, Sufficiency, label_heads, measure_kinds
 from softgap.errors import ValueInputError
+from softgap.kinds import KINDS, counts_from_numbers, kinds_sentence, numbers_of_counts
 from softgap.probe.layout import LayerTensors
 from support.linearize_cases import with_random_parameters
 from support.model_examples import tiny_llama
@@ -88,6 +89,9 @@ def test_the_result_counts_kinds_and_survives_json() -> None:
         "1 need softmax. Window, fitted map and hybrid keep as much as 11 keys per KV head."
     )
     assert Sufficiency.from_json(result.to_json()) == result
+    numbers = numbers_of_counts(result.counts, result.keys_worth["window"])
+    assert kinds_sentence(*counts_from_numbers(numbers)) == result.sentence
+    assert counts_from_numbers({"need_window": 3.0}) == ({}, None)
     assert label_heads(tiny_llama(), texts(2), kinds(), stability=False).stability == {}
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from softgap.deprecation import DeprecatedAttribute
+from softgap.kinds import counts_from_numbers, kinds_sentence
 from softgap.trajectories import Trajectories
 from softgap.trajectories.validation import BASELINE
 
@@ -208,12 +209,13 @@ def held_out_sentence(held_out: object) -> str:
         As ``softgap.models.tensor_files.held_out_summary`` returns it and a manifest stores it. Measures that an
         earlier version did not take are left out; the sentence is empty where there is nothing to quote.
     """
+    kinds = _kinds_sentence(held_out)
     share, profile, explained, uniform, ranks = (
         _number(held_out, name)
         for name in ("gap_closed", "against_profile", "explained", "explained_uniform", "rank_correlation")
     )
     if share is None or profile is None or explained is None:
-        return ""
+        return kinds
     baseline = "" if uniform is None else f"; the mean of values explains {_signed(uniform)}"
     agreement = (
         ""
@@ -221,11 +223,17 @@ def held_out_sentence(held_out: object) -> str:
         else f" Across heads, gap closed and energy explained have a rank correlation of {_signed(ranks)} (Spearman): "
         "the two metrics agree to that extent on which heads need softmax."
     )
-    return (
+    return f"{kinds}{' ' if kinds else ''}" + (
         f"On held-out text the calibration closes {_percent(share)} of the gap that the mean of values leaves, and "
         f"{_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
         f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}"
     )
+
+
+def _kinds_sentence(held_out: object) -> str:
+    """How many heads need which kind of substitute; empty where the calibration does not say."""
+    counts, worth = counts_from_numbers(held_out) if isinstance(held_out, Mapping) else ({}, None)
+    return kinds_sentence(counts, worth) if counts else ""
 
 
 def _number(held_out: object, name: str) -> float | None:

@@ -5,9 +5,9 @@ A kind *suffices* for a head if, over held-out text, it leaves at most a tenth o
     sum_t |l_t - o_t|^2 <= limit sum_t |o_t|^2,
 
 and, where the mean of values is at a divergence of at least .02, at most a tenth of that gap. The energy sees norms,
-the gap does not. Kinds are tried in the order of ``KINDS``; a head for which none suffices needs softmax. Window,
-fitted map and hybrid keep equally many numbers per KV head (``softgap.attention.memory``). The profile needs the values
-of the whole text; its memory is not counted.
+the gap does not. Kinds are tried in the order of ``softgap.kinds.KINDS``; a head for which none suffices needs
+softmax. Window, fitted map and hybrid keep equally many numbers per KV head (``softgap.attention.memory``). The profile
+needs the values of the whole text; its memory is not counted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from softgap.attention.memory import keys_worth
 from softgap.calibration.held_out import FIRST, NO_GAP
 from softgap.errors import ValueInputError
 from softgap.intervals import Interval
+from softgap.kinds import kinds_sentence
 from softgap.models.loading import Model
 from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["KINDS", "LIMIT", "KindErrors", "Sufficiency", "kinds_sentence", "label_heads", "measure_kinds"]
+__all__ = ["LIMIT", "KindErrors", "Sufficiency", "label_heads", "measure_kinds"]
 
-KINDS = ("constant", "profile", "window", "fitted", "hybrid", "softmax")
 LIMIT = 0.1
 SHORT = 512
 RESAMPLES = 999
@@ -256,29 +256,6 @@ class Sufficiency:
         )
 
 
-WORDS = {
-    "constant": "only a constant",
-    "profile": "a positional profile",
-    "window": "a window",
-    "fitted": "a fitted map",
-    "hybrid": "a hybrid",
-}
-
-
-def kinds_sentence(counts: Mapping[str, Interval], worth: float | None) -> str:
-    """How many heads need what; ``worth`` is the memory of a window in keys."""
-    needs = [f"{_count(counts[kind])} {words}" for kind, words in WORDS.items() if kind in counts]
-    needs[0] = needs[0].replace(" only", " need only", 1) if needs[0].endswith("constant") else needs[0]
-    heads = sum(round(count.value) for count in counts.values())
-    memory = "" if worth is None else f" Window, fitted map and hybrid keep as much as {worth:.0f} keys per KV head."
-    return f"Of {heads} heads, {', '.join(needs)}; {_count(counts['softmax'])} need softmax.{memory}"
-
-
-def _count(count: Interval) -> str:
-    low, high = round(count.low), round(count.high)
-    return f"{count.value:.0f}" if low == high else f"{count.value:.0f} ({low} to {high})"
-
-
 def label_heads(
     model: Model,
     sequences: Sequence[Sequence[int]],
@@ -297,7 +274,7 @@ def label_heads(
     sequences
         Token ids of texts that nothing was fitted on.
     mechanisms
-        A mechanism for each kind of ``KINDS`` but softmax, in that order; some may be left out.
+        A mechanism for each kind of ``softgap.kinds.KINDS`` but softmax, in that order; some may be left out.
     far
         Long texts, whose last 1,024 positions show whether labels hold there.
     limit

@@ -22,11 +22,12 @@ from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.rank_floor import Ladders, ladders
-from softgap.calibration.sufficiency import KINDS, Sufficiency, label_heads
+from softgap.calibration.sufficiency import Sufficiency, label_heads
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
+from softgap.kinds import KINDS
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable

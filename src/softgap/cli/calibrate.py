@@ -11,7 +11,6 @@ from rich.text import Text
 
 from softgap.cli.options import Attn, Device, Dtype, Json, check_new, read_text_argument
 from softgap.cli.render import output
-from softgap.cli.render.kinds import show_kinds
 from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
 
@@ -117,6 +116,7 @@ def _show(calibration: Calibration, path: Path) -> None:
     import numpy as np
 
     from softgap.analysis.headline import held_out_sentence
+    from softgap.cli.render.kinds import show_kinds
     from softgap.cli.render.output import heat_map
     from softgap.models.tensor_files import held_out_summary
 

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
 from softgap.errors import StoreError, UnsupportedError
+from softgap.intervals import Interval
+from softgap.kinds import numbers_of_counts
 from softgap.models.cache import cache_dir
 from softgap.models.fingerprint import model_fingerprint
 from softgap.trajectories.validation import BASELINE
@@ -67,7 +69,7 @@ class StoredCalibration:
             raise UnsupportedError(
                 f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
             )
-        held_out = held_out_summary(self.metadata.get("held_out", {}))
+        held_out = held_out_summary(self.metadata.get("held_out", {})) | _kind_numbers(self.metadata)
         return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
 
     def _parameters_of(self, mechanism: Mechanism) -> dict[str, Tensor]:
@@ -75,6 +77,16 @@ class StoredCalibration:
         names = {mechanism.name, *(old for old, new in ALIASES.items() if new == mechanism.name)}
         stored = ((*key.partition("."), tensor) for key, tensor in self.tensors.items())
         return {parameter: tensor for name, _, parameter, tensor in stored if name in names}
+
+
+def _kind_numbers(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """How many heads need which kind, by the calibration's report; nothing where it does not say."""
+    report = metadata.get("sufficiency")
+    try:
+        counts = {kind: Interval(**count) for kind, count in report["counts"].items()} if report else {}
+        return numbers_of_counts(counts, report["keys_worth"].get("window")) if report else {}
+    except (LookupError, TypeError, AttributeError):
+        return {}
 
 
 def held_out_summary(held_out: Mapping[str, Any]) -> dict[str, float]:

@@ -9,22 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli.render.output import has_colour
+from softgap.kinds import COLOURS, LETTERS
 
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
 
 __all__ = ["kind_map", "kind_table", "show_kinds"]
-
-# From cheap to dear: light to dark, one colour per kind.
-COLOURS = {
-    "constant": "#e8e8e8",
-    "profile": "#b7d7ea",
-    "window": "#6baed6",
-    "fitted": "#74c476",
-    "hybrid": "#fd8d3c",
-    "softmax": "#a50f15",
-}
-LETTERS = {"constant": "c", "profile": "p", "window": "w", "fitted": "f", "hybrid": "h", "softmax": "S"}
 
 
 def kind_map(sufficiency: Sufficiency, *, colour: bool) -> Text:

@@ -1,0 +1,76 @@
+"""The kinds of substitutes that heads may need: their order from cheap to dear, and the sentence that counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from softgap.intervals import Interval
+
+__all__ = ["COLOURS", "KINDS", "LETTERS", "counts_from_numbers", "kinds_sentence", "numbers_of_counts"]
+
+KINDS = ("constant", "profile", "window", "fitted", "hybrid", "softmax")
+LETTERS = {"constant": "c", "profile": "p", "window": "w", "fitted": "f", "hybrid": "h", "softmax": "S"}
+# Light to dark, one for each kind.
+COLOURS = {
+    "constant": "#e8e8e8",
+    "profile": "#b7d7ea",
+    "window": "#6baed6",
+    "fitted": "#74c476",
+    "hybrid": "#fd8d3c",
+    "softmax": "#a50f15",
+}
+_WORDS = {
+    "constant": "only a constant",
+    "profile": "a positional profile",
+    "window": "a window",
+    "fitted": "a fitted map",
+    "hybrid": "a hybrid",
+}
+_MEMORY = "window_keys"
+
+
+def kinds_sentence(counts: Mapping[str, Interval], worth: float | None = None) -> str:
+    """How many heads need which kind.
+
+    Parameters
+    ----------
+    counts
+        Heads by kind; those that need softmax must be among them.
+    worth
+        The memory of the window, in keys with their values.
+
+    Examples
+    --------
+    >>> from softgap.intervals import Interval
+    >>> kinds_sentence({"window": Interval(5, 4, 6), "softmax": Interval(3, 3, 3)})
+    'Of 8 heads, 5 (4 to 6) need a window; 3 need softmax.'
+    """
+    needs = [(_count(counts[kind]), words) for kind, words in _WORDS.items() if kind in counts]
+    listed = ", ".join(f"{count} {'need ' if i == 0 else ''}{words}" for i, (count, words) in enumerate(needs))
+    heads = sum(round(count.value) for count in counts.values())
+    memory = "" if worth is None else f" Window, fitted map and hybrid keep as much as {worth:.0f} keys per KV head."
+    return f"Of {heads} heads, {listed}; {_count(counts['softmax'])} need softmax.{memory}"
+
+
+def _count(count: Interval) -> str:
+    low, high = round(count.low), round(count.high)
+    return f"{count.value:.0f}" if low == high else f"{count.value:.0f} ({low} to {high})"
+
+
+def numbers_of_counts(counts: Mapping[str, Interval], worth: float | None) -> dict[str, float]:
+    """The same as plain numbers by name, as a manifest stores them."""
+    numbers = {} if worth is None else {_MEMORY: worth}
+    for kind, count in counts.items():
+        numbers |= {f"need_{kind}": count.value, f"need_{kind}_low": count.low, f"need_{kind}_high": count.high}
+    return numbers
+
+
+def counts_from_numbers(numbers: Mapping[str, float]) -> tuple[dict[str, Interval], float | None]:
+    """What ``numbers_of_counts`` wrote; no counts where there are none."""
+    counts = {}
+    for kind in KINDS:
+        names = (f"need_{kind}", f"need_{kind}_low", f"need_{kind}_high")
+        if all(isinstance(numbers.get(name), int | float) for name in names):
+            counts[kind] = Interval(*(float(numbers[name]) for name in names))
+    worth = numbers.get(_MEMORY)
+    return counts if "softmax" in counts else {}, float(worth) if isinstance(worth, int | float) else None
