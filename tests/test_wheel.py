@@ -14,7 +14,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
+def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # it would come before the wheel
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, REPOSITORY], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("softgap-*.whl")
