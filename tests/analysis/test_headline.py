@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from softgap.analysis import GapSums, gap_sums, headline
-from softgap.analysis.headline import Headline, held_out_sentence
+from softgap.analysis.headline import Headline, held_out_sentence, kind_counts_sentence
 from softgap.trajectories import Trajectories
 from support.trajectory_examples import example_fields
 
@@ -120,6 +120,18 @@ def test_stricter_measures_of_the_calibration_are_quoted_as_far_as_they_are_know
     assert "rank correlation" not in held_out_sentence(known)
     for nothing in ({}, None, "text", {**known, "gap_closed": "0.8"}, {**known, "explained": float("nan")}):
         assert held_out_sentence(nothing) == ""
+
+
+def test_the_kinds_of_heads_are_counted_where_a_calibration_did() -> None:
+    numbers = {"window_keys": 67.0}
+    for kind, (value, low, high) in {"window": (97, 93, 101), "softmax": (3, 3, 3)}.items():
+        numbers |= {f"need_{kind}": value, f"need_{kind}_low": low, f"need_{kind}_high": high}
+    assert kind_counts_sentence(numbers) == (
+        "Of 100 heads, 97 (93 to 101) need a window; 3 need softmax. Window, fitted map and hybrid keep as much as 67 "
+        "keys per KV head."
+    )
+    for nothing in ({}, None, {"need_window": 3.0}, {"gap_closed": 0.8}):
+        assert kind_counts_sentence(nothing) == ""
 
 
 def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:

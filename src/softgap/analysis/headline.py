@@ -32,6 +32,7 @@ __all__ = [
     "gap_sums",
     "headline",
     "held_out_sentence",
+    "kind_counts_sentence",
 ]
 
 FITTED, CLASSICAL = "fitted", "elu1"
@@ -209,13 +210,12 @@ def held_out_sentence(held_out: object) -> str:
         As ``softgap.models.tensor_files.held_out_summary`` returns it and a manifest stores it. Measures that an
         earlier version did not take are left out; the sentence is empty where there is nothing to quote.
     """
-    kinds = _kinds_sentence(held_out)
     share, profile, explained, uniform, ranks = (
         _number(held_out, name)
         for name in ("gap_closed", "against_profile", "explained", "explained_uniform", "rank_correlation")
     )
     if share is None or profile is None or explained is None:
-        return kinds
+        return ""
     baseline = "" if uniform is None else f"; the mean of values explains {_signed(uniform)}"
     agreement = (
         ""
@@ -223,15 +223,21 @@ def held_out_sentence(held_out: object) -> str:
         else f" Across heads, gap closed and energy explained have a rank correlation of {_signed(ranks)} (Spearman): "
         "the two metrics agree to that extent on which heads need softmax."
     )
-    return f"{kinds}{' ' if kinds else ''}" + (
+    return (
         f"On held-out text the calibration closes {_percent(share)} of the gap that the mean of values leaves, and "
         f"{_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
         f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}"
     )
 
 
-def _kinds_sentence(held_out: object) -> str:
-    """How many heads need which kind of substitute; empty where the calibration does not say."""
+def kind_counts_sentence(held_out: object) -> str:
+    """How many heads need which kind of substitute, on the calibration's held-out text; empty where it does not say.
+
+    Parameters
+    ----------
+    held_out
+        As for ``held_out_sentence``.
+    """
     counts, worth = counts_from_numbers(held_out) if isinstance(held_out, Mapping) else ({}, None)
     return kinds_sentence(counts, worth) if counts else ""
 

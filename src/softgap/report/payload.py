@@ -10,7 +10,15 @@ import numpy as np
 
 from softgap import __version__
 from softgap.analysis import Findings, analyze
-from softgap.analysis.headline import FITTED, UNKNOWN, GapSums, gap_sums, headline, held_out_sentence
+from softgap.analysis.headline import (
+    FITTED,
+    UNKNOWN,
+    GapSums,
+    gap_sums,
+    headline,
+    held_out_sentence,
+    kind_counts_sentence,
+)
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.progress import Progress, silent
@@ -256,12 +264,15 @@ def payload(
 
 
 def opening_sentence(gaps: Sequence[GapSums | None], first: Trajectories) -> tuple[str, bool]:
-    """The sentence that a page opens with, and whether a share of the gap is known."""
+    """The sentences that a page opens with, and whether a share of the gap is known."""
     measured = [gap for gap in gaps if gap is not None]
     if not measured:
         return UNKNOWN, False
     opening = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
-    return ("", False) if opening is None else (opening.sentence, opening.heads > 0)
+    if opening is None:
+        return "", False
+    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {})) if first.manifest is not None else ""
+    return f"{kinds} {opening.sentence}".strip(), opening.heads > 0
 
 
 def _first(study: Study) -> Trajectories:

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from softgap.analysis.headline import UNKNOWN, held_out_sentence
+from softgap.analysis.headline import UNKNOWN, held_out_sentence, kind_counts_sentence
 from softgap.cli.render import output
 from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
@@ -79,6 +79,10 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
     ]
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
     console.print()
+    kinds = kind_counts_sentence(manifest.extra.get("held_out", {}))
+    if kinds:
+        console.print(Text(kinds), width=_width(console))
+        console.print()
     console.print(_first_sentence(summary), width=_width(console))
     console.print()
     held_out = held_out_sentence(manifest.extra.get("held_out", {})) if summary.headline is not None else ""
