@@ -271,7 +271,7 @@ def opening_sentence(gaps: Sequence[GapSums | None], first: Trajectories) -> tup
     opening = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
     if opening is None:
         return "", False
-    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {})) if first.manifest is not None else ""
+    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {}))
     return f"{kinds} {opening.sentence}".strip(), opening.heads > 0
 
 
