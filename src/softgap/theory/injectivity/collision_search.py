@@ -146,7 +146,7 @@ class _Task:
 
     def search(self, collision: Collision | None, queries: int, starts: int, closest: float) -> Search:
         outside = outside_proposition(self.mechanism, self.keys.shape[1])
-        return Search(self.mechanism.name, collision, outside, queries, starts, self.evaluations, closest)
+        return Search(self.mechanism.label, collision, outside, queries, starts, self.evaluations, closest)
 
     def weights(self, queries: Float64[np.ndarray, "query dim"]) -> Float64[np.ndarray, "query key"]:
         self.evaluations += len(queries)

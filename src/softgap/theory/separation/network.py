@@ -282,7 +282,7 @@ def trial(mechanism: str | Mechanism, construction: Construction, draws: Sequenc
         bound0, bound1 = hoeffding(class0, construction), missing_bound(class1, construction)
         margin = signal_margin(class1, construction)
     d0, d1 = silent.value > 0, firing.value > 0
-    name = mechanism if isinstance(mechanism, str) else entry.name
+    name = mechanism if isinstance(mechanism, str) else entry.label
     return Trial(
         name,
         share(int(d0.sum()), len(draws)),
