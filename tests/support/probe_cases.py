@@ -218,6 +218,9 @@ def _of_call(
             seen.expand(1, heads, -1, -1),
             scale=call.scale,
             offset=call.first_query - call.first_key,
+            ordinals=(call.first_key + torch.arange(k.shape[2]))[None],
+            softcap=call.softcap,
+            sink_logits=call.sinks,
         )
         for h in range(heads):
             for t in range(n):

@@ -432,9 +432,13 @@ class Meter:
         position = torch.arange(n_keys, device=device) + (self.length - handed)
         beyond_sinks = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None])
-        real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
-        # What is left out is no padding: positions go on as if it were there.
+            real = shown.mask.any(dim=2).any(dim=1)
+        else:
+            real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
+        # What is left out is no padding: positions go on as if it were there, and so does the count of keys.
         lost = (real & ~beyond_sinks).sum(dim=1)
+        skipped = lost if shown.skipped is None else shown.skipped + lost
+        if shown.mask is not None:
+            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None], skipped=skipped)
         origin = lost if shown.origin is None else shown.origin + lost
-        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin)
+        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin, skipped=skipped)
