@@ -185,7 +185,7 @@ def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> 
 
 def _starts_a_sequence(visible: Visible) -> bool:
     """Whether a state can be built from these keys: it counts them from the first one of the sequence."""
-    return visible.mask is None and visible.skipped is None
+    return visible.mask is None and visible.ordinals is None
 
 
 def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:

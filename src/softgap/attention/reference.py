@@ -72,8 +72,8 @@ def reference_attention(
     """Output of every query, by loops; ``seen`` lists the visible keys of each.
 
     ``turned_by`` is the position that rotary embedding gave each key, ``ordinals`` how many keys of its sequence come
-    before it; None where it is the key's place. The model's ``softcap`` and learned ``sink_logits`` take part in windows
-    and hybrids only.
+    before it; None where it is the key's place. Only windows and hybrids have a use for the model's ``softcap`` and
+    learned ``sink_logits``.
     """
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))

@@ -37,9 +37,10 @@ class Visible:
     origin
         Position that rotary embedding gave the first key of each row that is not padding (under a mask: the first of
         all); None is 0. The others count on from there, padding left out.
-    skipped
-        Keys of each sequence that come before the first one here, padding left out: a sliding cache has dropped them,
-        or they were left out. The sinks of a window are the first keys of the sequence, so it must know. None is 0.
+    ordinals
+        How many keys of its sequence come before each key, padding left out: the sinks of a window are the first keys
+        of the sequence. None counts the keys that are shown; other numbers are needed where a sliding cache has
+        dropped the first ones, or where some are hidden that are no padding.
     """
 
     offset: int | None = None
@@ -47,7 +48,7 @@ class Visible:
     key_valid: Bool[Tensor, "batch key"] | None = None
     mask: Bool[Tensor, "#batch #head query key"] | None = None
     origin: Int[Tensor, "#batch"] | None = None
-    skipped: Int[Tensor, "#batch"] | None = None
+    ordinals: Int[Tensor, "#batch key"] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -75,7 +76,7 @@ class Visible:
         if self.key_valid is not None and tuple(self.key_valid.shape) != (batch, n_keys):
             raise ShapeError(f"key_valid must be [batch, key] = {[batch, n_keys]}, got {list(self.key_valid.shape)}")
         window = None if self.window is not None and self.window >= offset + n_queries else self.window
-        return Visible(offset, window, self.key_valid, self.mask, self.origin, self.skipped)
+        return Visible(offset, window, self.key_valid, self.mask, self.origin, self.ordinals)
 
     def positions(self, start: int, stop: int, device: torch.device) -> Int[Tensor, " query"]:
         """Positions of the queries start..stop-1."""

@@ -62,14 +62,14 @@ class ExactSet:
 
     def _sinks(self, visible: Visible, keys: tuple[int, int], device: torch.device) -> Bool[Tensor, "#batch 1 1 key"]:
         """Which keys of a range are among the first of their sequence."""
-        if visible.mask is not None:
+        if visible.ordinals is not None:
+            number = visible.ordinals.to(device)[:, slice(*keys)] + 1
+        elif visible.mask is not None:
             number = visible.mask.any(dim=2).any(dim=1).cumsum(dim=-1)[:, slice(*keys)]
         elif visible.key_valid is not None:
             number = visible.key_valid.to(device).cumsum(dim=1)[:, slice(*keys)]
         else:
             number = torch.arange(*keys, device=device)[None] + 1
-        if visible.skipped is not None:
-            number = number + visible.skipped.to(device)[:, None]
         return (number <= self.sinks)[:, None, None]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional
 
 from softgap.attention import (
     HybridState,
@@ -415,6 +416,8 @@ class Meter:
     ) -> Float[Tensor, "quantity mechanism batch head time"]:
         """Compare with mechanisms computed from all the keys this call hands over."""
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
+        if any(mechanism.kind in ("window", "hybrid") for mechanism in mechanisms):
+            shown = self._with_ordinals(shown, call)
         values = [
             attend(
                 mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False, rule=call.rule
@@ -432,13 +435,25 @@ class Meter:
         position = torch.arange(n_keys, device=device) + (self.length - handed)
         beyond_sinks = position >= (first + self._drop)[:, None]
         if shown.mask is not None:
-            real = shown.mask.any(dim=2).any(dim=1)
-        else:
-            real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
-        # What is left out is no padding: positions go on as if it were there, and so does the count of keys.
+            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None])
+        real = torch.ones_like(beyond_sinks) if shown.key_valid is None else shown.key_valid
+        # What is left out is no padding: positions go on as if it were there.
         lost = (real & ~beyond_sinks).sum(dim=1)
-        skipped = lost if shown.skipped is None else shown.skipped + lost
-        if shown.mask is not None:
-            return dataclasses.replace(shown, mask=shown.mask & beyond_sinks[:, None, None], skipped=skipped)
         origin = lost if shown.origin is None else shown.origin + lost
-        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin, skipped=skipped)
+        return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin)
+
+    def _with_ordinals(self, shown: Visible, call: AttentionCall) -> Visible:
+        """The same visible set, with how manieth key of its sequence each key is: what is hidden now still counts."""
+        n_keys, total = call.key.shape[2], self.length + call.query.shape[2]
+        if shown.mask is None and shown.key_valid is None and total <= n_keys:
+            return shown
+        valid = self._valid_up_to(total, call.key.device)
+        if valid is None:
+            ordinals = torch.arange(total, device=call.key.device)[None]
+        else:
+            ordinals = valid.to(call.key.device).cumsum(dim=1) - 1
+        # A sliding cache hands over the last keys, a static one also slots that are not filled yet.
+        empty = max(0, n_keys - total)
+        return dataclasses.replace(
+            shown, ordinals=functional.pad(ordinals[:, max(0, total - n_keys) :], (0, empty), value=total)
+        )

@@ -308,7 +308,9 @@ def check_run(
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,
-        mechanisms=stored.mechanisms if same else {mechanism.label: dict(mechanism.options) for mechanism in mechanisms},
+        mechanisms=stored.mechanisms
+        if same
+        else {mechanism.label: dict(mechanism.options) for mechanism in mechanisms},
         seed=settings.seed,
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
