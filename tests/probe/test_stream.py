@@ -181,7 +181,7 @@ def test_autocast_does_not_reach_the_instrument() -> None:
 def test_the_embedded_model_live_equals_replay_and_the_oracle() -> None:
     model, tokenizer = load_model()
     ids = tokenizer("The lighthouse keeper counted")["input_ids"]
-    with spied(model) as layers, record(model, tokenizer=tokenizer, block=4) as recording:
+    with spied(model) as layers, record(model, MEASURED, tokenizer=tokenizer, block=4) as recording:
         tokens = written(model, ids, 8, do_sample=False, pad_token_id=0)[0].tolist()
     run = only(recording.trajectories())
     assert isinstance(recording, Recording)

@@ -77,6 +77,8 @@ def outside_proposition(mechanism: str | Mechanism, d: int) -> str:
         return "its weights are a function of the scores, not a feature map"
     if mechanism.kind in ("positions", "constant"):
         return "it ignores queries and keys"
+    if mechanism.kind in ("window", "hybrid"):
+        return "its weights are those of softmax on some of the keys"
     if mechanism.query_free:
         return "it ignores the query"
     if mechanism.normaliser == "centred":
