@@ -24,6 +24,7 @@ from softgap.attention import (
     split_states,
     stacked_states,
 )
+from softgap.errors import UnsupportedError
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
 
@@ -447,6 +448,11 @@ class Meter:
         n_keys, total = call.key.shape[2], self.length + call.query.shape[2]
         if shown.mask is None and shown.key_valid is None and total <= n_keys:
             return shown
+        if shown.mask is not None and bool(shown.mask[..., total:].any()):
+            raise UnsupportedError(
+                f"'{type(call.module).__name__}' attends to keys that are not tokens, so windows and hybrids, which "
+                "choose keys by their position, cannot be measured; leave them out"
+            )
         valid = self._valid_up_to(total, call.key.device)
         if valid is None:
             ordinals = torch.arange(total, device=call.key.device)[None]
