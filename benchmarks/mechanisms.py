@@ -37,10 +37,12 @@ def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def sides(length: int) -> dict[str, Callable[[], object]]:
-    """The three computations on the same tensors."""
+    """The computations on the same tensors."""
     q, k, v = tensors(length)
     return {
         "chunked": lambda: attend("elu1", q, k, v, form="chunked"),
+        "window": lambda: attend("window:w=60,sinks=4", q, k, v, form="chunked"),
+        "hybrid": lambda: attend("elu1+window:w=60,sinks=4", q, k, v, form="chunked"),
         "quadratic": lambda: attend("elu1", q, k, v, form="quadratic"),
         "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
     }
@@ -49,12 +51,11 @@ def sides(length: int) -> dict[str, Callable[[], object]]:
 def measure(length: int, pairs: int) -> tuple[dict[str, float], Ratio, Ratio, dict[str, int | None]]:
     """Median milliseconds of each side, chunked over the two others, peak memory of each."""
     calls = sides(length)
-    chunked, quadratic, sdpa = interleaved(list(calls.values()), pairs)
-    medians = {
-        name: statistics.median(times) * 1e3 for name, times in zip(calls, (chunked, quadratic, sdpa), strict=True)
-    }
+    times = dict(zip(calls, interleaved(list(calls.values()), pairs), strict=True))
+    medians = {name: statistics.median(of_name) * 1e3 for name, of_name in times.items()}
     peaks = {name: peak_memory(__file__, "--peak", name, str(length)) for name in calls}
-    return medians, ratio(chunked, quadratic), ratio(chunked, sdpa), peaks
+    chunked = times["chunked"]
+    return medians, ratio(chunked, times["quadratic"]), ratio(chunked, times["sdpa"]), peaks
 
 
 def report_peak(name: str, length: int) -> None:
@@ -76,15 +77,15 @@ def main() -> None:
     pairs = arguments.pairs
     require_quiet_machine()
     lines = [
-        "| T | chunked, ms | quadratic, ms | sdpa, ms | chunked / quadratic | chunked / sdpa | peak memory, MB: "
-        "chunked, quadratic, sdpa |",
-        "|---|---|---|---|---|---|---|",
+        "| T | chunked, ms | window, ms | hybrid, ms | quadratic, ms | sdpa, ms | chunked / quadratic | "
+        "chunked / sdpa | peak memory, MB: chunked, window, hybrid, quadratic, sdpa |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     with torch.inference_mode():
         for length in LENGTHS:
             ms, to_quadratic, to_sdpa, memory = measure(length, pairs)
             peaks = ", ".join("n/a" if peak is None else f"{peak / 1e6:.0f}" for peak in memory.values())
-            times = " | ".join(f"{ms[name]:.1f}" for name in ("chunked", "quadratic", "sdpa"))
+            times = " | ".join(f"{ms[name]:.1f}" for name in ms)
             lines.append(f"| {length} | {times} | {to_quadratic} | {to_sdpa} | {peaks} |")
             print(lines[-1], flush=True)
         growth = interleaved([sides(8192)["chunked"], sides(4096)["chunked"]], pairs)
@@ -95,7 +96,8 @@ def main() -> None:
         "Linear attention in chunks against softmax attention",
         f"`make bench`: elu1 on B = 1, {HEADS} query heads, {KV_HEADS} KV heads, d = {DIM}, float32 "
         f"on all sides; {machine()}. Times are medians of {pairs} interleaved rounds, ratios those of the "
-        "pairwise ratios, with their range. `chunked` and `quadratic` include the input checks; `sdpa` is torch's "
+        "pairwise ratios, with their range. `chunked` and `quadratic` include the input checks; `window` is "
+        "`window:w=60,sinks=4`, `hybrid` is `elu1+window:w=60,sinks=4`, both in chunks; `sdpa` is torch's "
         "`scaled_dot_product_attention` (causal, grouped KV heads). Peak memory is what one call adds to the "
         "process.\n\n" + "\n".join(lines) + f"\n\nTime of the chunked form at T = 8192 over T = 4096: {slope} "
         "(linear growth is 2).",

@@ -227,3 +227,23 @@ def test_bad_input_is_one_sentence() -> None:
     ):
         with pytest.raises(SoftgapError, match=message):
             resolve(name)
+
+
+@pytest.mark.parametrize("name", ["window:w=3,sinks=4", "razor:w=3,sinks=4", "elu1+window:w=3,sinks=4"])
+def test_sinks_are_the_first_keys_of_the_sequence_even_if_others_are_handed_over(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    mechanism, seen = resolve(name), torch.ones(12, 12).tril().bool() & (torch.arange(12) >= 2)
+    whole = attend(
+        mechanism, q, k, v, visible=Visible(mask=seen[None, None], ordinals=torch.arange(12)[None]), dtype=torch.float64
+    )
+    truth = reference_attention(mechanism, q, k, v, seen.expand(1, 2, 12, 12), scale=8**-0.5, offset=0)
+    assert apart(whole.output[:, :, 2:], truth[:, :, 2:]) < 1e-12
+    # A cache that has dropped the first two keys.
+    later = Visible(ordinals=torch.arange(2, 12)[None])
+    part = attend(mechanism, q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], visible=later, dtype=torch.float64)
+    assert apart(part.output, whole.output[:, :, 2:]) < 1e-12
+    uncounted = attend(mechanism, q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], dtype=torch.float64)
+    assert apart(part.output, uncounted.output) > 0.01
+    with pytest.raises(SoftgapError, match="begins with the first key of a sequence"):
+        attend(mechanism, q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], visible=later, form="chunked")

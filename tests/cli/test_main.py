@@ -89,19 +89,25 @@ def test_mechanisms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {name} " in shown.out
         assert mechanism.formula.split()[0] in shown.out  # a long formula is folded
     assert "softmax([x," in shown.out  # brackets are not taken for markup
+    assert all(text in shown.out for text in (" TAIL+window ", " all keys ", " 64 keys ", " nothing "))
 
 
 def test_json_is_one_document_of_the_registry() -> None:
     shown = run("mechanisms", "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     document = json.loads(shown.stdout)
-    assert set(document) == {"dim", "mechanisms"}
+    assert set(document) == {"dim", "mechanisms", "hybrid"}
+    assert document["hybrid"]["name"] == "TAIL+window"
+    assert document["hybrid"]["example"]["keys_worth"] == 96.5
     assert [row["name"] for row in document["mechanisms"]] == list(softgap.mechanisms())
     by_name = {row["name"]: row for row in document["mechanisms"]}
     assert by_name["elu1"]["features"] == 64
     assert by_name["hedgehog"]["features"] == 128
     assert by_name["top_k"]["forms"] == ["quadratic"]
     assert by_name["inline"]["signed"] is True
+    worth = {name: (row["keys_worth"], row["keeps_all_keys"]) for name, row in by_name.items()}
+    assert (worth["window"], worth["elu1"]) == ((64, False), (32.5, False))
+    assert (worth["constant"], worth["softmax"], worth["profile"]) == ((0, False), (None, True), (None, True))
     assert by_name["profile"]["needs"] != []
 
 

@@ -410,3 +410,44 @@ def test_ctrl_c_keeps_the_tokens_so_far(
     arguments = ["run", PROMPT, "--model", str(folder), "--max-new-tokens", "5", "--out", "runs/fox"]
     assert failure(arguments, capsys, code=130) == "interrupted; the first 5 tokens are saved in 'runs/fox'"
     assert load("runs/fox").n_steps == 5
+
+
+WINDOWS = ["window:w=4,sinks=2", "window:w=2,sinks=1", "razor:w=4,sinks=2", "elu1+window:w=4,sinks=2,f=0.5"]
+
+
+def test_windows_and_hybrids_are_told_apart_from_the_run_to_the_report(
+    folder: Path, loads: list[str | None], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = [word for name in WINDOWS for word in ("--mechanism", name)]
+    assert main(["run", PROMPT, "--model", str(folder), *named, "--max-new-tokens", "8", "--out", "windows"]) == 0
+    shown = capsys.readouterr().out
+    run = load("windows")
+    assert run.mechanisms == (*WINDOWS, "uniform")
+    assert all(name in shown for name in WINDOWS)
+    assert run.manifest.mechanisms[WINDOWS[1]] == {"w": 2.0, "sinks": 1.0}
+    first, second = (run.select(name).divergence for name in WINDOWS[:2])
+    assert not np.array_equal(first, second)
+    # A stored name makes the same mechanism again.
+    again = probe.read_ids(softgap.load_model(str(folder))[0], [[5, 6, 7]], mechanisms=list(run.mechanisms))[0]
+    assert again.mechanisms == run.mechanisms
+    assert main(["analyze", "windows", "--mechanism", WINDOWS[1], "--json"]) == 0
+    assert WINDOWS[1] in json.dumps(json.loads(capsys.readouterr().out))
+    assert main(["report", "windows"]) == 0
+    page = Path("windows/report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("window:w=0", "a window's w must be a whole number of keys from 1 on, got 0"),
+        ("window:w=4,sinks=-1", "a window's sinks must be a whole number of keys from 0 on, got -1"),
+        ("identity+window:w=4", "a hybrid shares weights that are not negative, and mechanism 'identity' has others"),
+        ("elu1+windw:w=4", "a hybrid is written TAIL+window:w=60,sinks=4, got 'elu1+windw:w=4'"),
+        ("elu1+window:w=4,f=2", "a hybrid's f must be from 0 to 1, got 2"),
+    ],
+)
+def test_windows_that_are_none_are_refused(
+    folder: Path, here: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in failure(["run", PROMPT, "--model", str(folder), "--mechanism", name], capsys)

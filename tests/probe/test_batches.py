@@ -12,6 +12,7 @@ from torch import Tensor
 from softgap.probe import read_ids, record
 from softgap.trajectories import Trajectories
 from support.probe_cases import (
+    MEASURED,
     SAME_MODEL,
     apart,
     difference,
@@ -39,7 +40,7 @@ def left_padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
 def together(model: Any, prompts: list[list[int]], **settings: Any) -> tuple[list[Trajectories], list[list[int]]]:
     """Recorded runs of a left-padded batch, and the new tokens of each row."""
     ids, mask = left_padded(prompts)
-    with record(model, block=settings.pop("block", 32)) as recording:
+    with record(model, MEASURED, block=settings.pop("block", 32)) as recording:
         sequences = written(model, ids, NEW, attention_mask=mask, **settings)
     return recording.trajectories(), sequences[:, ids.shape[1] :].tolist()
 
@@ -98,7 +99,7 @@ def test_a_padded_row_equals_the_same_row_recorded_alone() -> None:
     model = tiny_with("llama")
     runs, _ = together(model, PROMPTS)
     for run, prompt in zip(runs, PROMPTS, strict=True):
-        with record(model) as recording:
+        with record(model, MEASURED) as recording:
             written(model, prompt, NEW)
         alone = only(recording.trajectories())
         assert run.token_ids.tolist() == alone.token_ids.tolist()
@@ -110,7 +111,7 @@ def test_a_padded_row_equals_the_same_row_recorded_alone() -> None:
 def test_a_batch_that_is_all_padding_on_the_left() -> None:
     model = tiny_with("llama")
     ids, mask = torch.tensor([[0, 0, *PROMPTS[2]]]), torch.tensor([[0, 0] + [1] * 9])
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         new = written(model, ids, NEW, attention_mask=mask)[0, 11:].tolist()
     check_alone(model, only(recording.trajectories()), PROMPTS[2], new)
 
@@ -162,14 +163,14 @@ def test_settings_given_as_a_generation_config() -> None:
     # The model's own default says where to stop; the given config does not.
     model.generation_config.eos_token_id = free[0][4]
     ids, mask = left_padded(PROMPTS)
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         model.generate(ids, GenerationConfig(max_new_tokens=NEW), attention_mask=mask)
     assert recording.trajectories()[0].n_steps == free[0].index(free[0][4]) + 1
 
 
 def test_two_answers_to_one_prompt_are_two_runs() -> None:
     model = tiny_with("llama")
-    with torch.random.fork_rng(), record(model) as recording:
+    with torch.random.fork_rng(), record(model, MEASURED) as recording:
         torch.manual_seed(3)
         sequences = written(model, PROMPTS[0], NEW, do_sample=True, num_return_sequences=2)
     runs = recording.trajectories()
@@ -182,7 +183,7 @@ def test_two_answers_to_one_prompt_are_two_runs() -> None:
 def test_reading_equals_generating_the_same_tokens_in_a_batch() -> None:
     model = tiny_with("qwen2")
     runs, new = together(model, PROMPTS)
-    for run, replay in zip(runs, read_ids(model, PROMPTS, new), strict=True):
+    for run, replay in zip(runs, read_ids(model, PROMPTS, new, mechanisms=MEASURED), strict=True):
         assert run.positions.tolist() == replay.positions.tolist()
         assert run.token_ids.tolist() == replay.token_ids.tolist()
         assert run.n_prompt == replay.n_prompt
@@ -194,7 +195,7 @@ def test_reading_equals_generating_the_same_tokens_in_a_batch() -> None:
 def test_a_padded_forward_without_cache() -> None:
     model = tiny_with("llama")
     ids, mask = left_padded(PROMPTS)
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     runs = recording.trajectories()
     for run, prompt in zip(runs, PROMPTS, strict=True):

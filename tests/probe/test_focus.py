@@ -12,8 +12,11 @@ from softgap.attention import Mechanism, mechanisms
 from softgap.probe import read_ids, record
 from softgap.trajectories import FOCUS, Trajectories
 from support.probe_cases import (
+    MEASURED,
+    PAIR,
     SAME_MODEL,
     SAME_TENSORS,
+    WINDOWS,
     apart,
     difference,
     expected,
@@ -52,7 +55,7 @@ def live(model: Any, **settings: Any) -> tuple[Trajectories, list[int]]:
 def test_focus_equals_the_oracle(model_type: str, attn: str, cache: str | None) -> None:
     model = tiny_with(model_type, attn=attn)
     run, tokens = live(model, focus=True, cache_implementation=cache)
-    truth = expected(model, tokens[:-1])
+    truth = expected(model, tokens[:-1], PAIR)
     replay = only(read_ids(model, [tokens[:-1]], focus=True))
     for name in FOCUS:
         assert difference(run.focus[name], truth.focus[name][..., 22:]) < SAME_MODEL
@@ -104,7 +107,7 @@ def test_nothing_is_measured_that_was_not_asked_for() -> None:
 @pytest.mark.parametrize(("model_type", "attn"), MODELS)
 def test_dropped_sinks_are_gone_from_both_sides(model_type: str, attn: str, drop: int, cache: str | None) -> None:
     # Windows are 16: with 18 keys dropped, some layers' early queries see nothing but dropped keys.
-    names = ["elu1", "uniform", "top_k:k=4"]
+    names = [*MEASURED, "top_k:k=4"]
     model = tiny_with(model_type, attn=attn)
     run, tokens = live(model, mechanisms=names, drop_sinks=drop, focus=True, cache_implementation=cache)
     truth = expected(model, tokens[:-1], names, drop=drop)
@@ -129,7 +132,7 @@ def test_sparse_attention_keeps_its_positions(model_type: str, attn: str, drop: 
     # A query of these models may not even see itself, so that its mask does not tell where it stands.
     by_distance = torch.rand(1, 1, 30, generator=torch.Generator().manual_seed(0))
     profile = mechanisms()["profile"].with_parameters(first=torch.ones(1, 1), by_distance=by_distance)
-    names: list[str | Mechanism] = ["elu1", profile, "previous_token", "top_k:k=4"]
+    names: list[str | Mechanism] = ["elu1", profile, "previous_token", "top_k:k=4", *WINDOWS]
     model = tiny_with(model_type, attn=attn)
     run, tokens = live(model, mechanisms=names, drop_sinks=drop, cache_implementation=cache)
     replay = only(read_ids(model, [tokens[:23]], [tokens[23:]], mechanisms=names, drop_sinks=drop))
@@ -144,7 +147,7 @@ def test_dropping_more_than_the_prompt_leaves_the_steps_that_see_something() -> 
     assert run.positions.tolist() == list(range(25, 34))
     assert run.token_ids.tolist() == tokens[26:]
     assert run.prompt is None
-    assert gap(run, expected(model, tokens[:-1], drop=25), slice(25, None)) < SAME_MODEL
+    assert gap(run, expected(model, tokens[:-1], PAIR, drop=25), slice(25, None)) < SAME_MODEL
 
 
 def test_the_oracles_weights_are_the_models() -> None:

@@ -29,6 +29,15 @@ from support.probe_cases import (
 
 # Without identity: its signed sum may nearly cancel, and then float32 decides the direction.
 WITH_STATE = ["elu1", "taylor2", "decay:lam=0.8", "hedgehog", "inline", "cosformer"]
+HYBRIDS = [
+    "window:w=5,sinks=2",
+    "window:w=3,sinks=0",
+    "razor:w=5,sinks=2",
+    "elu1+window:w=5,sinks=2",
+    "elu1+window:w=5,sinks=2,f=0.5",
+    "decay+window:w=4,sinks=1",
+    "top_k+window:w=4,sinks=6",
+]
 WITHOUT = ["top_k:k=4", "relu2_scores", "softmax", "self_token", "previous_token", "first_token", "zero"]
 IDS = ids_of(21)
 
@@ -49,14 +58,14 @@ def chosen(model: Any, names: list[str]) -> list[Any]:
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize(
     "names",
-    [WITH_STATE, WITHOUT, ["top_k:k=4", "elu1", "self_token", "uniform", "relu2_scores"], ["softmax"]],
-    ids=["with state", "without", "mixed", "one without"],
+    [WITH_STATE, WITHOUT, ["top_k:k=4", "elu1", "self_token", "uniform", "relu2_scores"], ["softmax"], HYBRIDS],
+    ids=["with state", "without", "mixed", "one without", "windows and hybrids"],
 )
 def test_every_mechanism_equals_the_oracle_live_and_read(model_type: str, names: list[str]) -> None:
     model = tiny_with(model_type)
     run, tokens = live(model, names)
     truth = expected(model, tokens[:-1], chosen(model, names))
-    assert run.mechanisms == tuple(name.partition(":")[0] for name in names)
+    assert run.mechanisms == tuple(resolve(name).label for name in names)
     assert gap(run, truth, slice(20, None)) < SAME_MODEL
     assert gap(prompt_of(run), truth, slice(0, 20)) < SAME_MODEL
     replay = only(read_ids(model, [tokens[:-1]], mechanisms=names))

@@ -18,6 +18,7 @@ from softgap.probe.meter import Meter
 from softgap.probe.tap import AttentionCall
 from softgap.trajectories import Trajectories
 from support.probe_cases import (
+    MEASURED,
     PAIR,
     SAME_MODEL,
     SAME_TENSORS,
@@ -54,7 +55,7 @@ def check(run: Trajectories, truth: Expected, first: int, tokens: list[int]) -> 
 
 def test_generations_one_after_the_other_are_runs_in_order() -> None:
     model = tiny_with("llama")
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         first = written(model, IDS, 5)[0].tolist()
         second = written(model, torch.tensor([IDS[:4], IDS[4:8]]), 7).tolist()
         third = written(model, IDS, 5)[0].tolist()
@@ -71,7 +72,7 @@ def test_a_recording_can_be_read_while_it_goes_on() -> None:
     model = tiny_with("llama")
     tokens = ids_of(9, seed=4)
     truth = expected(model, tokens)
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         cache = model(row(tokens[:5])).past_key_values
         check(only(recording.trajectories()), truth, 0, [*tokens[1:5], -1])
         for token in tokens[5:]:
@@ -86,7 +87,7 @@ def test_a_recording_can_be_read_while_it_goes_on() -> None:
 def test_a_bare_forward_is_a_text_read(use_cache: bool, positional: bool) -> None:
     model = tiny_with("llama")
     mask = torch.ones(1, 11, dtype=torch.long)
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         if positional:
             model(row(IDS), mask, use_cache=use_cache)
         else:
@@ -96,7 +97,7 @@ def test_a_bare_forward_is_a_text_read(use_cache: bool, positional: bool) -> Non
 
 def test_forwards_without_cache_are_runs_of_their_own() -> None:
     model = tiny_with("llama")
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         for length in (3, 4, 5):
             model(row(IDS[:length]), use_cache=False)
     for run, length in zip(recording.trajectories(), (3, 4, 5), strict=True):
@@ -108,7 +109,7 @@ def test_forwards_without_cache_are_runs_of_their_own() -> None:
 def test_a_decode_loop_is_one_run(model_type: str, block: int) -> None:
     model = tiny_with(model_type)
     tokens = list(IDS)
-    with torch.no_grad(), record(model, block=block) as recording:
+    with torch.no_grad(), record(model, MEASURED, block=block) as recording:
         output = model(row(IDS))
         for _ in range(14):
             logits = output.logits[:, -1]
@@ -123,7 +124,7 @@ def test_several_tokens_at_a_time_continue_a_run() -> None:
     model = tiny_with("llama")
     tokens = ids_of(40, seed=4)
     cache = None
-    with torch.no_grad(), record(model, block=6) as recording:
+    with torch.no_grad(), record(model, MEASURED, block=6) as recording:
         for start, stop in itertools.pairwise([0, 3, 4, 20, 29, 30, 40]):
             cache = model(row(tokens[start:stop]), past_key_values=cache).past_key_values
     check(only(recording.trajectories()), expected(model, tokens), 0, [*tokens[1:], -1])
@@ -150,7 +151,7 @@ def test_tokens_that_are_hidden_later_count_no_more(block: int, four_axes: bool)
 
 def test_a_cropped_cache_begins_a_new_run() -> None:
     model = tiny_with("llama")
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         cache = model(row(IDS)).past_key_values
         cache.crop(-4)
         model(row([5, 6, 8]), past_key_values=cache)
@@ -162,7 +163,7 @@ def test_a_cropped_cache_begins_a_new_run() -> None:
 def test_a_reordered_cache_begins_a_new_run() -> None:
     model = tiny_with("llama")
     one, other = ids_of(9, seed=1), ids_of(9, seed=2)
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         cache = model(torch.cat([row(one[:7]), row(other[:7])])).past_key_values
         cache.reorder_cache(torch.tensor([1, 0]))
         for at in (7, 8):
@@ -185,7 +186,7 @@ def test_ordinary_steps_are_only_noted(monkeypatch: pytest.MonkeyPatch, batch: i
     monkeypatch.setattr(Meter, "observe", counted)
     model = tiny_with("llama")
     texts = [ids_of(30, seed=seed) for seed in range(batch)]
-    with torch.no_grad(), record(model, block=4) as recording:
+    with torch.no_grad(), record(model, MEASURED, block=4) as recording:
         cache = None
         # Steps, then several tokens at once, then steps again: whichever way they came, one run.
         for start, stop in itertools.pairwise([0, 8, *range(9, 19), 21, *range(22, 31)]):
@@ -199,7 +200,7 @@ def test_ordinary_steps_are_only_noted(monkeypatch: pytest.MonkeyPatch, batch: i
 def test_turns_of_two_conversations_do_not_mix() -> None:
     model = tiny_with("llama")
     one, other = ids_of(6, seed=1), ids_of(6, seed=2)
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         caches = [model(row(tokens[:4])).past_key_values for tokens in (one, other)]
         for at in (4, 5):
             for tokens, cache in zip((one, other), caches, strict=True):
@@ -219,7 +220,7 @@ def test_turns_of_two_conversations_do_not_mix() -> None:
 def test_a_conversation_continues_a_cache(model_type: str, only_new: bool, chunk: int | None) -> None:
     model = tiny_with(model_type)
     cache = DynamicCache(config=model.config)
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         first = written(model, IDS, 9, past_key_values=cache)
         said = torch.cat([first, row(ids_of(7, seed=8))], dim=1)
         given = said[:, cache.get_seq_length() :] if only_new else said
@@ -251,7 +252,7 @@ def test_padded_conversations_keep_their_positions() -> None:
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     cache = DynamicCache(config=model.config)
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         first = written(model, ids, 4, attention_mask=mask, past_key_values=cache)
         said = torch.cat([first, ids[:, 5:9]], dim=1)
         longer = torch.cat([mask, mask.new_ones(2, 8)], dim=1)
@@ -266,7 +267,7 @@ def test_padded_conversations_keep_their_positions() -> None:
 def test_embeddings_instead_of_tokens() -> None:
     model = tiny_with("llama")
     embeddings = model.get_input_embeddings()(row(IDS)).detach()
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         new = model.generate(inputs_embeds=embeddings, attention_mask=torch.ones(1, 11).long(), max_new_tokens=6)
         model(inputs_embeds=embeddings)
     generated, read = recording.trajectories()
@@ -282,7 +283,7 @@ def test_embeddings_instead_of_tokens() -> None:
 
 def test_part_of_a_model_called_on_its_own_is_no_step() -> None:
     model = tiny_with("llama")
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         model.model(row(IDS))
         cache = model(row(IDS)).past_key_values
         model.model(row(IDS[:5]))
@@ -294,8 +295,8 @@ def test_part_of_a_model_called_on_its_own_is_no_step() -> None:
 def test_reading_inside_a_recording() -> None:
     model = tiny_with("llama")
     ids = ids_of(150)
-    with record(model) as outer:
-        inner = only(read_ids(model, [ids]))
+    with record(model, MEASURED) as outer:
+        inner = only(read_ids(model, [ids], mechanisms=MEASURED))
         written(model, IDS, 3)
     assert [run.n_steps for run in outer.trajectories()] == [150, 3]
     assert apart(outer.trajectories()[0], inner) < SAME_TENSORS
@@ -313,7 +314,7 @@ def test_reading_inside_a_recording() -> None:
 )
 def test_other_kinds_of_generation_are_refused(settings: dict[str, Any], mode: str) -> None:
     model = tiny_with("llama")
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         with pytest.raises(UnsupportedError) as caught:
             written(model, IDS, 3, **settings)
         tokens = written(model, IDS, 3)[0].tolist()
@@ -327,13 +328,16 @@ def test_other_kinds_of_generation_are_refused(settings: dict[str, Any], mode: s
 
 def test_an_assistant_is_refused() -> None:
     model = tiny_with("llama")
-    with record(model), pytest.raises(UnsupportedError, match="got assisted generation"):
+    with record(model, MEASURED), pytest.raises(UnsupportedError, match="got assisted generation"):
         written(model, IDS, 3, assistant_model=tiny_with("llama"))
 
 
 def test_generation_without_cache_is_refused_before_it_runs() -> None:
     model = tiny_with("llama")
-    with record(model) as recording, pytest.raises(UnsupportedError, match="needs the KV cache, got use_cache=False"):
+    with (
+        record(model, MEASURED) as recording,
+        pytest.raises(UnsupportedError, match="needs the KV cache, got use_cache=False"),
+    ):
         written(model, IDS, 3, use_cache=False)
     assert recording.trajectories() == []
     assert recording.streams == []
@@ -346,13 +350,13 @@ def test_a_processor_that_asks_the_model_itself_is_refused() -> None:
         model(ids[:, -1:], past_key_values=DynamicCache())
         return scores
 
-    with record(model), pytest.raises(UnsupportedError, match="follows one cache"):
+    with record(model, MEASURED), pytest.raises(UnsupportedError, match="follows one cache"):
         written(model, IDS, 3, logits_processor=[ask])
 
 
 def test_a_forward_without_input_is_refused() -> None:
     model = tiny_with("llama")
-    with record(model), pytest.raises(ModelError, match="needs input_ids or inputs_embeds, got neither"):
+    with record(model, MEASURED), pytest.raises(ModelError, match="needs input_ids or inputs_embeds, got neither"):
         model(attention_mask=torch.ones(1, 3))
 
 

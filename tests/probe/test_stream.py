@@ -12,6 +12,7 @@ from softgap.models import load_model
 from softgap.probe import Recording, read_ids, record
 from softgap.trajectories import Trajectories
 from support.probe_cases import (
+    MEASURED,
     SAME_MODEL,
     SAME_TENSORS,
     apart,
@@ -35,7 +36,7 @@ def live(
     model: Any, ids: list[int], n: int = NEW, *, block: int = 32, **settings: Any
 ) -> tuple[Trajectories, list[int]]:
     """A recorded generation, and all its tokens."""
-    with record(model, block=block) as recording:
+    with record(model, MEASURED, block=block) as recording:
         sequences = written(model, ids, n, **settings)
     return only(recording.trajectories()), sequences[0].tolist()
 
@@ -50,7 +51,7 @@ def check(model: Any, run: Trajectories, tokens: list[int], n_prompt: int, toler
     assert gap(run, truth, steps) < tolerance
     assert difference(run.logprob, truth.logprob(tokens[n_prompt:], first=n_prompt - 1)) < tolerance
     assert difference(run.entropy, truth.entropy[steps]) < tolerance
-    replay = only(read_ids(model, [tokens[:n_prompt]], [tokens[n_prompt:]]))
+    replay = only(read_ids(model, [tokens[:n_prompt]], [tokens[n_prompt:]], mechanisms=MEASURED))
     assert apart(run, replay) < tolerance
     assert replay.positions.tolist() == run.positions.tolist()
     assert replay.token_ids.tolist() == run.token_ids.tolist()
@@ -142,7 +143,7 @@ def test_the_block_does_not_matter(model_type: str, attn: str, cache: str | None
 def test_half_precision_is_measured_in_float32(model_type: str, dtype: torch.dtype) -> None:
     # The oracle sees the very tensors of the recorded pass, so the tolerance is the instrument's alone.
     model = tiny_with(model_type, dtype=dtype)
-    with spied(model) as layers, record(model, block=5) as recording:
+    with spied(model) as layers, record(model, MEASURED, block=5) as recording:
         written(model, ids_of(11), NEW)
     run = only(recording.trajectories())
     truth = expected_of(layers, model.config)
@@ -156,7 +157,7 @@ def test_half_precision_is_measured_in_float32(model_type: str, dtype: torch.dty
 def test_live_equals_replay_in_half_precision(dtype: torch.dtype, tolerance: float) -> None:
     model = tiny_with("llama", dtype=dtype)
     run, tokens = live(model, ids_of(11))
-    replay = only(read_ids(model, [tokens[:11]], [tokens[11:]]))
+    replay = only(read_ids(model, [tokens[:11]], [tokens[11:]], mechanisms=MEASURED))
     assert difference(run.divergence, replay.divergence) < tolerance
 
 
@@ -169,7 +170,7 @@ def test_a_full_cache_under_a_sliding_mask() -> None:
 
 def test_autocast_does_not_reach_the_instrument() -> None:
     model = tiny_with("llama")
-    with torch.autocast("cpu", torch.bfloat16), spied(model) as layers, record(model) as recording:
+    with torch.autocast("cpu", torch.bfloat16), spied(model) as layers, record(model, MEASURED) as recording:
         written(model, ids_of(11), NEW)
         run = only(recording.trajectories())
     truth = expected_of(layers, model.config)
@@ -180,14 +181,14 @@ def test_autocast_does_not_reach_the_instrument() -> None:
 def test_the_embedded_model_live_equals_replay_and_the_oracle() -> None:
     model, tokenizer = load_model()
     ids = tokenizer("The lighthouse keeper counted")["input_ids"]
-    with spied(model) as layers, record(model, tokenizer=tokenizer, block=4) as recording:
+    with spied(model) as layers, record(model, MEASURED, tokenizer=tokenizer, block=4) as recording:
         tokens = written(model, ids, 8, do_sample=False, pad_token_id=0)[0].tolist()
     run = only(recording.trajectories())
     assert isinstance(recording, Recording)
     assert len(run.layers) == 30
     truth = expected_of(layers, model.config)
     assert gap(run, truth, slice(len(ids) - 1, None)) < SAME_MODEL
-    replay = only(read_ids(model, [ids], [tokens[len(ids) :]]))
+    replay = only(read_ids(model, [ids], [tokens[len(ids) :]], mechanisms=MEASURED))
     assert apart(run, replay) < 2e-3
     assert "".join(run.tokens) == tokenizer.decode(tokens[len(ids) :])
 

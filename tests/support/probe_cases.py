@@ -25,6 +25,9 @@ from softgap.trajectories import Trajectories
 from support.tiny_models import tiny_model
 
 PAIR = ("elu1", "uniform")
+# Windows shorter than the texts of the tests, whose sinks leave the window; the tail of one is shrunk.
+WINDOWS = ("window:w=4,sinks=2", "razor:w=4,sinks=2", "elu1+window:w=4,sinks=2,f=0.5")
+MEASURED = (*PAIR, *WINDOWS)
 QUANTITIES = ("divergence", "relative_l2", "norm_ratio")
 Hides = Callable[[Tensor, Tensor], Tensor]
 
@@ -160,7 +163,7 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def expected(
-    model: Any, ids: Sequence[int], mechanisms: Sequence[str | Mechanism] = PAIR, *, drop: int = 0
+    model: Any, ids: Sequence[int], mechanisms: Sequence[str | Mechanism] = MEASURED, *, drop: int = 0
 ) -> Expected:
     """The numbers of every query of one sequence, from one forward without a cache."""
     with spied(model) as layers, torch.no_grad():
@@ -172,7 +175,7 @@ def expected(
 def expected_of(
     layers: Sequence[Sequence[Spied]],
     config: Any,
-    mechanisms: Sequence[str | Mechanism] = PAIR,
+    mechanisms: Sequence[str | Mechanism] = MEASURED,
     *,
     drop: int = 0,
     of_row: int = 0,
@@ -218,6 +221,9 @@ def _of_call(
             seen.expand(1, heads, -1, -1),
             scale=call.scale,
             offset=call.first_query - call.first_key,
+            ordinals=(call.first_key + torch.arange(k.shape[2]))[None],
+            softcap=call.softcap,
+            sink_logits=call.sinks,
         )
         for h in range(heads):
             for t in range(n):

@@ -177,10 +177,15 @@ def attention_weights(
 def choose_form(mechanism: Mechanism, d: int, visible: Visible, n_keys: int) -> Form:
     """The faster form that can serve: chunked for few features or for more keys than features."""
     if mechanism.kind in ("window", "hybrid"):
-        stateful = visible.mask is None and has_state(mechanism, d, window=visible.window)
+        stateful = _starts_a_sequence(visible) and has_state(mechanism, d, window=visible.window)
         return "chunked" if stateful else "quadratic"
     features = mechanism.feature_dim(d) if mechanism.factorable(d) and visible.mask is None else None
     return "chunked" if features is not None and (features <= FEW_FEATURES or n_keys >= features) else "quadratic"
+
+
+def _starts_a_sequence(visible: Visible) -> bool:
+    """Whether a state can be built from these keys: it counts them from the first one of the sequence."""
+    return visible.mask is None and visible.ordinals is None
 
 
 def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_keys: int) -> Form:
@@ -193,6 +198,11 @@ def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_k
             )
         if visible.mask is not None:
             raise UnsupportedError("the chunked form takes a window and key_valid, not a mask; use form='quadratic'")
+        if mechanism.kind in ("window", "hybrid") and not _starts_a_sequence(visible):
+            raise UnsupportedError(
+                f"the chunked form of mechanism '{mechanism.name}' begins with the first key of a sequence, got keys "
+                "that come after others; use form='quadratic'"
+            )
         return "chunked"
     if form == "quadratic":
         return "quadratic"

@@ -42,11 +42,17 @@ class Row:
     scale: float
     options: dict[str, float]
     parameters: dict[str, np.ndarray]
+    softcap: float | None = None
+    sink_logit: float | None = None
 
     @property
     def s(self) -> Vector:
         """Scores s_j = scale q.k_j."""
         return np.asarray(self.scale * (self.k @ self.q))
+
+    def capped(self, scores: np.ndarray) -> np.ndarray:
+        """Scores as the model's own softmax sees them."""
+        return scores if self.softcap is None else np.asarray(self.softcap * np.tanh(scores / self.softcap))
 
 
 def reference_attention(
@@ -60,11 +66,14 @@ def reference_attention(
     offset: int,
     turned_by: Int[Tensor, "batch key"] | None = None,
     ordinals: Int[Tensor, "batch key"] | None = None,
+    softcap: float | None = None,
+    sink_logits: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, "batch head query value_dim"]:
     """Output of every query, by loops; ``seen`` lists the visible keys of each.
 
     ``turned_by`` is the position that rotary embedding gave each key, ``ordinals`` how many keys of its sequence come
-    before it; None where it is the key's place.
+    before it; None where it is the key's place. Only windows and hybrids have a use for the model's ``softcap`` and
+    learned ``sink_logits``.
     """
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))
@@ -92,6 +101,8 @@ def reference_attention(
                     scale=scale,
                     options=dict(mechanism.options),
                     parameters=parameters,
+                    softcap=softcap,
+                    sink_logit=None if sink_logits is None else float(sink_logits[h]),
                 )
                 output[b, h, t] = reference_weights(mechanism, row) @ values[visible]
     return torch.from_numpy(output)
@@ -147,12 +158,14 @@ def reference_chunked(
 
 def _window(mechanism: Mechanism, row: Row) -> Vector:
     """exp(s_j) on sinks and recent keys; on the others what the tail gives, matched on the recent keys."""
-    weights, recent = np.exp(row.s - row.s.max()), row.distance < row.options["w"]
+    scores, recent = row.capped(row.s), row.distance < row.options["w"]
+    top = scores.max()
+    weights = np.exp(scores - top)
     dropped = ~recent & (row.ordinals >= row.options["sinks"])
     tail = np.zeros_like(weights)
     if mechanism.tail is not None and mechanism.tail.kind == "mean_key" and dropped.any():
-        logit = float(row.scale * row.k[dropped].mean(axis=0) @ row.q)
-        tail[:] = np.exp(logit - row.s.max())  # the token's exp(logit) times their number, shared among them
+        logit = row.capped(row.scale * row.k[dropped].mean(axis=0) @ row.q)
+        tail[:] = np.exp(logit - top)  # the token's exp(logit) times their number, shared among them
     elif mechanism.tail is not None and mechanism.tail.kind != "mean_key":
         tail_row = replace(row, options=dict(mechanism.tail.options))
         tail = reference_weights(mechanism.tail, tail_row)
@@ -160,7 +173,8 @@ def _window(mechanism: Mechanism, row: Row) -> Vector:
         tail = tail * (weights[recent].sum() / matched) if matched > 0 else np.zeros_like(tail)
     factor = row.options.get("f", 1.0) * float(row.parameters.get("tail_factor", 1.0))
     weights = np.where(dropped, factor * tail, weights)
-    return np.asarray(weights / weights.sum()) if weights.sum() > 0 else np.zeros_like(weights)
+    total = weights.sum() + (0 if row.sink_logit is None else np.exp(row.sink_logit - top))
+    return np.asarray(weights / total) if weights.sum() > 0 else np.zeros_like(weights)
 
 
 def reference_comparison(o: Vector, m: Vector) -> tuple[float, float, float]:

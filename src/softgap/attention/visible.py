@@ -38,6 +38,10 @@ class Visible:
     origin
         Position that rotary embedding gave the first key of each row that is not padding (under a mask: the first of
         all); None is 0. The others count on from there, padding left out.
+    ordinals
+        How many keys of its sequence come before each key, padding left out: the sinks of a window are the first keys
+        of the sequence. None counts the keys that are shown; other numbers are needed where a sliding cache has
+        dropped the first ones, or where some are hidden that are no padding.
     """
 
     offset: int | None = None
@@ -45,6 +49,7 @@ class Visible:
     key_valid: Bool[Tensor, "batch key"] | None = None
     mask: Bool[Tensor, "#batch #head query key"] | None = None
     origin: Int[Tensor, "#batch"] | None = None
+    ordinals: Int[Tensor, "#batch key"] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -72,7 +77,7 @@ class Visible:
         if self.key_valid is not None and tuple(self.key_valid.shape) != (batch, n_keys):
             raise ShapeError(f"key_valid must be [batch, key] = {[batch, n_keys]}, got {list(self.key_valid.shape)}")
         window = None if self.window is not None and self.window >= offset + n_queries else self.window
-        return Visible(offset, window, self.key_valid, self.mask, self.origin)
+        return Visible(offset, window, self.key_valid, self.mask, self.origin, self.ordinals)
 
     def last_queries(self, n: int) -> Visible:
         """The same set for the last n of its queries."""

@@ -58,14 +58,19 @@ class ExactSet:
         seen = visible.rows(start, stop, keys, device)
         j = torch.arange(*keys, device=device)
         recent = seen & (visible.positions(start, stop, device)[:, None] - j < self.recent)
-        if visible.mask is not None:
-            shown = visible.mask.any(dim=2).any(dim=1)
-            first = (shown.cumsum(dim=-1) <= self.sinks)[:, None, None, slice(*keys)]
+        return ExactRows(seen, recent | (seen & self._sinks(visible, keys, device)), recent)
+
+    def _sinks(self, visible: Visible, keys: tuple[int, int], device: torch.device) -> Bool[Tensor, "#batch 1 1 key"]:
+        """Which keys of a range are among the first of their sequence."""
+        if visible.ordinals is not None:
+            number = visible.ordinals.to(device)[:, slice(*keys)] + 1
+        elif visible.mask is not None:
+            number = visible.mask.any(dim=2).any(dim=1).cumsum(dim=-1)[:, slice(*keys)]
         elif visible.key_valid is not None:
-            first = (visible.key_valid.to(device).cumsum(dim=1) <= self.sinks)[:, None, None, slice(*keys)]
+            number = visible.key_valid.to(device).cumsum(dim=1)[:, slice(*keys)]
         else:
-            first = j < self.sinks
-        return ExactRows(seen, recent | (seen & first), recent)
+            number = torch.arange(*keys, device=device)[None] + 1
+        return (number <= self.sinks)[:, None, None]
 
 
 class ExactRows(NamedTuple):

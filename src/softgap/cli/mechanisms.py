@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["mechanisms_command"]
 
 _DIM = 64
+_HYBRID = "TAIL+window"
+_HYBRID_FORMULA = "exp(s_j) on the first sinks and the last w keys, f c_t times the weights of TAIL on the others"
 
 
 def mechanisms_command(
@@ -30,7 +32,7 @@ def mechanisms_command(
         int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the synthetic head of --measure.")
     ] = 0,
 ) -> None:
-    """List the attention mechanisms: formula, number of features, forms, required parameters and paper."""
+    """List the attention mechanisms: formula, features, memory, forms, required parameters and paper."""
     from softgap.attention import mechanisms
 
     registry = mechanisms()
@@ -54,20 +56,46 @@ def _measure(seed: int) -> tuple[SyntheticHead, tuple[Measurement, ...]]:
 def _document(
     registry: Mapping[str, Mechanism], head: SyntheticHead | None, rows: Sequence[Measurement]
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"dim": _DIM, "mechanisms": [_describe(mechanism) for mechanism in registry.values()]}
+    document: dict[str, Any] = {
+        "dim": _DIM,
+        "mechanisms": [_describe(mechanism) for mechanism in registry.values()],
+        "hybrid": {"name": _HYBRID, "formula": _HYBRID_FORMULA, "example": _describe(_example())},
+    }
     if head is not None:
         document["synthetic_head"] = {"length": head.length, "dim": head.dim, "seed": head.seed}
         document["measurements"] = [asdict(row) for row in rows]
     return document
 
 
+def _example() -> Mechanism:
+    """The hybrid that stands for all of them."""
+    from softgap.attention import resolve
+
+    return resolve("elu1+window")
+
+
+def _memory(mechanism: Mechanism) -> str:
+    """What it keeps per KV head, in keys with their values."""
+    from softgap.attention.memory import keys_worth
+
+    worth = keys_worth(mechanism, _DIM)
+    if worth in (0, float("inf")):
+        return "all keys" if worth else "nothing"
+    return f"{worth:,.1f}".removesuffix(".0") + " keys"
+
+
 def _describe(mechanism: Mechanism) -> dict[str, Any]:
+    from softgap.attention.memory import keys_worth
+
+    worth = keys_worth(mechanism, _DIM)
     return {
         "name": mechanism.name,
         "kind": mechanism.kind,
         "forms": list(mechanism.forms),
         "formula": mechanism.formula,
         "features": mechanism.feature_dim(_DIM),
+        "keys_worth": None if worth == float("inf") else worth,
+        "keeps_all_keys": worth == float("inf"),
         "signed": mechanism.signed,
         "scale": mechanism.scale,
         "options": dict(mechanism.options),
@@ -77,28 +105,41 @@ def _describe(mechanism: Mechanism) -> dict[str, Any]:
 
 
 def _registry_table(registry: Mapping[str, Mechanism]) -> Table:
-    table = Table(title=f"Mechanisms (features at d = {_DIM})", title_justify="left")
+    title = f"Mechanisms (features at d = {_DIM}; keeps: keys with their values per KV head, parameters apart)"
+    table = Table(title=title, title_justify="left")
     table.add_column("name", no_wrap=True)
     table.add_column("kind", no_wrap=True)
     table.add_column("formula", overflow="fold", ratio=3)
     table.add_column("features", justify="right")
+    table.add_column("keeps", justify="right")
     for heading in ("signed", "scale", "forms"):
         table.add_column(heading)
     table.add_column("needs", overflow="fold")
     table.add_column("paper", overflow="fold", ratio=2)
     for mechanism in registry.values():
         features = mechanism.feature_dim(_DIM)
+        options = ", ".join(f"{key} = {value:g}" for key, value in mechanism.options.items())
         table.add_row(
             mechanism.name,
             mechanism.kind,
-            mechanism.formula,
+            f"{mechanism.formula} ({options})" if options else mechanism.formula,
             "" if features is None else f"{features:,}",
+            _memory(mechanism),
             "yes" if mechanism.signed else "",
             "" if mechanism.scale == "none" else mechanism.scale,
             "all" if len(mechanism.forms) > 1 else mechanism.forms[0],
             ", ".join(mechanism.needs),
             mechanism.paper,
         )
+    example = _example()
+    table.add_row(
+        _HYBRID,
+        "hybrid",
+        f"{_HYBRID_FORMULA}; for example {example.label}",
+        "",
+        f"window and TAIL: {_memory(example)} with elu1",
+        *("", "", "as TAIL", "as TAIL", example.paper.partition("; ")[2]),
+    )
     return table
 
 

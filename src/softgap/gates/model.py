@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
-from softgap.errors import SoftgapError
+from softgap.errors import SoftgapError, UnsupportedError
 from softgap.models.support import attention_modules
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.capture import read_ids
@@ -39,6 +40,9 @@ THRESHOLDS: dict[str, dict[torch.dtype, float]] = {
     "model": {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2},
 }
 
+# Feature maps, and an exact window that is shorter than the text: what a cache, padding or a mask could spoil for each.
+GATE_MECHANISMS = (*DEFAULT_MECHANISMS, "window:w=8,sinks=2")
+
 Verdict = Literal["pass", "fail", "model", "skip"]
 
 
@@ -61,6 +65,15 @@ class Subject:
     ids: tuple[int, ...]
     new_tokens: int = 12
     repeats: int = 50
+
+    @cached_property
+    def mechanisms(self) -> tuple[str, ...]:
+        """What is measured: the window is left out of a model whose keys are not tokens."""
+        try:
+            read_ids(self.model, [list(self.ids)], mechanisms=GATE_MECHANISMS)
+        except UnsupportedError:
+            return DEFAULT_MECHANISMS
+        return GATE_MECHANISMS
 
     def limit(self, name: str) -> float:
         """The threshold of this name for the model's dtype."""
@@ -88,14 +101,14 @@ class Subject:
 
     def record(self, ids: Tensor | None = None, *, block: int = 32, **settings: Any) -> tuple[list[Trajectories], Any]:
         """The trajectories of a recorded generation, and what it returned."""
-        with record(self.model, DEFAULT_MECHANISMS, block=block) as recording:
+        with record(self.model, self.mechanisms, block=block) as recording:
             result = self.generate(ids, **settings)
         return recording.trajectories(), result
 
     def replay(self, sequences: Tensor, n_prompt: int) -> Trajectories:
         """The same tokens, read."""
         tokens = sequences[0].tolist()
-        return read_ids(self.model, [tokens[:n_prompt]], [tokens[n_prompt:]])[0]
+        return read_ids(self.model, [tokens[:n_prompt]], [tokens[n_prompt:]], mechanisms=self.mechanisms)[0]
 
 
 def non_interference(subject: Subject) -> Gate:
@@ -120,7 +133,9 @@ def non_interference(subject: Subject) -> Gate:
 def mask(subject: Subject) -> Gate:
     """Changing a token that earlier queries cannot see changes nothing recorded for them."""
     changed = [*subject.ids[:-1], _other_token(subject.ids[-1], subject)]
-    first, second = (read_ids(subject.model, [ids])[0] for ids in (list(subject.ids), changed))
+    first, second = (
+        read_ids(subject.model, [ids], mechanisms=subject.mechanisms)[0] for ids in (list(subject.ids), changed)
+    )
     before = slice(0, len(subject.ids) - 1)
     difference = _largest_difference(_values(first)[..., before], _values(second)[..., before])
     model_difference = _largest_difference(
@@ -142,7 +157,7 @@ def padding(subject: Subject) -> Gate:
     difference, model_difference = 0.0, 0.0
     for row, tokens in zip(rows, ([*ids], [*short]), strict=True):
         new = result.sequences[rows.index(row), len(ids) :].tolist()
-        alone = read_ids(subject.model, [tokens], [new])[0]
+        alone = read_ids(subject.model, [tokens], [new], mechanisms=subject.mechanisms)[0]
         if row.n_steps != alone.n_steps or row.positions.tolist() != alone.positions.tolist():
             return Gate("batch = single", "fail", None, subject.limit("batch"), "a padded row has other steps")
         difference = max(difference, _largest_difference(_values(row), _values(alone)))
@@ -172,10 +187,10 @@ def parity(subject: Subject) -> Gate:
 
 def oracle(subject: Subject) -> Gate:
     """A replayed trajectory is what float64 loops over the same tensors give."""
-    run = read_ids(subject.model, [list(subject.ids)])[0]
+    run = read_ids(subject.model, [list(subject.ids)], mechanisms=subject.mechanisms)[0]
     worst = 0.0
     for layer, call in enumerate(_calls(subject)):
-        for index, name in enumerate(DEFAULT_MECHANISMS):
+        for index, name in enumerate(subject.mechanisms):
             expected = _reference(name, call)
             heads = expected.shape[0]
             worst = max(worst, _largest_difference(run.quantities["divergence"][index, layer, :heads], expected))
@@ -302,6 +317,8 @@ def _reference(name: str, call: AttentionCall) -> np.ndarray:
         seen.expand(call.query.shape[0], heads, n, n_keys),
         scale=call.scale,
         offset=n_keys - n,
+        softcap=call.rule.softcap,
+        sink_logits=None if call.rule.sink_logits is None else call.rule.sink_logits[0].float().cpu(),
     )
     model_output = call.output.transpose(1, 2).double().cpu()
     return np.array(

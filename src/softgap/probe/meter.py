@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional
 
 from softgap.attention import (
     HybridState,
@@ -23,6 +24,7 @@ from softgap.attention import (
     split_states,
     stacked_states,
 )
+from softgap.errors import UnsupportedError
 from softgap.probe.softmax import focus_of, softmax_output
 from softgap.probe.tap import AttentionCall
 
@@ -415,6 +417,8 @@ class Meter:
     ) -> Float[Tensor, "quantity mechanism batch head time"]:
         """Compare with mechanisms computed from all the keys this call hands over."""
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
+        if any(mechanism.kind in ("window", "hybrid") for mechanism in mechanisms):
+            shown = self._with_ordinals(shown, call)
         values = [
             attend(
                 mechanism.for_layers([index]), q, k, v, visible=shown, scale=call.scale, check=False, rule=call.rule
@@ -438,3 +442,24 @@ class Meter:
         lost = (real & ~beyond_sinks).sum(dim=1)
         origin = lost if shown.origin is None else shown.origin + lost
         return dataclasses.replace(shown, key_valid=beyond_sinks & real, origin=origin)
+
+    def _with_ordinals(self, shown: Visible, call: AttentionCall) -> Visible:
+        """The same visible set, with how manieth key of its sequence each key is: what is hidden now still counts."""
+        n_keys, total = call.key.shape[2], self.length + call.query.shape[2]
+        if shown.mask is None and shown.key_valid is None and total <= n_keys:
+            return shown
+        if shown.mask is not None and bool(shown.mask[..., total:].any()):
+            raise UnsupportedError(
+                f"'{type(call.module).__name__}' attends to keys that are not tokens, so windows and hybrids, which "
+                "choose keys by their position, cannot be measured; leave them out"
+            )
+        valid = self._valid_up_to(total, call.key.device)
+        if valid is None:
+            ordinals = torch.arange(total, device=call.key.device)[None]
+        else:
+            ordinals = valid.to(call.key.device).cumsum(dim=1) - 1
+        # A sliding cache hands over the last keys, a static one also slots that are not filled yet.
+        empty = max(0, n_keys - total)
+        return dataclasses.replace(
+            shown, ordinals=functional.pad(ordinals[:, max(0, total - n_keys) :], (0, empty), value=total)
+        )

@@ -22,6 +22,10 @@ from softgap.probe.tap import AttentionCall
 __all__ = ["VisibleSets", "interval_or_mask", "seen_by_mask", "with_origin"]
 
 
+# A number of positions beyond any cache says that nobody counted them.
+UNCOUNTED = 2**62
+
+
 class VisibleSets:
     """The visible sets of one forward pass; layers that share a mask share the work.
 
@@ -40,7 +44,7 @@ class VisibleSets:
         """The visible set of one attention call, with the positions that the model was told."""
         visible, position_ids = self._visible_keys(call), call.options.get("position_ids")
         if not isinstance(position_ids, Tensor):
-            return visible
+            return self._with_ordinals(visible, call)
         batch, _, n_queries, _ = call.query.shape
         key = (
             id(position_ids),
@@ -57,7 +61,23 @@ class VisibleSets:
                 visible,
                 with_origin(visible, position_ids, batch, n_queries, call.key.shape[2]),
             )
-        return replace(visible, origin=self._placed[key][2].origin)
+        return self._with_ordinals(replace(visible, origin=self._placed[key][2].origin), call)
+
+    def _with_ordinals(self, visible: Visible, call: AttentionCall) -> Visible:
+        """The same set with its keys counted on from those that a sliding cache no longer hands over."""
+        dropped = self._cached + call.query.shape[2] - call.key.shape[2]
+        if dropped <= 0 or self._cached >= UNCOUNTED:
+            return visible
+        if visible.mask is not None:
+            shown = visible.mask.any(dim=2).any(dim=1)
+        elif visible.key_valid is not None:
+            shown = visible.key_valid
+        else:
+            shown = torch.ones(1, call.key.shape[2], dtype=torch.bool, device=call.key.device)
+        ordinals = shown.cumsum(dim=1) - 1
+        # Some of the dropped keys may be padding: positions do not count it.
+        first = dropped if visible.origin is None else visible.origin.clamp(max=dropped)[:, None]
+        return replace(visible, ordinals=ordinals + first)
 
     def _visible_keys(self, call: AttentionCall) -> Visible:
         n_queries, n_keys = call.query.shape[2], call.key.shape[2]

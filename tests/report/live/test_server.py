@@ -302,3 +302,13 @@ def test_another_server_cannot_take_the_port(live: Live, capsys: pytest.CaptureF
     assert sentence.startswith(f"cannot listen at 127.0.0.1:{live.port}: ")
     assert sentence.endswith("leave --port out to use a free port")
     assert os.strerror(98) in sentence or "in use" in sentence
+
+
+def test_windows_of_any_size_and_hybrids_are_measured(live: Live) -> None:
+    run = ask(live, mechanisms=["window", "window:w=3,sinks=1", "elu1+window:w=3"])
+    end = next(data for kind, _, data in live.events(run) if kind == "end")
+    labels = ["window:w=60,sinks=4", "window:w=3,sinks=1", "elu1+window:w=3,sinks=4", "uniform"]
+    assert end["state"] == "finished"
+    page = live.request("GET", f"/runs/{run}")[2].decode()
+    assert all(label in page for label in labels)
+    assert "a window's w must be" in live.post("/runs", {"prompts": ["a"], "mechanisms": ["window:w=0"]})[1]["error"]

@@ -252,3 +252,9 @@ def test_a_map_fitted_to_every_head_is_measured_with_the_parameters_of_that_head
     np.testing.assert_allclose(fitted.sparsity[1], s[:, 24:].mean(dim=-1).numpy(), rtol=1e-5)
     assert fitted.features == 6
     assert np.isfinite(fitted.floor).all()
+
+
+def test_two_windows_are_two_mechanisms() -> None:
+    names = ["window:w=20,sinks=2", "window:w=10,sinks=1", "elu1+window:w=20,sinks=2"]
+    few = focus_lab(n=64, d=4, draws=10, mechanisms=names, rng=np.random.default_rng(0))
+    assert few.settings["mechanisms"][:3] == names

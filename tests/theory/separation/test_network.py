@@ -218,7 +218,7 @@ def test_wilsons_interval() -> None:
 def test_every_mechanism_that_can_be_computed_is_compared() -> None:
     names = computable()
     assert {"softmax", "identity", "top_k", "favor", "cosformer", "uniform", "zero"} <= set(names)
-    assert not {"fitted", "constant", "profile"} & set(names)
+    assert not {"fitted", "constant", "profile", "window", "razor"} & set(names)
     size = construct(d=18)
     found = trials(names, size, 5, rng=rng())
     assert [one.mechanism for one in found] == list(names)
@@ -275,3 +275,9 @@ def test_other_bad_input() -> None:
         fire(resolve("softmax"), size, 0, some_draws(size), form="fast")
     with pytest.raises(ValueInputError, match="draws must be a whole number from 1, got 0"):
         draw_many(size, 0, rng=rng())
+
+
+@pytest.mark.parametrize("name", ["window:w=4,sinks=1", "razor", "elu1+window:w=4"])
+def test_a_window_is_refused_since_rows_have_no_order(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="chooses keys by their order, and the rows of the separation data"):
+        trials([name], construct(d=18), 1, rng=rng())

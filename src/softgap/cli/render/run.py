@@ -148,7 +148,7 @@ def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
 def _extremes(summary: Summary) -> RenderableType:
     furthest, closest = summary.extremes()
     grid = Table.grid(padding=(0, 4))
-    grid.add_row(_heads("furthest from linear", furthest, summary), _heads("closest to linear", closest, summary))
+    grid.add_row(_heads("furthest from softmax", furthest, summary), _heads("closest to softmax", closest, summary))
     return grid
 
 

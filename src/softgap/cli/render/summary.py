@@ -88,7 +88,7 @@ class Summary:
         return f"divergence from {self.mechanisms[self.ranking]}"
 
     def extremes(self, count: int = _LISTED) -> tuple[list[HeadMean], list[HeadMean]]:
-        """The heads furthest from linear and the heads closest to it, the extreme one first.
+        """The heads whose substitute is furthest from softmax and those closest to it, the extreme one first.
 
         They are ordered by the share of the gap that the fitted map leaves, as in the headline; without a fitted map,
         by the divergence.

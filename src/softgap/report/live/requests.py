@@ -12,6 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
 from softgap.probe.capture import COLDEST
 from softgap.trajectories.validation import BASELINE
@@ -140,16 +141,22 @@ def _mechanisms(names: Any, known: Sequence[str], limits: Limits) -> tuple[str, 
     listed = ["elu1"] if names is None else names
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise ValueInputError("mechanisms must be a list of names")
-    mechanisms = [name for name in dict.fromkeys(listed) if name != BASELINE]
-    for name in mechanisms:
-        if name not in known:
-            raise unknown_name("mechanism", name, known)
+    mechanisms = [name for name in dict.fromkeys(_known_label(name, known) for name in listed) if name != BASELINE]
     if len(mechanisms) > limits.mechanisms:
         raise ValueInputError(
             f"a run is compared with at most {limits.mechanisms} mechanisms besides {BASELINE}, got {len(mechanisms)}; "
             "choose fewer"
         )
     return (*mechanisms, BASELINE)
+
+
+def _known_label(name: str, known: Sequence[str]) -> str:
+    """The name of a mechanism at hand; a window or a hybrid may have other numbers than the one on offer."""
+    if name in known or name == BASELINE:
+        return name
+    if name.partition(":")[0] in {label.partition(":")[0] for label in known if ":" in label}:
+        return resolve(name).label
+    raise unknown_name("mechanism", name, known)
 
 
 def _temperature(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from softgap.attention import mechanisms
+from softgap.attention import mechanisms, resolve
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.models.loading import Loaded
 from softgap.models.tensor_files import default_mechanisms
@@ -29,6 +29,8 @@ __all__ = ["Writer"]
 
 # Told with the name of an event and its plain values.
 Tell = Callable[[str, Mapping[str, Any]], None]
+# Hybrids that a visitor is offered beside the registered mechanisms, where the model has their parameters.
+_HYBRIDS = ("elu1+window", "fitted+window")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,9 @@ class Writer:
         """Look at a model once."""
         model, tokenizer = loaded
         layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)])[0]
-        at_hand = tuple(name for name in mechanisms() if name not in ("softmax", BASELINE) and _is_ready(name, model))
+        names = [*mechanisms(), *_HYBRIDS]
+        ready = [name for name in names if name not in ("softmax", BASELINE) and _is_ready(name, model)]
+        at_hand = tuple(resolve(name).label for name in ready)
         return cls(model, tokenizer, layout, at_hand, tuple(n for n in default_mechanisms(model) if n != BASELINE))
 
     @property

@@ -51,7 +51,7 @@ def with_weights(
             name for name, mechanism in mechanisms().items() if not mechanism.missing and mechanism.kind != "constant"
         ]
         return tuple(prepare(name) for name in dict.fromkeys([*always, *available]))
-    by_name = {mechanism.name: mechanism for mechanism in map(prepare, as_items(selection))}
+    by_name = {mechanism.label: mechanism for mechanism in map(prepare, as_items(selection))}
     for name, mechanism in by_name.items():
         mechanism.site(torch.arange(1), torch.float32)
         if mechanism.kind == "constant":
@@ -296,7 +296,7 @@ def intervention_effects(
             for mechanism in mechanisms:
                 s = row_sparsity(attention_weights(mechanism, q[None], k[None], visible=visible, scale=scale)[0], n)
                 empty = s.isnan().float().mean().item()
-                effects.append(Effect(change, amount, mechanism.name, s.nanmean().item(), empty))
+                effects.append(Effect(change, amount, mechanism.label, s.nanmean().item(), empty))
     return effects
 
 

@@ -122,7 +122,7 @@ def examine_layer(layer: LayerTensors, plan: FocusPlan) -> LayerFocus:
     tail = Visible(window=layer.visible.window)
     return LayerFocus(
         softmax=_softmax_rows(layer, exact, seen),
-        mechanisms={mechanism.name: _mechanism(mechanism, layer, exact, seen, plan) for mechanism in mechanisms},
+        mechanisms={mechanism.label: _mechanism(mechanism, layer, exact, seen, plan) for mechanism in mechanisms},
         spectra=block_spectra(exact, plan.smallest),
         # The first key's column holds most of the energy of a sink head, and one rank.
         spectra_without=block_spectra(without_sink(exact), plan.smallest),

@@ -346,7 +346,7 @@ def _prediction_json(rung: Prediction) -> dict[str, Any]:
 
 
 def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> MechanismFocus:
-    by_layer = [layer.mechanisms[mechanism.name] for layer in layers]
+    by_layer = [layer.mechanisms[mechanism.label] for layer in layers]
     features = mechanism.feature_dim(d)
     # A decaying feature has one rank in every block too, and inline's centring adds one.
     rank = None if features is None else features + (mechanism.normaliser == "centred")
@@ -355,7 +355,7 @@ def _mechanism(mechanism: Mechanism, layers: Sequence[LayerFocus], d: int) -> Me
     arrays = {field: np.stack([getattr(focus, field) for focus in by_layer]) for field in _PER_HEAD}
     gaps = [focus.gap for focus in by_layer]
     gap = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
-    return MechanismFocus(mechanism.name, features, **arrays, gap=gap, floor=floor)
+    return MechanismFocus(mechanism.label, features, **arrays, gap=gap, floor=floor)
 
 
 def _capacity(layers: Sequence[LayerFocus]) -> Capacity:

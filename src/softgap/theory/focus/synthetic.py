@@ -190,7 +190,7 @@ def focus_lab(
         raise ValueInputError(
             f"the focus lab needs n from 64, d from 2 and draws from 10, got {n}, {d} and {draws}; use more"
         )
-    names = tuple(mechanism.name for mechanism in with_weights(mechanisms, _ALWAYS))
+    names = tuple(mechanism.label for mechanism in with_weights(mechanisms, _ALWAYS))
     gammas = np.geomspace(0.05, 10, 121)
     curves = {name: np.stack([sparsity(name, beta=beta, gamma=gammas) for beta in BETAS]) for name in FUNCTIONS}
     progress("closed forms against quadrature and simulation", 0.05)

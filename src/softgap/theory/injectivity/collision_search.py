@@ -77,6 +77,8 @@ def outside_proposition(mechanism: str | Mechanism, d: int) -> str:
         return "its weights are a function of the scores, not a feature map"
     if mechanism.kind in ("positions", "constant"):
         return "it ignores queries and keys"
+    if mechanism.kind in ("window", "hybrid"):
+        return "its weights are those of softmax on some of the keys"
     if mechanism.query_free:
         return "it ignores the query"
     if mechanism.normaliser == "centred":
@@ -146,7 +148,7 @@ class _Task:
 
     def search(self, collision: Collision | None, queries: int, starts: int, closest: float) -> Search:
         outside = outside_proposition(self.mechanism, self.keys.shape[1])
-        return Search(self.mechanism.name, collision, outside, queries, starts, self.evaluations, closest)
+        return Search(self.mechanism.label, collision, outside, queries, starts, self.evaluations, closest)
 
     def weights(self, queries: Float64[np.ndarray, "query dim"]) -> Float64[np.ndarray, "query key"]:
         self.evaluations += len(queries)

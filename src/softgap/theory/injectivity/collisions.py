@@ -112,7 +112,7 @@ def certify(mechanism: str | Mechanism, queries: Any, keys: Any, *, scale: float
     chords = np.linalg.norm(unit[first] - unit[second], axis=1)
     angles = 2 * np.arcsin(np.clip(chords / 2, 0, 1))
     return Collision(
-        mechanism=resolve(mechanism).name,
+        mechanism=resolve(mechanism).label,
         queries=rows,
         weights=weights,
         distance=float(np.abs(weights[first] - weights[second]).max()),

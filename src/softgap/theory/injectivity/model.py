@@ -215,7 +215,7 @@ def _assemble_lab(
         raise UnsupportedError(
             "this lab needs the same number of heads in every layer, got layers that differ; use another model"
         )
-    names = tuple(m.name for m in mechanisms)
+    names = tuple(m.label for m in mechanisms)
     stacked = {
         field: np.stack([getattr(layer, field) for layer in layers])
         for field in ("margin", "first", "weight_margin", "focus")

@@ -344,7 +344,7 @@ def injectivity_lab(
     flat = flat_keys(dim, keys, rng)
     searches = []
     for i, mechanism in enumerate(selection):
-        tell(f"looking for collisions of {mechanism.name}", (1 + i) / (2 + len(selection)))
+        tell(f"looking for collisions of {mechanism.label}", (1 + i) / (2 + len(selection)))
         searches.append(find_collision(mechanism, matrix, rng=rng, queries=queries, starts=starts))
     return Injectivity(
         prefixes=prefixes(dim, lengths, draws=draws, rng=rng),
@@ -358,7 +358,7 @@ def injectivity_lab(
         wide=find_collision(_wide(dim, rng), matrix, rng=rng, queries=queries, starts=starts),
         settings={
             **{"dim": dim, "keys": keys, "draws": draws, "starts": starts, "queries": queries},
-            "mechanisms": [mechanism.name for mechanism in selection],
+            "mechanisms": [mechanism.label for mechanism in selection],
         },
     )
 

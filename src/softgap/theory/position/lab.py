@@ -305,13 +305,13 @@ def _assemble_lab(
     profiles = {BASELINE: uniform.mean(axis=(0, 1, 2)), "exchangeable values": exchangeable.mean(axis=(0, 1, 2))}
     trends = []
     for i, mechanism in enumerate(mechanisms):
-        tell(f"trends of {mechanism.name}", 0.7 + 0.3 * i / len(mechanisms))
+        tell(f"trends of {mechanism.label}", 0.7 + 0.3 * i / len(mechanisms))
         divergence, random = stacked("divergence", i), stacked("random", i)
         terms = np.stack([mean_term, concentration, uniform - exchangeable, divergence - uniform], axis=1)
         effect = np.array([series.normaliser[i] for layers in texts for series in layers])
-        profiles[mechanism.name] = divergence.mean(axis=(0, 1, 2))
-        trends.append(_trend(mechanism.name, divergence, random, terms, positions, clusters, effect, rng))
-    return Position(tuple(trends), positions, profiles, {**settings, "mechanisms": [m.name for m in mechanisms]})
+        profiles[mechanism.label] = divergence.mean(axis=(0, 1, 2))
+        trends.append(_trend(mechanism.label, divergence, random, terms, positions, clusters, effect, rng))
+    return Position(tuple(trends), positions, profiles, {**settings, "mechanisms": [m.label for m in mechanisms]})
 
 
 def _trend(

@@ -274,6 +274,11 @@ def trial(mechanism: str | Mechanism, construction: Construction, draws: Sequenc
             f"mechanism '{entry.name}' needs the parameters {', '.join(entry.missing)}, which the separation data "
             "do not provide; choose another mechanism, or pass them with Mechanism.with_parameters"
         )
+    if not _is_order_free(entry):
+        raise UnsupportedError(
+            f"mechanism '{entry.label}' chooses keys by their order, and the rows of the separation data have none; "
+            "choose another mechanism"
+        )
     form = form_of(entry, construction)
     silent, firing = (fire(entry, construction, label, draws, form=form) for label in (0, 1))
     bound0 = bound1 = margin = math.nan
@@ -282,7 +287,7 @@ def trial(mechanism: str | Mechanism, construction: Construction, draws: Sequenc
         bound0, bound1 = hoeffding(class0, construction), missing_bound(class1, construction)
         margin = signal_margin(class1, construction)
     d0, d1 = silent.value > 0, firing.value > 0
-    name = mechanism if isinstance(mechanism, str) else entry.name
+    name = mechanism if isinstance(mechanism, str) else entry.label
     return Trial(
         name,
         share(int(d0.sum()), len(draws)),
@@ -307,7 +312,14 @@ def trials(
 
 def computable() -> tuple[str, ...]:
     """Every registered mechanism that needs no parameters."""
-    return tuple(name for name, mechanism in mechanisms().items() if not mechanism.missing)
+    return tuple(
+        name for name, mechanism in mechanisms().items() if not mechanism.missing and _is_order_free(mechanism)
+    )
+
+
+def _is_order_free(mechanism: Mechanism) -> bool:
+    """Whether it is neither a window nor a hybrid with one."""
+    return mechanism.kind not in ("window", "hybrid")
 
 
 def mechanism_names(names: Sequence[str] | None) -> tuple[str, ...]:
