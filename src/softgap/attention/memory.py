@@ -65,9 +65,12 @@ def kept_numbers(
     return copies * features * (value_dim + 1 + 2 * resolved.log)
 
 
-def keys_worth(mechanism: str | Mechanism, dim: int, value_dim: int | None = None) -> float:
+def keys_worth(
+    mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None
+) -> float:
     """The same in keys with their values."""
-    return kept_numbers(mechanism, dim, value_dim) / (dim + (dim if value_dim is None else value_dim))
+    numbers = kept_numbers(mechanism, dim, value_dim, kv_heads=kv_heads)
+    return numbers / (dim + (dim if value_dim is None else value_dim))
 
 
 def parameter_bytes(mechanism: Mechanism) -> int:
@@ -83,7 +86,14 @@ def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
     return keys - first, first
 
 
-def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, sinks: int = SINKS) -> str:
+def equal_window(
+    mechanism: str | Mechanism,
+    dim: int,
+    value_dim: int | None = None,
+    *,
+    sinks: int = SINKS,
+    kv_heads: int | None = None,
+) -> str:
     """The window of as much memory as a mechanism keeps, by name.
 
     Examples
@@ -91,7 +101,7 @@ def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = N
     >>> equal_window("hedgehog", 64)
     'window:w=63,sinks=4'
     """
-    worth = keys_worth(mechanism, dim, value_dim)
+    worth = keys_worth(mechanism, dim, value_dim, kv_heads=kv_heads)
     if worth == float("inf"):
         raise UnsupportedError(
             f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with "
