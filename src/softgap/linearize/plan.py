@@ -421,6 +421,8 @@ class Applied:
         if call.mask is not None:
             seen = seen_by_mask(call.mask, q.shape[2], layer.length)
             valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
+            # A window need not count its keys where none of them is padding.
+            valid = None if bool(valid.all()) else valid
         with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
             if part.mechanism.kind == "constant":
                 output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
