@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from softgap.attention import resolve
+from softgap.attention.memory import equal_window
 from softgap.checkpoints import Checkpoints
 from softgap.errors import SoftgapError
 from softgap.intervals import Interval, interval_of
@@ -106,6 +107,10 @@ def test_rows_have_equal_bytes_and_say_so(small: Any, texts: Any) -> None:
         assert found.row(name).bytes_per_group == 4 * 16 * 16
         assert abs(found.row(name).bytes_per_group / plan - 1) < 0.05
     assert found.row("constant").bytes_per_group == 0
+    for name in ("elu1", "hedgehog+window:w=10,sinks=2", "razor:w=20,sinks=4"):
+        window = window_of_equal_memory(small, resolve(name))
+        assert window is not None
+        assert window.label == equal_window(name, 8)
     # A map for every query head keeps a state for each of them, and the window is as much larger.
     one, each = (with_random_parameters("fitted", 2, 4, key_heads, 8, 8) for key_heads in (2, 4))
     assert group_bytes(small, each) == 2 * group_bytes(small, one)

@@ -65,12 +65,9 @@ def kept_numbers(
     return copies * features * (value_dim + 1 + 2 * resolved.log)
 
 
-def keys_worth(
-    mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None
-) -> float:
+def keys_worth(mechanism: str | Mechanism, dim: int, value_dim: int | None = None) -> float:
     """The same in keys with their values."""
-    numbers = kept_numbers(mechanism, dim, value_dim, kv_heads=kv_heads)
-    return numbers / (dim + (dim if value_dim is None else value_dim))
+    return kept_numbers(mechanism, dim, value_dim) / (dim + (dim if value_dim is None else value_dim))
 
 
 def parameter_bytes(mechanism: Mechanism) -> int:
@@ -86,14 +83,7 @@ def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
     return keys - first, first
 
 
-def equal_window(
-    mechanism: str | Mechanism,
-    dim: int,
-    value_dim: int | None = None,
-    *,
-    sinks: int = SINKS,
-    kv_heads: int | None = None,
-) -> str:
+def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, sinks: int = SINKS) -> str:
     """The window of as much memory as a mechanism keeps, by name.
 
     Examples
@@ -101,7 +91,7 @@ def equal_window(
     >>> equal_window("hedgehog", 64)
     'window:w=63,sinks=4'
     """
-    worth = keys_worth(mechanism, dim, value_dim, kv_heads=kv_heads)
+    worth = keys_worth(mechanism, dim, value_dim)
     if worth == float("inf"):
         raise UnsupportedError(
             f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with "

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.memory import equal_window, kept_numbers, keys_worth, split_keys
+from softgap.attention.memory import SINKS, kept_numbers, split_keys
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.swap import Head, Substitute, substitute, swap
@@ -225,13 +225,12 @@ def group_bytes(model: Model, mechanism: Mechanism) -> float:
 
 def window_of_equal_memory(model: Model, mechanism: Mechanism, *, sinks: bool = True) -> Mechanism | None:
     """The window that keeps as much as a mechanism does; None where that keeps nothing, or every key."""
-    sizes: dict[str, Any] = {"dim": head_dim(model), "kv_heads": attention_layers(model)[0].kv_heads}
-    worth = keys_worth(mechanism, **sizes)
-    if worth == 0 or math.isinf(worth):
+    keys = group_bytes(model, mechanism) / (2 * head_dim(model) * torch.float32.itemsize)
+    if keys == 0 or math.isinf(keys):
         return None
-    if sinks:
-        return resolve(equal_window(mechanism, **sizes))
-    return resolve(f"window:w={sum(split_keys(max(1, round(worth))))},sinks=0")
+    # As ``equal_window``, which does not know that a layer with a map per query head keeps several states.
+    recent, first = split_keys(max(1, round(keys)), sinks=SINKS if sinks else 0)
+    return resolve("window").configure(w=recent, sinks=first)
 
 
 def head_dim(model: Model) -> int:

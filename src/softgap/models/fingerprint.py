@@ -170,7 +170,7 @@ def manifest_of(
     return Manifest(
         model=model.name_or_path or model.config.model_type,
         weights=model_fingerprint(model),
-        mechanisms={mechanism.name: _describe_mechanism(mechanism) for mechanism in mechanisms},
+        mechanisms={mechanism.label: _describe_mechanism(mechanism) for mechanism in mechanisms},
         versions={**library_versions(), "python": sys.version.split()[0]},
         dtype=str(model.dtype).removeprefix("torch."),
         backend=str(model.config._attn_implementation),

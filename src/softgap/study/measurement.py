@@ -302,13 +302,15 @@ def check_run(
     stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
     # also bring a calibration.
-    names = tuple(mechanism.name for mechanism in mechanisms)
+    names = tuple(mechanism.label for mechanism in mechanisms)
     accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
     same = tuple(stored.mechanisms) in accepted
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,
-        mechanisms=stored.mechanisms if same else {mechanism.name: dict(mechanism.options) for mechanism in mechanisms},
+        mechanisms=stored.mechanisms
+        if same
+        else {mechanism.label: dict(mechanism.options) for mechanism in mechanisms},
         seed=settings.seed,
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
