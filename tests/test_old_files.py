@@ -61,7 +61,7 @@ def test_a_plan_of_version_0_1_computes_the_same(tmp_path: Path) -> None:
     sequences = split_sequences(model, tokenizer, [golden["words"](900, 1)], length=64, tokens=1024)
     unseen = sequences.part(slice(-(len(sequences) // 4), None))
     original, swapped = (
-        read_swapped(model, unseen, None, heads, plan.substitute).means() for heads in ([], plan.heads)
+        read_swapped(model, unseen, None, heads, plan.substitute).means() for heads in ((), plan.heads)
     )
     assert original["loss"] == pytest.approx(plan.original["loss"], abs=1e-5)
     assert swapped["loss"] - original["loss"] == pytest.approx(plan.expected["loss"].value, abs=1e-5)

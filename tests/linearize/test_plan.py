@@ -101,10 +101,11 @@ def test_autocast_leaves_the_state_alone(chosen: Substitute) -> None:
         cache = applied.cache()
         for part in IDS.split(1, dim=1):
             model(part, past_key_values=cache, use_cache=True)
-    state = cache.layers[1].state
+    state: Any = cache.layers[1].state
     if isinstance(state, HybridState):
         assert {x.dtype for x in state._window.buffer.slots} == {torch.float32}
-        assert {x.sums.dtype for x in (state._tail._carry,)} == {torch.float32}
+        tail: Any = state._tail
+        assert tail._carry.sums.dtype == torch.float32
     else:
         assert {x.sums.dtype for x in state._carries.values()} == {torch.float32}
 

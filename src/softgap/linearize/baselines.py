@@ -6,7 +6,7 @@ plan stands beside them as it is and without its output correction.
     window alone       exact softmax on the most recent keys
     sinks + window     the same memory, 4 of the keys at the beginning of the text
     constant           the mean output of every head
-    random groups      the plan's substitute on as many other KV groups, the mean of several draws
+    random groups      the plan's substitute on as many KV groups drawn at random, others for every third text
 
 A plan is compared with the better of the two windows, text by text.
 """
@@ -29,7 +29,15 @@ from softgap.checkpoints import Checkpoints
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.swap import Head, Substitute, substitute, swap
 from softgap.linearize.impact import mean_outputs
-from softgap.linearize.sequences import Reading, Sequences, context_of, cut_sequences, digest_of_sequences, read_swapped
+from softgap.linearize.sequences import (
+    Reading,
+    Sequences,
+    context_of,
+    cut_sequences,
+    digest_of_sequences,
+    join_readings,
+    read_swapped,
+)
 from softgap.models.loading import Model
 from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, silent
@@ -313,12 +321,9 @@ def evaluate_baselines(
     """
     run = _Run(model, texts, recall_lists, checkpoints or Checkpoints(None, {}), progress)
     candidates = _candidates(model, swaps, fit, units, seed)
-    run.total = (1 + sum(len(candidate.draws) for candidate in candidates)) * run.parts
-    original = run.read("the model itself", "original", lambda: ())
-    readings = {}
-    for candidate in candidates:
-        drawn = [run.read(candidate.name, [candidate.key, number], draw) for number, draw in enumerate(candidate.draws)]
-        readings[candidate.name] = _mean_readings(drawn)
+    run.total = (1 + len(candidates)) * run.parts
+    original = run.read("the model itself", "original", [lambda: ()])
+    readings = {candidate.name: run.read(candidate.name, candidate.key, candidate.draws) for candidate in candidates}
 
     def interval(values: Float[np.ndarray, " text"]) -> Interval:
         return interval_of(values, rng=np.random.default_rng(seed))
@@ -345,12 +350,6 @@ _Losses = tuple[dict[int, np.ndarray], np.ndarray]
 """Loss of every text, by length, and recall of every list."""
 
 
-def _mean_readings(readings: Sequence[_Losses]) -> _Losses:
-    """The mean over draws, text by text."""
-    loss = {length: np.mean([reading[0][length] for reading in readings], axis=0) for length in readings[0][0]}
-    return loss, np.mean([reading[1] for reading in readings], axis=0)
-
-
 @dataclass(eq=False)
 class _Run:
     """Readings that are made one after the other, each once."""
@@ -368,25 +367,46 @@ class _Run:
         """Readings of every row."""
         return len(self.texts) + (self.recall_lists is not None)
 
-    def read(self, name: str, key: Any, make_swaps: Callable[[], Swaps]) -> _Losses:
+    def read(self, name: str, key: Any, draws: Sequence[Callable[[], Swaps]]) -> _Losses:
         """The model with these heads swapped, at all lengths and on the recall lists."""
-        made: list[Swaps] = []
-
-        def reading(sequences: Sequences | None, lists: Sequences | None, stage: str) -> Reading:
-            def make() -> dict[str, Any]:
-                if not made:
-                    made.append(make_swaps())
-                return read_under(self.model, sequences, lists, made[0]).to_json()
-
-            digest = digest_of_sequences(*(part for part in (sequences, lists) if part is not None))
-            self.progress(f"baselines: {name}, {stage}", self.done / self.total)
-            self.done += 1
-            return Reading.from_json(self.checkpoints.find_or_make(["baseline", digest, key], make))
-
-        loss = {length: reading(sequences, None, f"{length:,} tokens").loss for length, sequences in self.texts.items()}
+        loss = {}
+        for length, sequences in self.texts.items():
+            self._tell(f"{name}, {length:,} tokens")
+            loss[length] = self._read(sequences, None, key, draws).loss
         if self.recall_lists is None:
             return loss, np.zeros(0)
-        return loss, reading(None, self.recall_lists, "recall").recall
+        self._tell(f"{name}, recall")
+        return loss, self._read(None, self.recall_lists, key, draws).recall
+
+    def _tell(self, stage: str) -> None:
+        self.progress(f"baselines: {stage}", self.done / self.total)
+        self.done += 1
+
+    def _read(
+        self, sequences: Sequences | None, lists: Sequences | None, key: Any, draws: Sequence[Callable[[], Swaps]]
+    ) -> Reading:
+        """One reading; several draws take turns with the texts, so that they cost no more than one."""
+        n = min(len(draws), len(sequences or lists or ()))
+        readings = []
+        for number, draw in enumerate(draws[:n]):
+            own = slice(number, None, n)
+            text, asked = (None if whole is None else whole.part(own) for whole in (sequences, lists))
+
+            def make(text: Any = text, asked: Any = asked, draw: Callable[[], Swaps] = draw) -> dict[str, Any]:
+                return read_under(self.model, text, asked, draw()).to_json()
+
+            digest = digest_of_sequences(*(part for part in (text, asked) if part is not None))
+            readings.append(Reading.from_json(self.checkpoints.find_or_make(["baseline", digest, number, key], make)))
+        return _take_turns(readings)
+
+
+def _take_turns(readings: Sequence[Reading]) -> Reading:
+    """Readings of every n-th text, in the order of the texts."""
+    whole = join_readings(readings)
+    for name, values in vars(whole).items():
+        for number, reading in enumerate(readings):
+            values[number :: len(readings)] = getattr(reading, name)
+    return whole
 
 
 def read_under(model: Model, sequences: Sequences | None, recall_lists: Sequences | None, swaps: Swaps) -> Reading:
