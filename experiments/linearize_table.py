@@ -66,7 +66,7 @@ def estimate(model: Any, options: argparse.Namespace) -> None:
     points = len(options.shares)
     each_sweep, each_scores = REUSE * options.heads * options.tokens, 40 * options.fit_tokens
     scoring = len(options.mechanisms) * (each_sweep + each_scores) * ("scores" in options.only)
-    curve = points * (8 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
+    curve = points * (9 * options.tokens + 3 * 4 * options.fit_tokens) * len(options.lengths) * len(options.by)
     curve *= len(options.windows)
     total = each * (scoring + (curve if "frontier" in options.only else 0))
     print(f"about {total / 3600:.1f} hours on this machine as busy as it is now", flush=True)

@@ -5,13 +5,16 @@ They were made with the commands that stand in ``tests/data/v0.1/README.md``, be
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import softgap
-from softgap.linearize import load_plan
+from softgap.linearize import apply, load_plan, split_sequences
+from softgap.linearize.sequences import read_swapped
 
 OLD = Path(__file__).parent / "data" / "v0.1"
 MODEL = "46c83fb7706e962915ed8e72181fcbab"
@@ -46,3 +49,25 @@ def test_a_plan_of_version_0_1_loads() -> None:
     assert plan.heads == tuple((layer, head) for layer in range(2) for head in range(4))
     assert plan.substitute.window == 8
     assert plan.expected["loss"].low <= plan.expected["loss"].high
+    assert plan.baselines is None
+
+
+def test_a_plan_of_version_0_1_computes_the_same(tmp_path: Path) -> None:
+    """Its file says what the plan cost on the last quarter of its text; the hybrid of today costs the same."""
+    golden = runpy.run_path(str(OLD.parents[2] / "experiments" / "golden.py"))
+    model, tokenizer = softgap.load_model(str(golden["make_models"](tmp_path)["llama"]))
+    plan = load_plan(OLD / "plan.json")
+    plan.check(model)
+    sequences = split_sequences(model, tokenizer, [golden["words"](900, 1)], length=64, tokens=1024)
+    unseen = sequences.part(slice(-(len(sequences) // 4), None))
+    original, swapped = (
+        read_swapped(model, unseen, None, heads, plan.substitute).means() for heads in ((), plan.heads)
+    )
+    assert original["loss"] == pytest.approx(plan.original["loss"], abs=1e-5)
+    assert swapped["loss"] - original["loss"] == pytest.approx(plan.expected["loss"].value, abs=1e-5)
+    ids = unseen.ids[:, :40]
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        steps = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(13, dim=1)]
+        whole = model(ids, use_cache=False).logits
+    assert float((torch.cat(steps, dim=1) - whole).abs().max()) < 1e-4

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import softgap
 from softgap.cli import main
 from softgap.linearize import apply, load_plan
+from softgap.linearize.baselines import Baselines
 from softgap.models import load_model
 from support.cli_examples import failure
 from support.model_examples import save_folder, tiny_llama
@@ -81,6 +85,69 @@ def test_json_is_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["mechanism"]["name"] == "uniform"
     assert found["parameters"] is None
     assert (found["provenance"]["budget"], found["provenance"]["recall_budget"]) == (9, 0.9)
+
+
+def test_baselines_stand_beside_the_plan(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ["linearize", str(folder), "--text", "boats.txt", "--no-correct", "--score", "divergence", *QUICK]
+    assert main([*start, "--mechanism", "elu1+window:w=6,sinks=2,f=0.7"]) == 0
+    shown = capsys.readouterr().out
+    found = load_plan("plan.json").baselines
+    assert found is not None
+    words = " ".join(shown.split())
+    for row in found.rows:
+        assert row.name in words
+    assert "window:w=8,sinks=4" in words
+    assert f"{found.row('sinks + window').loss[64].value:+.3f} ±" in words
+    assert "Not evaluated at 2,048 tokens: the model's context has 512 tokens." in words
+    assert words.startswith(found.verdict() or "The plan replaces softmax by elu1+window:w=6,sinks=2,f=0.7 in 8 of 8")
+    assert main(["report", ".", "--out", "plan.html"]) == 0
+    assert "sinks + window (window:w=8,sinks=4)" in (here / "plan.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    document = json.loads(Path("plan.json").read_text(encoding="utf-8"))
+    assert document["baselines"] == found.to_json()
+    assert main([*start, "--mechanism", "elu1", "--no-baselines", "--out", "bare.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["baselines"] is None
+
+
+def test_a_better_window_is_the_first_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "A sliding window costs less at the same memory: much."
+    monkeypatch.setattr(Baselines, "verdict", lambda self: said)
+    start = ["linearize", str(folder), "--text", "boats.txt", "--no-correct", "--score", "divergence", *QUICK]
+    assert main([*start, "--mechanism", "elu1"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "A sliding window costs less at the same memory: much.\nThe plan replaces"
+    )
+
+
+def test_windows_and_hybrids_are_mechanisms_like_any_other(
+    tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the parameters of a calibration: files of version 0.1 belong to the model of golden.py."""
+    tests = Path(__file__).parents[1]
+    golden = runpy.run_path(str(tests.parent / "experiments" / "golden.py"))
+    golden["make_models"](tmp_path / "models")
+    llama = str(tmp_path / "models" / "llama")
+    hybrid = "fitted+window:w=6,sinks=2,f=0.7"
+    named = f"{hybrid}@{tests / 'data' / 'v0.1' / 'calibration.safetensors'}"
+    options = ["--no-correct", "--score", "divergence", "--no-baselines", *QUICK]
+    for mechanism, out in ((named, "hybrid.json"), ("window:w=6,sinks=2", "window.json")):
+        assert main(["linearize", llama, "--text", "boats.txt", "--mechanism", mechanism, "--out", out, *options]) == 0
+    assert load_plan("hybrid.json").substitute.name == hybrid
+    assert load_plan("window.json").substitute.name == "window:w=6,sinks=2"
+    both = ["--mechanism", named, "--mechanism", "window:w=6,sinks=2", "--model", llama]
+    assert main(["run", "Boat 3", "--max-new-tokens", "12", "--out", "run", *both]) == 0
+    (here / "page.txt").write_text("Boat 3 left with 9 barrels of salt and came back.", encoding="utf-8")
+    assert main(["read", "page.txt", "--out", "read", *both]) == 0
+    capsys.readouterr()
+    for study in ("run", "read"):
+        (trajectories,) = softgap.open_study(study)
+        assert trajectories.mechanisms == (hybrid, "window:w=6,sinks=2", "uniform")
+        assert np.isfinite(trajectories.quantities["divergence"]).all()
+    # The window sees the whole text as long as that is short.
+    window = trajectories.select("window:w=6,sinks=2").divergence
+    assert float(np.abs(window[..., :7]).max()) < 1e-5 < float(window[..., 7:].max())
 
 
 def test_bad_input_is_one_sentence(

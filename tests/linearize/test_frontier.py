@@ -68,7 +68,7 @@ def test_every_point_is_what_a_plain_forward_says(small: Any, texts: Any) -> Non
     lines = {(p.order, p.mechanism) for p in found.points}
     assert lines == {
         ("divergence", "elu1"), ("divergence", "elu1, repaired"), ("divergence", "constant"), ("random", "elu1"),
-        ("greedy", "elu1"), ("greedy", "elu1, repaired"),
+        ("divergence", "window:w=2,sinks=2"), ("greedy", "elu1"), ("greedy", "elu1, repaired"),
     }  # fmt: skip
     everything = [(layer, head) for layer in range(2) for head in range(4)]
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_an_interrupted_frontier_goes_on(
     small: Any, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit, held_out, _ = texts
-    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5, 1.0], "greedy": False, "ablation": False}
+    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5, 1.0], "greedy": False, "baselines": False}
     whole = frontier(small, fit, held_out, None, "elu1", **settings)
     seen: list[str] = []
 
@@ -118,7 +118,7 @@ def test_frontiers_of_other_text_share_scores_and_nothing_else(
     small: Any, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit, held_out, _ = texts
-    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5], "greedy": False, "ablation": False}
+    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5], "greedy": False, "baselines": False}
     first = frontier(small, fit, held_out, None, "elu1", folder=tmp_path, **settings)
     scored: list[Any] = []
 
@@ -158,7 +158,7 @@ def test_a_plan_is_checked_on_text_that_the_search_never_saw(small: Any, tmp_pat
 
 def test_tuned_sets_are_those_of_tuning_by_hand(small: Any, texts: Any) -> None:
     fit, held_out, _ = texts
-    settings: dict[str, Any] = {"greedy": False, "correct": False, "ablation": False, "distil": 2}
+    settings: dict[str, Any] = {"greedy": False, "correct": False, "baselines": False, "distil": 2}
     found = frontier(small, fit, held_out, None, "elu1", orders=["divergence"], shares=[1.0], **settings)
     plain, trained = found.points
     assert (plain.mechanism, trained.mechanism) == ("elu1", "elu1, tuned")

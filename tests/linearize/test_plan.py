@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import softgap
-from softgap.attention import Mechanism, resolve
+from softgap.attention import HybridState, Mechanism, resolve
 from softgap.errors import SoftgapError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import bounded_layers, cache_bytes
@@ -20,7 +20,8 @@ from softgap.linearize import Plan, Readout, Substitute, apply, load_plan, swap
 from softgap.linearize.plan import memory_of
 from softgap.models.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
-from support.linearize_cases import apart, with_random_parameters
+from softgap.probe.tap import AttentionCall, replace_attention
+from support.linearize_cases import SINGLE, apart, seen_by, with_random_parameters
 from support.model_examples import tiny_llama
 from support.probe_cases import tiny_with, written
 
@@ -100,9 +101,13 @@ def test_autocast_leaves_the_state_alone(chosen: Substitute) -> None:
         cache = applied.cache()
         for part in IDS.split(1, dim=1):
             model(part, past_key_values=cache, use_cache=True)
-    state = cache.layers[1].state
-    state = getattr(state, "_state", state)
-    assert {x.sums.dtype for x in state._carries.values()} == {torch.float32}
+    state: Any = cache.layers[1].state
+    if isinstance(state, HybridState):
+        assert {x.dtype for x in state._window.buffer.slots} == {torch.float32}
+        tail: Any = state._tail
+        assert tail._carry.sums.dtype == torch.float32
+    else:
+        assert {x.sums.dtype for x in state._carries.values()} == {torch.float32}
 
 
 def test_a_cache_outlives_its_plan_only_to_say_so() -> None:
@@ -138,8 +143,127 @@ def test_a_plan_foretells_the_bytes_of_its_cache(window: int | None, key_heads: 
             model(part, past_key_values=cache, use_cache=True)
     told = memory_of(model, plan.groups, chosen)
     assert told["saved_per_token"] == 3 * 64
-    # What is left: which positions are no padding, a byte each.
-    assert 0 <= cache_bytes(cache) - told["states"] - 190 * told["per_token"] <= 3 * 100
+    # What is left: a linear state notes which rows have seen a key, a byte for each of them in each layer.
+    assert 0 <= cache_bytes(cache) - told["states"] - 190 * told["per_token"] <= 2
+
+
+WINDOWS = [
+    "window:w=5,sinks=2",
+    "window:w=6,sinks=0",
+    "razor:w=5,sinks=2",
+    "elu1+window:w=5,sinks=2,f=0.7",
+    "hedgehog+window:w=1,sinks=3",
+]
+
+
+def masked_softmax(call: AttentionCall, recent: int, sinks: int) -> torch.Tensor:
+    """Softmax with a mask over sinks and recent keys, with a model's own softcap and learned sinks, in float64."""
+    q, k, v = (x.double() for x in (call.query, call.key, call.value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    seen = seen_by(call.mask, q, k)
+    order = seen[:, :, -1:].long().cumsum(dim=-1)  # the last query sees every key that is no padding
+    distance = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+    scores = q @ k.transpose(-1, -2) * call.scale
+    softcap, logits = call.options.get("softcap"), call.options.get("s_aux")
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~(seen & ((distance < recent) | (order <= sinks))), -torch.inf)
+    if logits is not None:
+        learned = logits.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, learned], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]].nan_to_num(0.0)
+    return (weights @ v).transpose(1, 2).to(call.output.dtype)
+
+
+def every_full_layer(model: Any) -> list[tuple[int, int]]:
+    bounded = bounded_layers(model)
+    return [(x.number, head) for x in attention_layers(model) if x.number not in bounded for head in range(x.heads)]
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", ["window:w=5,sinks=2", "window:w=6,sinks=0", "window:w=40,sinks=4"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_a_window_in_a_cache_is_the_masked_softmax(model_type: str, name: str, padding: int) -> None:
+    """Also with a softcap (gemma2) and learned sinks (gpt_oss), and with a padded text beside another."""
+    model = tiny_with(model_type, attn="eager")
+    heads = every_full_layer(model)
+    layers = {id(x.module) for x in attention_layers(model) if (x.number, 0) in heads}
+    window = resolve(name)
+    plan = Plan("tiny", model_fingerprint(model), tuple(heads), (), (), Substitute(window))
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+
+    def masked(call: AttentionCall) -> torch.Tensor:
+        if id(call.module) not in layers:
+            return call.output
+        return masked_softmax(call, int(window.options["w"]), int(window.options["sinks"]))
+
+    with torch.no_grad(), replace_attention(model, masked):
+        truth = model(IDS, attention_mask=mask, use_cache=False).logits
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        steps = [
+            model(IDS[:, a:b], attention_mask=mask[:, :b], past_key_values=cache, use_cache=True).logits
+            for a, b in itertools.pairwise((0, 9, 10, 11, 16, 19))
+        ]
+        stated = written(model, IDS, 8, attention_mask=mask, past_key_values=applied.cache(), do_sample=False)
+        plain = written(model, IDS, 8, attention_mask=mask, do_sample=False)
+    assert heads
+    counted = mask.bool()
+    assert apart(torch.cat(steps, dim=1)[counted], truth[counted]) < SINGLE
+    with torch.no_grad():
+        different = apart(model(IDS, attention_mask=mask, use_cache=False).logits[counted], truth[counted])
+    assert different < SINGLE if "w=40" in name else different > 100 * SINGLE
+    assert torch.equal(stated, plain)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_windows_and_hybrids_stream_in_a_cache(model_type: str, name: str, padding: int) -> None:
+    model = tiny_with(model_type, attn="eager")
+    heads = every_full_layer(model)
+    chosen = Substitute(resolve(name))
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    with torch.no_grad(), swap(model, heads, chosen):
+        truth = model(IDS, attention_mask=mask, use_cache=False).logits
+        swapped = written(model, IDS, 8, attention_mask=mask, do_sample=False)
+    plan = Plan("tiny", model_fingerprint(model), tuple(heads), (), (), chosen)
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        steps = [
+            model(IDS[:, a:b], attention_mask=mask[:, :b], past_key_values=cache, use_cache=True).logits
+            for a, b in itertools.pairwise((0, 9, 10, 11, 16, 19))
+        ]
+        stated = written(model, IDS, 8, attention_mask=mask, past_key_values=applied.cache(), do_sample=False)
+    counted = mask.bool()
+    assert apart(torch.cat(steps, dim=1)[counted], truth[counted]) < SINGLE
+    assert torch.equal(stated, swapped)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_take_the_bytes_that_are_foretold(name: str) -> None:
+    model = tiny_llama(max_position_embeddings=256)
+    plan = plan_for(model, Substitute(resolve(name)))
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        for part in IDS.repeat(1, 4)[:1].split(20, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+    states = sum(layer.state.nbytes for layer in cache.layers)
+    assert states == memory_of(model, plan.groups, plan.substitute)["states"]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_plans_of_windows_survive_the_disk(name: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    plan = plan_for(model, Substitute(resolve(name)))
+    again = load_plan(plan.save(tmp_path / "plan.json"))
+    assert again.substitute.name == plan.substitute.name
+    both = []
+    for each in (plan, again):
+        with torch.no_grad(), apply(model, each):
+            both.append(model(IDS, use_cache=False).logits)
+    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "gpt_neox", "gemma3_text"])
@@ -177,7 +301,7 @@ def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
         truth = model(IDS, use_cache=False).logits
     with torch.no_grad(), apply(model, again):
         assert torch.equal(model(IDS, use_cache=False).logits, truth)
-    assert json.loads((tmp_path / "plan.json").read_text())["mechanism"]["name"] == "fitted"
+    assert json.loads((tmp_path / "plan.json").read_text())["mechanism"]["name"] == "fitted+window"
 
 
 def test_bad_plans_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from softgap.errors import StoreError, ValueInputError
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
+    from softgap.linearize.baselines import Baselines
     from softgap.probe.layout import AttentionLayer
 
 __all__ = ["linearize_command"]
@@ -45,6 +46,8 @@ _WORDS = {
 def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], path: Path) -> None:
     """Print the number of swapped heads, their cost on unseen text, the memory saved, and a map of the heads."""
     heads, groups = sum(x.heads for x in layers), sum(x.kv_heads for x in layers)
+    if plan.baselines is not None and plan.baselines.verdict():
+        console.print(plan.baselines.verdict())
     console.print(
         f"The plan replaces softmax by {plan.substitute.name} in {len(plan.heads)} of {heads} heads. It frees "
         f"{len(plan.groups)} of {groups} KV groups and {len(plan.layers)} whole layers."
@@ -59,6 +62,8 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
         f"The recurrent states need {plan.memory['states'] / 1e6:.1f} MB, and the plan itself "
         f"{plan.memory['parameters'] / 1e6:.1f} MB."
     )
+    if plan.baselines is not None:
+        _show_baselines(console, plan.baselines)
     console.print(Text("Heads (rows) by layer (columns): . softmax, o swapped, # swapped and KV group freed", "bold"))
     for line in _grid(plan, layers):
         console.print(line)
@@ -73,6 +78,19 @@ def _costs(plan: Plan) -> Table:
         spread = f"{interval.low:+.3f} to {interval.high:+.3f}"
         table.add_row(_WORDS[name], f"{plan.original[name]:.3f}", f"{interval.value:+.3f}", spread)
     return table
+
+
+def _show_baselines(console: Console, baselines: Baselines) -> None:
+    """Print what the same memory costs otherwise: one row per baseline, one column per length of text."""
+    columns, rows = baselines.table()
+    table = Table(show_header=True, title="Rise in loss of the plan and its baselines", title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for note in baselines.notes():
+        console.print(note)
 
 
 def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
@@ -101,6 +119,13 @@ class SearchOptions:
     ] = 0
     length: Annotated[int, typer.Option(help="Number of tokens per sequence.")] = 512
     tokens: Annotated[int, typer.Option(help="Approximate number of tokens of the text to use.")] = 16384
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines/--no-baselines",
+            help="Also measure windows of equal memory, a constant and random heads, at up to 8,192 tokens.",
+        ),
+    ] = True
 
 
 @expand_option_groups
@@ -124,12 +149,17 @@ def linearize_command(
     mechanism: Annotated[
         str | None,
         typer.Option(
-            help="Substitute for the heads, such as elu1 or fitted@FILE.",
+            help="Substitute for the heads, such as elu1, fitted@FILE, window:w=60,sinks=4 or "
+            "fitted+window:w=60,sinks=4,f=0.7.",
             show_default="fitted if the model is calibrated, else elu1",
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Keep softmax on the N most recent keys.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Keep softmax on the N most recent keys: short for --mechanism MECHANISM+window:w=N,sinks=0.",
+            show_default=False,
+        ),
     ] = None,
     search: SearchOptions,
     picture: Annotated[
@@ -200,7 +230,7 @@ def _search(
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
-    check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed")})
+    check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed", "baselines")})
     check_substitute(mechanism, window)
     loaded, tokenizer = load_model(model, **options)
     parts = checkpoint_folder(out)

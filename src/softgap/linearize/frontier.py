@@ -18,6 +18,7 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
+from softgap.linearize.baselines import window_of_equal_memory
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.output_correction import fit_output_correction
@@ -229,10 +230,12 @@ RANDOM = "random"
 EVALUATION_SETTINGS = {"held_out", "length", "tokens", "by"}
 
 
-PLAIN, CORRECTED, DISTILLED, ABLATED = "plain", "repaired", "tuned", "ablated"
+PLAIN, CORRECTED, DISTILLED, ABLATED, WINDOW = "plain", "repaired", "tuned", "ablated", "window"
 
 
-@deprecated_keywords(asked="recall_lists", fit_asked="fit_recall_lists", repair="correct", tune="distil")
+@deprecated_keywords(
+    asked="recall_lists", fit_asked="fit_recall_lists", repair="correct", tune="distil", ablation="baselines"
+)
 def frontier(
     model: Model,
     fit: Sequences,
@@ -246,7 +249,7 @@ def frontier(
     greedy: bool = True,
     correct: bool = True,
     distil: int = 0,
-    ablation: bool = True,
+    baselines: bool = True,
     fit_recall_lists: Sequences | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -273,8 +276,10 @@ def frontier(
     distil
         Also distil every set of the first order after the output correction, by so many steps
         (``distil_substitute``); 0 for none.
-    ablation
-        Also swap the sets of the first order by mean ablation.
+    baselines
+        Also swap the sets of the first order for two baselines: the heads' mean outputs (``constant``), and sinks with
+        a sliding window of as many bytes as the substitute keeps. A substitute that keeps nothing, or every key, has no
+        such window.
     fit_recall_lists
         Recall lists, others than ``recall_lists``, that scores and distillation count beside ``fit``: heads that text
         hardly misses may carry all of recall.
@@ -291,18 +296,22 @@ def frontier(
     settings = _settings(model, fit, held_out, recall_lists, head_substitute, by, seed)
     if fit_recall_lists is not None:
         settings["fit_asked"] = digest_of_sequences(fit_recall_lists)
-    expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + ablation)
+    window = window_of_equal_memory(model, head_substitute.mechanism) if baselines else None
+    equal = None if window is None or window.label == head_substitute.mechanism.label else Substitute(window)
+    baseline_kinds = (ABLATED,) * baselines + (WINDOW,) * (equal is not None)
+    expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + len(baseline_kinds))
     # Frontiers at other lengths, or by groups, have the same scores.
     score_settings = {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS}
     run = _FrontierRun(
         model, fit, fit_recall_lists, held_out, recall_lists, head_substitute, units, Checkpoints(folder, settings),
-        Checkpoints(folder, score_settings), seed, distil, progress, expected,
+        Checkpoints(folder, score_settings), seed, distil, progress, expected, equal,
     )  # fmt: skip
     corrected_kinds = (PLAIN, *(CORRECTED,) * correct)
-    run.measure_orders(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *(ABLATED,) * ablation))
+    run.measure_orders(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *baseline_kinds))
     if greedy:
         run.measure_greedy(orders, counts, corrected_kinds)
-    return Frontier(by, run.original.means(), tuple(run.points), {**settings, "orders": list(orders)})
+    about = {**settings, "orders": list(orders), "equal_window": None if equal is None else equal.name}
+    return Frontier(by, run.original.means(), tuple(run.points), about)
 
 
 def _counts(units: int, shares: Sequence[float]) -> list[int]:
@@ -329,6 +338,7 @@ class _FrontierRun:
     distil: int
     progress: Progress
     expected: int
+    equal_window: Substitute | None = None
     points: list[Point] = field(default_factory=list)
     ablation: Substitute | None = None
 
@@ -381,20 +391,28 @@ class _FrontierRun:
                 self.measure("greedy", first_heads(swapped_units, len(swapped_units)), n, kinds)
 
     def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
-        """Measure one set: plain, with corrected outputs, distilled or ablated."""
+        """Measure one set: plain, with corrected outputs, distilled, or with a baseline in its place."""
         for kind in kinds:
 
             def make(kind: str = kind) -> dict[str, Any]:
                 return self._read(heads, self._substitute_for(kind, heads))
 
             name = ["point", heads, kind == CORRECTED, kind == ABLATED, *([self.distil] if kind == DISTILLED else [])]
+            if kind == WINDOW and self.equal_window is not None:
+                name.append(self.equal_window.name)
             reading = Reading.from_json(self.checkpoints.find_or_make(name, make))
             change = reading.change_from(self.original, seed=self.seed)
-            mechanism = "constant" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
-            self.points.append(Point(order, mechanism, n, len(heads), n / len(self.units), change))
+            self.points.append(Point(order, self._name_of(kind), n, len(heads), n / len(self.units), change))
             self._tell(f"{order}, {n} of {len(self.units)}")
 
+    def _name_of(self, kind: str) -> str:
+        if kind == WINDOW and self.equal_window is not None:
+            return self.equal_window.name
+        return "constant" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
+
     def _substitute_for(self, kind: str, heads: list[Head]) -> Substitute:
+        if kind == WINDOW and self.equal_window is not None:
+            return self.equal_window
         if kind == ABLATED:
             self.ablation = self.ablation or substitute(mean_outputs(self.model, self.fit), self.model)
             return self.ablation

@@ -17,11 +17,11 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from softgap.attention import HybridState, LinearState, Mechanism, Visible, add_window, attend, new_state, resolve
-from softgap.attention.memory import kept_numbers
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, swap, swapped_layer
+from softgap.linearize.baselines import Baselines, group_bytes, head_dim
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
@@ -61,6 +61,9 @@ class Plan:
         of the plan's parameters.
     provenance
         How the plan was found.
+    baselines
+        What the same heads cost with windows of equal memory and with a constant, and what random heads cost; None
+        where that was not measured.
     """
 
     model: str
@@ -74,6 +77,7 @@ class Plan:
     recall: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    baselines: Baselines | None = None
 
     def check(self, model: Model) -> None:
         """Refuse another model, or heads that it does not have."""
@@ -122,6 +126,7 @@ class Plan:
             "memory": dict(self.memory),
             "parameters": None if parameters is None else {"file": parameters.name, "digest": digest_of(tensors)},
             "provenance": dict(self.provenance),
+            "baselines": None if self.baselines is None else self.baselines.to_json(),
         }
         if parameters is not None:
             save_calibration(parameters, tensors, {"fingerprint": self.fingerprint, "plan": target.name})
@@ -183,6 +188,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             recall=document.get("recall", {}),
             memory=document["memory"],
             provenance=document["provenance"],
+            # Plans before version 0.2 have none.
+            baselines=None if document.get("baselines") is None else Baselines.from_json(document["baselines"]),
         )
     except StoreError:
         raise
@@ -253,13 +260,10 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: 
     """
     bounded = bounded_layers(model)
     layers = attention_layers(model)
-    config: Any = model.config.get_text_config()
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    bytes_per_group = 2 * dim * model.dtype.itemsize
+    bytes_per_group = 2 * head_dim(model) * model.dtype.itemsize
     total = sum(layer.kv_heads for layer in layers if layer.number not in bounded)
-    numbers = kept_numbers(head_substitute.mechanism, dim, kv_heads=layers[0].kv_heads)
-    # States are in float32; what has none keeps the cache, so that no group is freed.
-    state = numbers * torch.float32.itemsize if groups else 0
+    # What has no state keeps the cache, so that no group is freed.
+    state = group_bytes(model, head_substitute.mechanism) if groups else 0
     return {
         "per_token_original": float(bytes_per_group * total),
         "per_token": float(bytes_per_group * (total - len(groups))),
@@ -417,6 +421,8 @@ class Applied:
         if call.mask is not None:
             seen = seen_by_mask(call.mask, q.shape[2], layer.length)
             valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
+            # A window need not count its keys where none of them is padding.
+            valid = None if bool(valid.all()) else valid
         with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
             if part.mechanism.kind == "constant":
                 output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output

@@ -8,7 +8,7 @@ of its own; those that choose and those that check are as many as ``softgap.line
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
+from softgap.linearize.baselines import LENGTHS, evaluate_baselines, sequences_by_length
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import DEFAULT_SCORE, Budget, Unit, first_heads, order_units, units_of
 from softgap.linearize.output_correction import fit_output_correction
@@ -37,7 +38,9 @@ from softgap.linearize.sequences import (
     join_readings,
     read_swapped,
     recall_sequences,
+    sequence_places,
     split_sequences,
+    token_ids,
 )
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
@@ -51,6 +54,8 @@ FEWEST = 4
 TOKENS = 16384
 # Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
+# Of the time, where baselines are evaluated after the search.
+SEARCH_SHARE = 0.6
 # Lists of each kind are drawn from a seed of their own.
 CHECK, CHOOSE, FIT = range(3)
 
@@ -71,6 +76,7 @@ def find_plan(
     length: int = LENGTH,
     tokens: int | None = TOKENS,
     recalls: int | None = None,
+    baselines: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: Progress = silent,
@@ -107,6 +113,10 @@ def find_plan(
     recalls
         Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
         as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
+    baselines
+        Whether to evaluate the baselines of the plan as well (``softgap.linearize.baselines``): the same heads with
+        windows of equal memory and with a constant, and random heads; at 512, 2,048 and 8,192 tokens and at
+        ``length``, as far as text and context allow.
     seed
         Random seed of the recall lists, the scores and the bootstrap.
     folder
@@ -117,7 +127,7 @@ def find_plan(
     Returns
     -------
     Plan
-        Heads, KV groups and layers to swap, the expected cost with intervals, and the memory saved.
+        Heads, KV groups and layers to swap, the expected cost with intervals, the memory saved, and the baselines.
 
     Raises
     ------
@@ -151,6 +161,9 @@ def find_plan(
         tokens=tokens,
     )
     head_substitute = substitute(mechanism, model)
+    whole = progress
+    if baselines:
+        progress = lambda stage, share: whole(stage, SEARCH_SHARE * share)  # noqa: E731
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     if limits.recall is not None and recalls == 0:
         raise ValueInputError(
@@ -177,7 +190,37 @@ def find_plan(
         check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
         check.report = lambda n: progress(f"{stage}, {n} recall lists", 0.97)
     provenance = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    return _evaluate_plan(model, text, heads, search.substitute(heads), provenance, check, search.lists(heads))
+    plan = _evaluate_plan(model, text, heads, search.substitute(heads), provenance, check, search.lists(heads))
+    if not baselines:
+        return plan
+    ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
+    by_length, left_out = sequences_by_length(model, ids, [length, *LENGTHS], text.check.tokens)
+    recall_lists = None if recalls == 0 else lists(CHECK, 0, FEWEST_LISTS if recalls is None else recalls)
+    evaluated = evaluate_baselines(
+        model,
+        [(plan.heads, plan.substitute)],
+        # At the length of the search the texts are those that the plan was checked on.
+        dict(sorted({**by_length, length: text.check}.items())),
+        recall_lists,
+        fit=text.fit,
+        units=units_of(model, by),
+        seed=seed,
+        left_out=left_out,
+        checkpoints=checkpoints,
+        progress=lambda stage, share: whole(stage, SEARCH_SHARE + (1 - SEARCH_SHARE) * share),
+    )
+    return replace(plan, baselines=evaluated)
+
+
+def _unseen_tokens(ids: Sequence[int], n_sequences: int, length: int) -> Sequence[int]:
+    """The end of the text, from the first sequence on that the plan is checked on."""
+    places = sequence_places(len(ids) // length, n_sequences)
+    return ids[int(places[n_sequences - _quarter(n_sequences)]) * length :]
+
+
+def _quarter(n_sequences: int) -> int:
+    """How many sequences a plan is checked on."""
+    return max(1, n_sequences // 4)
 
 
 def _settings(model: Model, sequences: Sequences, head_substitute: Substitute, **options: Any) -> dict[str, Any]:
@@ -230,7 +273,7 @@ class _SearchText:
 
 def _split_text(sequences: Sequences, recall: Sequences | None) -> _SearchText:
     """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
-    half, quarter = len(sequences) // 2, max(1, len(sequences) // 4)
+    half, quarter = len(sequences) // 2, _quarter(len(sequences))
     bounds = ((0, half), (half, len(sequences) - quarter), (len(sequences) - quarter, None))
     fit, choose, check = (sequences.part(slice(*bound)) for bound in bounds)
     return _SearchText(fit, choose, check, recall)

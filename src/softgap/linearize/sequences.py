@@ -26,14 +26,18 @@ __all__ = [
     "Original",
     "Reading",
     "Sequences",
+    "context_of",
     "correct_tokens",
+    "cut_sequences",
     "digest_of_sequences",
     "join_readings",
     "read_original",
     "read_swapped",
     "recall_sequences",
     "score_forward",
+    "sequence_places",
     "split_sequences",
+    "token_ids",
 ]
 
 
@@ -107,22 +111,43 @@ def split_sequences(
         How many sequences are needed at least.
     """
     check_length(length)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model)
     if context and length > context:
         raise ValueInputError(
             f"sequences can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
-    ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
+    ids = token_ids(tokenizer, texts)
     n_whole = len(ids) // length
     if n_whole < fewest:
         raise ValueInputError(
             f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
             f" got {len(ids)}; give more text or choose shorter sequences"
         )
-    n_sequences = n_whole if tokens is None else min(n_whole, max(fewest, tokens // length))
-    places = np.linspace(0, n_whole - 1, n_sequences).round().astype(int)
-    rows = torch.tensor(ids[: n_whole * length]).view(n_whole, length)[torch.from_numpy(places)].to(model.device)
+    return cut_sequences(model, ids, length, n_whole if tokens is None else max(fewest, tokens // length))
+
+
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The tokens of all texts, one behind the other."""
+    return [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
+
+
+def context_of(model: Model) -> int | None:
+    """The longest text that a model is made for, in tokens; None where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def cut_sequences(model: Model, ids: Sequence[int], length: int, count: int) -> Sequences:
+    """So many sequences of ``length`` tokens, or as many as there are, spread evenly over the tokens."""
+    places = sequence_places(len(ids) // length, count)
+    whole = len(ids) // length * length
+    rows = torch.tensor(ids[:whole]).view(-1, length)[torch.from_numpy(places)].to(model.device)
     return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+
+
+def sequence_places(n_whole: int, count: int) -> Int[np.ndarray, " sequence"]:
+    """Which of the sequences that a text has are used, where ``count`` are wanted."""
+    places: np.ndarray = np.linspace(0, n_whole - 1, min(n_whole, count)).round().astype(int)
+    return places
 
 
 def check_length(length: int) -> None:
@@ -145,7 +170,7 @@ def recall_sequences(
         _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
     ]
     longest = max(len(ids) for ids, _, _ in drawn)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model)
     if context and longest > context:
         raise ValueInputError(
             f"recall lists of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for "

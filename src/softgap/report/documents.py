@@ -329,16 +329,24 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
         rows.append((_WORDS.get(name, name), plan.original[name], interval.value, interval.low, interval.high))
     columns = ("on unseen text", "original", "change", "from", "to")
     caption = "Cost of the plan, with 95 % intervals over texts and recall lists"
+    tables = [Table(columns, tuple(rows), caption)] if rows else []
+    better_window = ""
+    if plan.baselines is not None:
+        better_window = plan.baselines.verdict()
+        names, cells = plan.baselines.table()
+        tables.append(Table(names, tuple(cells), "Rise in loss of the plan and its baselines, with 95 % half-widths"))
     return Document(
         title=f"Plan for {plan.model}",
         verdict=(
-            f"The plan replaces softmax by {plan.substitute.name} in {len(plan.heads)} of {sum(heads)} heads. It frees "
+            f"{better_window}{' ' * bool(better_window)}The plan replaces softmax by {plan.substitute.name} in "
+            f"{len(plan.heads)} of {sum(heads)} heads. It frees "
             f"{len(plan.groups)} of {sum(kv_heads)} KV groups and {len(plan.layers)} whole layers."
         ),
-        tables=(Table(columns, tuple(rows), caption),) if rows else (),
+        tables=tuple(tables),
         pictures=_plan_picture(plan, heads, kv_heads, layers),
         notes=(
             *((("Recall", plan.recall_words()),) if plan.recall else ()),
+            *((("Baselines", " ".join(plan.baselines.notes())),) if plan.baselines is not None else ()),
             (
                 "Memory",
                 f"The KV cache needs {memory['per_token']:,.0f} bytes per token instead of "

@@ -380,7 +380,8 @@ def draw_frontier(result: Frontier) -> Figure:
         lines.setdefault((point.order, point.mechanism), []).append(point)
     for axes, quantity in zip(places, quantities, strict=True):
         for number, ((order, mechanism), points) in enumerate(lines.items()):
-            _draw_line(axes, quantity, f"{order}: {mechanism}", sorted(points, key=lambda p: p.share), number)
+            equal = " (equal bytes)" if mechanism == result.settings.get("equal_window") else ""
+            _draw_line(axes, quantity, f"{order}: {mechanism}{equal}", sorted(points, key=lambda p: p.share), number)
         axes.axhline(0, color="#444444", linewidth=0.8)
         axes.set(xlabel=f"share of {result.by} swapped", xlim=(0, 1.02))
     places[0].set(ylabel="rise in loss, nats per token", yscale="symlog")
