@@ -144,6 +144,8 @@ def test_random_groups_are_as_many_and_seeded(small: Any, texts: Any) -> None:
         assert sum(set(unit) <= set(heads) for unit in units) == 2
         assert len(heads) == 4
     assert len({tuple(draw[0][0]) for draw in draws}) > 1
+    others = [module._draw_units(bare, units, np.random.default_rng(seed)) for seed in (4, 5)]
+    assert others[0] == draws != others[1]
     # The draws take turns with the texts.
     rises = [by_hand(small, texts, 64, draw[0][0], draw[0][1]) for draw in draws]
     values = np.array([rises[text % 3][text] for text in range(8)])

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from softgap.attention import resolve
 from softgap.errors import SoftgapError
 from softgap.intervals import Interval
 from softgap.linearize import (
     Budget,
     Frontier,
     Point,
+    Substitute,
     distil_substitute,
     find_plan,
     frontier,
@@ -291,6 +293,11 @@ def test_the_largest_point_within_both_budgets() -> None:
         blind.largest(1.0, 0.1)
 
 
+def _scores(model: Any, fit: Any) -> Any:
+    scores = head_scores(model, fit, "elu1", names=["divergence"])
+    return scores.heads, scores.mean("divergence")
+
+
 def test_pictures_are_drawn(small: Any, texts: Any, tmp_path: Path) -> None:
     fit, held_out, recall_lists = texts
     found = frontier(
@@ -306,6 +313,22 @@ def test_pictures_are_drawn(small: Any, texts: Any, tmp_path: Path) -> None:
         correct=False,
     )
     assert save_figure(draw_frontier(found), tmp_path / "frontier.svg").read_text().count("constant") == 1
+    assert found.settings["equal_window"] is None, "one key is twice what a mean keeps"
+    settings: dict[str, Any] = {"orders": ["divergence"], "shares": [0.5], "greedy": False, "correct": False}
+    found = frontier(small, fit, held_out, None, "elu1", by="groups", **settings)
+    window = found.curve("divergence", "window:w=2,sinks=2")[0]
+    units = order_units(units_of(small, "groups"), *_scores(small, fit))
+    heads = first_heads(units, 2)
+    swapped, original = (
+        read_swapped(small, held_out, None, x, Substitute(resolve("window:w=2,sinks=2"))).loss for x in (heads, ())
+    )
+    assert window.change["loss"].value == pytest.approx(float((swapped - original).mean()), abs=1e-6)
+    drawn = save_figure(draw_frontier(found), tmp_path / "window.svg").read_text()
+    assert drawn.count("divergence: window:w=2,sinks=2 (equal bytes)") == 1
+    assert [p.mechanism for p in frontier(small, fit, held_out, None, "window:w=2,sinks=2", **settings).points] == [
+        "window:w=2,sinks=2",
+        "constant",
+    ]
     plan = find_plan(
         small, byte_tokenizer(), [TEXT], "uniform", budget=9.0, length=64, recalls=0, score="divergence", correct=False
     )

@@ -43,6 +43,7 @@ from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, silent
 
 __all__ = [
+    "EQUAL",
     "LENGTHS",
     "Baseline",
     "Baselines",

@@ -18,7 +18,7 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
-from softgap.linearize.baselines import window_of_equal_memory
+from softgap.linearize.baselines import EQUAL, group_bytes, window_of_equal_memory
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.output_correction import fit_output_correction
@@ -297,7 +297,11 @@ def frontier(
     if fit_recall_lists is not None:
         settings["fit_asked"] = digest_of_sequences(fit_recall_lists)
     window = window_of_equal_memory(model, head_substitute.mechanism) if baselines else None
-    equal = None if window is None or window.label == head_substitute.mechanism.label else Substitute(window)
+    own_bytes = group_bytes(model, head_substitute.mechanism)
+    # One key is more than some substitutes keep; a window of more memory is no baseline at equal bytes.
+    too_large = window is not None and group_bytes(model, window) > EQUAL * own_bytes
+    same = window is not None and window.label == head_substitute.mechanism.label
+    equal = None if window is None or too_large or same else Substitute(window)
     baseline_kinds = (ABLATED,) * baselines + (WINDOW,) * (equal is not None)
     expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + len(baseline_kinds))
     # Frontiers at other lengths, or by groups, have the same scores.
