@@ -154,6 +154,11 @@ class Baselines:
         texts = ", ".join(f"{n} of {length:,} tokens" for length, n in self.texts.items())
         lists = f", recall on {self.lists} lists" if self.lists else ""
         notes.append(f"Loss is measured on sequences that the search never saw ({texts}){lists}.")
+        if self.lists and self.difference:
+            notes.append(
+                "Recall lists are short: a window may hold most of what they ask for, so its recall says little about "
+                "recall across long text."
+            )
         notes += [f"Not evaluated at {length:,} tokens: {reason}." for length, reason in self.left_out.items()]
         return notes
 
