@@ -39,7 +39,7 @@ UNTYPED: Any = softgap  # for calls that the type checker would refuse
 # Made by softgap out of what it measured: nobody types these.
 RESULTS = {
     "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity", "Study",
-    "unknown_name", "Document",
+    "unknown_name", "Document", "Sufficiency",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def long_head(d: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def equipped(name: str, d: int = 64, features: int = 128) -> Mechanism:
     mechanism = mechanisms()[name]
-    if name != "fitted":
+    if name not in ("fitted", "hybrid"):
         return mechanism
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(1, 1, features, d, generator=generator) * 0.2

@@ -28,6 +28,7 @@ from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
+from softgap.kinds import numbers_of_counts
 from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
@@ -102,7 +103,9 @@ def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> 
     assert found.report()["summary"]["against_profile"] == profile
     # A run that is measured with it quotes the same numbers for its reader.
     run = read_ids(sharp, [[1, 2, 3]], mechanisms=[f"fitted@{path}", "uniform"])[0]
-    assert run.manifest.extra["held_out"] == found.report()["summary"]
+    assert found.sufficiency is not None
+    kinds = numbers_of_counts(found.sufficiency.counts, found.sufficiency.keys_worth["window"])
+    assert run.manifest.extra["held_out"] == {**found.report()["summary"], **kinds}
 
 
 def test_a_calibration_of_an_earlier_version_has_no_energy_by_head(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from softgap.probe import Interrupted, generate, record
 from softgap.probe.tap import overridden_names
 from support.model_examples import byte_tokenizer, tiny_llama
 from support.probe_cases import (
+    MEASURED,
     SAME_MODEL,
     apart,
     difference,
@@ -177,7 +178,7 @@ def test_rows_that_had_stopped_when_the_interrupt_came() -> None:
 def test_an_exception_in_the_model_ends_the_run_before_it() -> None:
     model = tiny_with("llama")
     breaking(model, 3, RuntimeError("broken"))
-    with torch.no_grad(), record(model) as recording:
+    with torch.no_grad(), record(model, MEASURED) as recording:
         cache = model(row(IDS)).past_key_values
         model(row([5]), past_key_values=cache)
         with pytest.raises(RuntimeError, match="broken"):
@@ -317,7 +318,7 @@ def test_the_attention_the_user_set_stays(attn: str) -> None:
 
 def test_another_attention_inside_a_recording_is_an_error() -> None:
     model = tiny_with("llama")
-    with record(model) as recording:
+    with record(model, MEASURED) as recording:
         tokens = written(model, IDS, 3)[0].tolist()
         model.set_attn_implementation("eager")
         with pytest.raises(ModelError, match="do not change the attention implementation while recording"):

@@ -77,7 +77,7 @@ def equipped(name: str, case: Case, *, features: int = 5, key_map_per_query_head
         return mechanism.with_parameters(mean=random(batch, heads, d_v))
     if name == "profile":
         return mechanism.with_parameters(first=random(1, heads).abs(), by_distance=random(1, heads, 9).abs())
-    if name == "fitted":
+    if name in ("fitted", "hybrid"):
         return mechanism.with_parameters(
             query_weight=random(batch, heads, features, d),
             query_bias=random(batch, heads, features),

@@ -91,7 +91,7 @@ def test_verdicts_follow_the_numbers(found: FocusFindings) -> None:
 
 def test_every_mechanism_is_ranked_under_both_masks(found: FocusFindings) -> None:
     rows = {(row.mechanism, row.mask): row for row in found.ranks}
-    weighted = {name for name, one in mechanisms().items() if not one.missing and one.kind != "constant"}
+    weighted = {one.label for one in mechanisms().values() if not one.missing and one.kind != "constant"}
     assert {name for name, _ in rows} == weighted
     for mask in ("causal", "bidirectional"):
         assert rows["uniform", mask].sparsity == pytest.approx(1)
