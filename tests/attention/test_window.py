@@ -126,6 +126,16 @@ def test_a_window_over_everything_is_softmax() -> None:
     assert apart(single, truth) < 1e-5
 
 
+def test_a_window_much_longer_than_the_text_takes_no_memory_for_it() -> None:
+    q, k, v = (x.float() for x in tensors())
+    for name in ("window", "razor", "elu1+window"):
+        state = new_state(f"{name}:w={2**40},sinks=2")
+        state.attend(q[:, :, :40], k[:, :, :40], v[:, :, :40])
+        last = state.attend(q[:, :, 40:], k[:, :, 40:], v[:, :, 40:]).output
+        assert apart(last, attend("softmax", q, k, v).output[:, :, 40:]) < 1e-5
+        assert state.nbytes < 3 * (k.nbytes + v.nbytes)
+
+
 def test_single_precision_is_enough() -> None:
     q, k, v = tensors()
     for mechanism in HYBRIDS:

@@ -10,6 +10,7 @@ from softgap.attention.attend import (
     split_states,
     stacked_states,
 )
+from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.outputs import (
@@ -24,7 +25,6 @@ from softgap.attention.outputs import (
 from softgap.attention.registry import add_window, mechanisms, register_mechanism, resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
-from softgap.attention.window import ExactSet, ScoreRule
 
 __all__ = [
     "Attention",

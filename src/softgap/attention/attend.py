@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from softgap.attention.exact_set import ScoreRule
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention
@@ -17,7 +18,6 @@ from softgap.attention.quadratic import quadratic, weight_blocks
 from softgap.attention.registry import add_window, resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
-from softgap.attention.window import ScoreRule
 from softgap.errors import ShapeError, UnsupportedError, ValueInputError, unknown_name
 
 __all__ = [

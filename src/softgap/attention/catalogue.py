@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import feature_maps
+from softgap.attention.exact_set import ExactSet
 from softgap.attention.mechanism import Mechanism, Options, Site
-from softgap.attention.window import ExactSet
 from softgap.errors import ValueInputError
 
 __all__ = ["ALIASES", "BUILT_IN", "check_window", "top_k"]

@@ -9,8 +9,8 @@ scale per row, which a fit on normalised weights leaves open, does not matter. f
 the window alone. With no sinks and f = 1 this is the joint normaliser of LoLCATs (arXiv:2410.10254, eq. 6) with its
 learned factor replaced by c_t. Where the mechanism gives the recent keys nothing, c_t is set to 0 and the row flagged.
 
-The tail ``mean`` is RazorAttention's compensation token (arXiv:2407.15891): one more key, the mean of the dropped ones,
-whose logit is raised by the log of their number, with their mean value. It needs no c_t.
+The tail ``mean_key`` is RazorAttention's compensation token (arXiv:2407.15891): one more key, the mean of the dropped
+ones, whose logit is raised by the log of their number, with their mean value. It needs no c_t.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention.chunked import Carry, empty_carry
+from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.feature_maps import Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads
 from softgap.attention.registry import resolve
 from softgap.attention.streaming import BLOCK_POSITIONS, Sums, carry_bytes, join_carries, split_carry, weighted_sums
-from softgap.attention.window import NO_ORDINAL, ExactSet, ExactSums, ScoreRule, WindowState
+from softgap.attention.window import NO_ORDINAL, ExactSums, WindowState
 from softgap.errors import ShapeError, UnsupportedError
 
 __all__ = ["HybridState"]
@@ -134,6 +135,9 @@ class HybridState:
         """Outputs of one block, which of them see anything, and which lack a normaliser for the tail."""
         if key_valid is not None:
             k, v = (x.masked_fill(~key_valid[:, None, :, None], 0) for x in (k, v))
+        if self.length + k.shape[2] <= self._window.exact.recent:  # nothing has left the window yet
+            exact = self._window.sums(q, k, v, key_valid)
+            return exact.output, exact.totals > 0, torch.zeros_like(exact.totals, dtype=torch.bool)
         leaving, near = self._leaving(k, v, key_valid)
         exact = self._window.sums(q, k, v, key_valid)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale

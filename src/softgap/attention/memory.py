@@ -12,9 +12,9 @@ Parameters are counted apart: a model has them once, whatever the number and len
 
 from __future__ import annotations
 
+from softgap.attention.exact_set import ExactSet
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.registry import resolve
-from softgap.attention.window import ExactSet
 from softgap.errors import UnsupportedError, ValueInputError
 
 __all__ = [

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from softgap.attention.exact_set import ExactRows, ExactSet, ScoreRule
 from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, divide
 from softgap.attention.visible import Visible
-from softgap.attention.window import ExactRows, ExactSet, ScoreRule
 from softgap.errors import UnsupportedError
 
 __all__ = ["quadratic", "weight_blocks"]
