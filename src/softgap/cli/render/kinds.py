@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli.render.output import has_colour
-from softgap.kinds import COLOURS, LETTERS
+from softgap.kinds import COLOURS, KINDS, LETTERS
 
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
@@ -32,7 +32,8 @@ def kind_map(sufficiency: Sufficiency, *, colour: bool) -> Text:
                 style = f"#ffffff on {COLOURS[kind]}"
             text.append(letter, style)
         text.append("\n")
-    shown = [kind for kind in LETTERS if kind in sufficiency.counts]
+    text.append("    " + "".join(f"{layer:<5}" for layer in range(0, len(layers), 5)).rstrip() + "\n")
+    shown = [kind for kind in KINDS if kind in sufficiency.counts]
     text.append("    " + ", ".join(f"{LETTERS[kind]} {kind}" for kind in shown))
     return text
 
@@ -42,7 +43,10 @@ def kind_table(sufficiency: Sufficiency) -> Table:
     table = Table(title="What suffices for each head", title_justify="left")
     for heading in ("kind", "keys' worth per KV head", "gap closed, all heads", "heads that need it"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
-    for kind, count in sufficiency.counts.items():
+    for kind in KINDS:
+        count = sufficiency.counts.get(kind)
+        if count is None:
+            continue
         worth = sufficiency.keys_worth.get(kind)
         kept = f"{worth:.0f}" if worth is not None else "all values" if kind == "profile" else "all keys"
         closed = sufficiency.gap_closed.get(kind)
