@@ -83,6 +83,16 @@ def test_a_calibration_is_saved_and_read_back_whole(tmp_path: Path) -> None:
     assert np.array(found.held_out.by_head, dtype=float).shape == (2, 4)
 
 
+def test_the_limit_of_what_suffices_is_an_option(tmp_path: Path) -> None:
+    strict, loose = (made(tmp_path / f"{limit}.safetensors", limit=limit).sufficiency for limit in (0.0001, 0.9999))
+    assert strict is not None
+    assert loose is not None
+    assert strict.limit == 0.0001
+    assert strict.counts["softmax"].value > loose.counts["softmax"].value
+    with pytest.raises(ValueInputError, match="limit must be above 0 and below 1, got 0"):
+        made(tmp_path / "none.safetensors", limit=0)
+
+
 def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> None:
     path = tmp_path / "tiny.safetensors"
     sharp = attending_llama(max_position_embeddings=1024)

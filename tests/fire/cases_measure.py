@@ -59,6 +59,7 @@ WITHOUT_MODEL: Table = {
     ),
     "calibrate: negative features": ("calibrate tiny --features -4", "-4", "features must be from 2 to 8192, got -4;"),
     "calibrate: too many features": ("calibrate tiny --features 1000000000", "1000000000", "features must be from 2"),
+    "calibrate: no share": ("calibrate tiny --limit 1.5", "1.5", "limit must be above 0 and below 1, got 1.5;"),
     "calibrate: a folder": ("calibrate tiny --out plans --overwrite", "'plans'", "--out must name a file, but 'plans'"),
     "calibrate: below a file": ("calibrate tiny --out fox.txt/c", "fox.txt", "files are written to a folder, but"),
     "calibrate: a locked place": ("calibrate tiny --out /sys/c", "/sys", "cannot write to '/sys': .*; choose"),

@@ -30,7 +30,7 @@ from softgap.models.loading import Model
 from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["LIMIT", "KindErrors", "Sufficiency", "label_heads", "measure_kinds"]
+__all__ = ["LIMIT", "KindErrors", "Sufficiency", "check_limit", "label_heads", "measure_kinds"]
 
 LIMIT = 0.1
 SHORT = 512
@@ -256,6 +256,12 @@ class Sufficiency:
         )
 
 
+def check_limit(limit: float) -> None:
+    """Refuse what is no share."""
+    if not 0 < limit < 1:
+        raise ValueInputError(f"limit must be above 0 and below 1, got {limit:g}; 0.1 is usual")
+
+
 def label_heads(
     model: Model,
     sequences: Sequence[Sequence[int]],
@@ -286,8 +292,7 @@ def label_heads(
     report
         Called with the share of the work that is done.
     """
-    if not 0 < limit < 1:
-        raise ValueInputError(f"limit must be above 0 and below 1, got {limit:g}; 0.1 is usual")
+    check_limit(limit)
     far = [ids for ids in far if len(ids) > LAST] if stability else []
     total = len(sequences) + len(far)
     ranges = (EVERYWHERE, range(FIRST, SHORT)) if stability else (EVERYWHERE,)

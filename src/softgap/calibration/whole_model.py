@@ -22,7 +22,7 @@ from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.rank_floor import Ladders, ladders
-from softgap.calibration.sufficiency import Sufficiency, label_heads
+from softgap.calibration.sufficiency import LIMIT, Sufficiency, check_limit, label_heads
 from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
@@ -258,6 +258,7 @@ def calibrate(
     recipe: Recipe | None = None,
     minutes: float | None = None,
     positions: int | None = None,
+    limit: float = LIMIT,
     out: str | Path | None = None,
     progress: Progress = silent,
 ) -> Calibration:
@@ -277,6 +278,8 @@ def calibrate(
         Choose the number of steps so that the fit takes about this long on this machine, instead of the recipe's.
     positions
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
+    limit
+        The share of the gap and of the output's energy that a substitute may leave and still suffice for a head.
     out
         Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
         same call resumes after an interruption.
@@ -308,6 +311,7 @@ def calibrate(
     ('fitted',)
     """
     check_measurable(model)
+    check_limit(limit)
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
@@ -343,7 +347,7 @@ def calibrate(
         curve = _curve(model, gathered, recipe, corpus, progress)
     metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
     metadata["digest"] = digest_of(tensors)
-    calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, progress)
+    calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, limit, progress)
     calibration.save(target)
     layers.remove()
     return calibration
@@ -402,6 +406,7 @@ def _evaluate(
     metadata: dict[str, Any],
     seed: int,
     curve: Mapping[str, Interval],
+    limit: float,
     progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
@@ -430,6 +435,7 @@ def _evaluate(
         corpus.held_out,
         {name: kinds[name] for name in KINDS if name in kinds},
         far=corpus.far,
+        limit=limit,
         seed=seed,
         report=lambda share: progress("measuring which substitute suffices", 0.9 + 0.04 * share),
     )

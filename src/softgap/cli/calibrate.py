@@ -47,6 +47,10 @@ def calibrate_command(
     positions: Annotated[
         int | None, typer.Option(help="Longest context to fit.", show_default="the length of the text, up to 8192")
     ] = None,
+    limit: Annotated[
+        float,
+        typer.Option(help="Share of the gap and of the energy that a substitute may leave and still suffice."),
+    ] = 0.1,
     out: Annotated[
         Path | None,
         typer.Option(help="File for the calibration.", show_default="in the cache, by the fingerprint of the model"),
@@ -70,7 +74,7 @@ def calibrate_command(
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [read_text_argument(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _fit(model, texts, settings, minutes, positions, out, options)
+    calibration, path = _fit(model, texts, settings, minutes, positions, limit, out, options)
     if as_json:
         output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
@@ -83,16 +87,19 @@ def _fit(
     settings: dict[str, Any],
     minutes: float | None,
     positions: int | None,
+    limit: float,
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
     from softgap.calibration import Recipe, calibrate
+    from softgap.calibration.sufficiency import check_limit
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
     from softgap.models.tensor_files import calibration_path
     from softgap.progress import show_progress
 
     recipe = Recipe(**settings)
+    check_limit(limit)
     loaded = load_model(model, **options)
     with quiet_transformers(downloads=False), show_progress() as report:
         try:
@@ -102,6 +109,7 @@ def _fit(
                 recipe=recipe,
                 minutes=minutes,
                 positions=positions,
+                limit=limit,
                 out=out,
                 progress=report,
             )
