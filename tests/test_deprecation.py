@@ -16,6 +16,7 @@ from softgap.theory.separation.training import Score
 
 RENAMED = [
     ("analysis", "ComparisonPlan", "Preregistration"),
+    ("attention", "Comparison", "OutputComparison"),
     ("analysis", "read_plan", "read_preregistration"),
     ("calibration", "judge", "evaluate_held_out"),
     ("linearize", "Passages", "Sequences"),

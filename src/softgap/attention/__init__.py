@@ -1,5 +1,7 @@
 """Attention mathematics on tensors: mechanisms, their quadratic, chunked and streaming forms, and divergences."""
 
+from typing import TYPE_CHECKING
+
 from softgap.attention.attend import (
     attend,
     attend_hybrid,
@@ -15,7 +17,7 @@ from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism, Site
 from softgap.attention.outputs import (
     Attention,
-    Comparison,
+    OutputComparison,
     compare_heads,
     compare_outputs,
     divergence,
@@ -25,14 +27,15 @@ from softgap.attention.outputs import (
 from softgap.attention.registry import add_window, mechanisms, register_mechanism, resolve
 from softgap.attention.streaming import LinearState
 from softgap.attention.visible import Visible
+from softgap.deprecation import deprecated_names as _deprecated_names
 
 __all__ = [
     "Attention",
-    "Comparison",
     "ExactSet",
     "HybridState",
     "LinearState",
     "Mechanism",
+    "OutputComparison",
     "ScoreRule",
     "Site",
     "Visible",
@@ -54,3 +57,6 @@ __all__ = [
     "split_states",
     "stacked_states",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated_names(__name__, {"Comparison": "OutputComparison"})

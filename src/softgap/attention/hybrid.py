@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from softgap.attention.chunked import Carry, empty_carry
 from softgap.attention.exact_set import ExactSet, ScoreRule
-from softgap.attention.feature_maps import Features, featurise
+from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads
 from softgap.attention.registry import resolve
@@ -138,16 +138,16 @@ class HybridState:
         if self.length + k.shape[2] <= self._window.exact.recent:  # nothing has left the window yet
             exact = self._window.sums(q, k, v, key_valid)
             return exact.output, exact.totals > 0, torch.zeros_like(exact.totals, dtype=torch.bool)
-        leaving, near = self._leaving(k, v, key_valid)
+        span = self._span(k, v, key_valid)
         exact = self._window.sums(q, k, v, key_valid)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        far, recent = tail.sums(q, leaving, near, scale, self.length - k.shape[2])
+        far, recent = tail.sums(q, span, scale)
         if q.shape[2] == 0:
             return exact.values, exact.totals > 0, exact.totals > 0
         return _join(exact, far, recent, self.mechanism.tail_factor(q))
 
-    def _leaving(self, k: Tensor, v: Tensor, key_valid: Tensor | None) -> tuple[_Keys, _Keys]:
-        """The keys that leave the window while these come, one for each, and those that the new queries have in it."""
+    def _span(self, k: Tensor, v: Tensor, key_valid: Tensor | None) -> _Span:
+        """The new keys behind those of the window: as many leave it as come."""
         buffer, exact, n = self._window.buffer, self._window.exact, k.shape[2]
         start = buffer.length
         ordinals = buffer.ordinals_of(n, key_valid, k.device, k.shape[0]).expand(k.shape[0], -1)
@@ -157,15 +157,10 @@ class HybridState:
             k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
             ordinals = torch.cat([old_ordinals.expand(len(ordinals), -1), ordinals], dim=1)
         missing = exact.recent - before
-        positions = torch.arange(start - exact.recent, start + n, device=k.device)
         k, v = (functional.pad(x, (0, 0, missing, 0)) for x in (k, v))
         ordinals = functional.pad(ordinals, (missing, 0), value=NO_ORDINAL)
-        first, rest = slice(0, n), slice(1, None)
-        leaving = _Keys(
-            k[:, :, first], v[:, :, first], ordinals[:, first] >= exact.sinks, positions[first], ordinals[:, first]
-        )
-        near = _Keys(k[:, :, rest], v[:, :, rest, :0], ordinals[:, rest] >= 0, positions[rest], ordinals[:, rest])
-        return leaving, near
+        positions = torch.arange(start - exact.recent, start + n, device=k.device)
+        return _Span(k, v, ordinals, positions, leaving=n, sinks=exact.sinks)
 
     @classmethod
     def stacked(cls, states: Sequence[HybridState], mechanism: Mechanism) -> HybridState:
@@ -205,14 +200,24 @@ def _join(exact: ExactSums, far: Sums, recent: Sums | None, factor: float | Tens
     return values / totals.masked_fill(totals == 0, 1), seen, lost & (far.totals > 0)
 
 
-class _Keys(NamedTuple):
-    """Keys and values at consecutive positions; ``ordinals`` count the keys of a sequence without its padding."""
+class _Span(NamedTuple):
+    """Consecutive keys and values: the window before a block of new keys, then the block.
+
+    The first ``leaving`` of them leave the window while the block comes, one for each new key. ``ordinals`` count the
+    keys of a sequence without its padding, where they are -1.
+    """
 
     k: Tensor
     v: Tensor
-    valid: Bool[Tensor, "batch key"]
-    positions: Int[Tensor, " key"]
     ordinals: Int[Tensor, "batch key"]
+    positions: Int[Tensor, " key"]
+    leaving: int
+    sinks: int
+
+    @property
+    def dropped(self) -> Bool[Tensor, "batch leaving"]:
+        """Which of the leaving keys nothing keeps: no sinks, no padding."""
+        return self.ordinals[:, : self.leaving] >= self.sinks
 
 
 class _MeanTail:
@@ -226,10 +231,10 @@ class _MeanTail:
     def nbytes(self) -> int:
         return 0 if self._sums is None else self._sums.nbytes
 
-    def sums(self, q: Tensor, leaving: _Keys, near: _Keys, scale: float, start: int) -> tuple[Sums, None]:
+    def sums(self, q: Tensor, span: _Span, scale: float) -> tuple[Sums, None]:
         """Weight and weighted value of the compensation token for each query."""
-        d, valid = q.shape[-1], leaving.valid[:, None, :, None].to(leaving.k.dtype)
-        each = torch.cat([leaving.k, leaving.v, torch.ones_like(leaving.k[..., :1])], dim=-1) * valid
+        d, (k, v) = q.shape[-1], (x[:, :, : span.leaving] for x in (span.k, span.v))
+        each = torch.cat([k, v, torch.ones_like(k[..., :1])], dim=-1) * span.dropped[:, None, :, None].to(k.dtype)
         running = each.cumsum(dim=2)
         if self._sums is not None:
             running = running + self._sums[:, :, None]
@@ -265,51 +270,49 @@ class _FeatureTail:
     def nbytes(self) -> int:
         return 0 if self._carry is None else carry_bytes(self._carry)
 
-    def sums(self, q: Tensor, leaving: _Keys, near: _Keys, scale: float, start: int) -> tuple[Sums, Sums | None]:
+    def sums(self, q: Tensor, span: _Span, scale: float) -> tuple[Sums, Sums | None]:
         """The mechanism's sums over the dropped keys and, without values, over the recent ones."""
-        n = leaving.k.shape[2]
-        far_features = self._features(q, leaving, near, scale)
-        if far_features.rate is not None and q.shape[2]:
+        features = self._features(q, span, scale)
+        absent = LOG_ZERO if features.log else 0.0
+        key = features.key[:, :, : span.leaving].masked_fill(~span.dropped[:, None, :, None], absent)
+        query = features.query
+        if features.rate is not None and q.shape[2]:
             # The state counts distances from the newest dropped key.
-            group = far_features.query.shape[1] // far_features.key.shape[1]
-            lost = self._recent * far_features.rate.repeat_interleave(group, dim=1)[:, :, None]
-            far_features = replace(far_features, query=far_features.query - lost)
-        far, self._carry = weighted_sums(far_features, leaving.v, self._carry)
+            group = query.shape[1] // key.shape[1]
+            query = query - self._recent * features.rate.repeat_interleave(group, dim=1)[:, :, None]
+        values = span.v[:, :, : span.leaving]
+        far, self._carry = weighted_sums(replace(features, query=query, key=key), values, self._carry)
         if q.shape[2] == 0:
             return far, None
-        recent = self._recent_sums(self._features(q, near, near, scale), near, n)
-        heads = q.shape[1]
-        return _per_head(far, heads), _per_head(recent, heads)
+        return _per_head(far, q.shape[1]), _per_head(self._recent_sums(features, span), q.shape[1])
 
-    def _recent_sums(self, features: Features, near: _Keys, n: int) -> Sums:
+    def _recent_sums(self, features: Features, span: _Span) -> Sums:
         """Sums over the window of each query: what came before the block is carried by its features."""
-        before = self._recent - 1
+        before, first = self._recent - 1, self._recent
         flat = features.key.flatten(0, 1)
         empty = empty_carry(len(flat), flat.shape[-1], 0, flat, log=features.log, window=self._recent)
-        carry = replace(empty, tail_key=flat[:, :before], tail_value=flat.new_zeros(len(flat), before, 0))
-        block = replace(features, key=features.key[:, :, before:])
-        return weighted_sums(block, near.v[:, :, before:], carry, self._recent)[0]
+        carry = replace(empty, tail_key=flat[:, 1:first], tail_value=flat.new_zeros(len(flat), before, 0))
+        block = replace(features, key=features.key[:, :, first:])
+        return weighted_sums(block, span.v[:, :, first:, :0], carry, self._recent)[0]
 
-    def _features(self, q: Tensor, keys: _Keys, near: _Keys, scale: float) -> Features:
-        """Features of the queries, which stand at the last of the recent keys, and of some keys."""
-        at_queries = near.positions[len(near.positions) - q.shape[2] :]
+    def _features(self, q: Tensor, span: _Span, scale: float) -> Features:
+        """Features of the queries, which stand at the last of the keys, and of all keys."""
+        turned = span.ordinals.clamp(min=0)
+        if self._origin is not None:
+            turned = turned + self._origin.to(turned.device)[:, None]
+        first_query = len(span.positions) - q.shape[2]
         return featurise(
             self._mechanism,
             q,
-            keys.k,
+            span.k,
             scale=scale,
-            query_positions=at_queries,
-            key_positions=keys.positions.clamp(min=0),
-            query_turned=self._turned(near)[:, len(near.positions) - q.shape[2] :],
-            key_turned=self._turned(keys),
-            key_valid=keys.valid,
+            query_positions=span.positions[first_query:],
+            key_positions=span.positions.clamp(min=0),
+            query_turned=turned[:, first_query:],
+            key_turned=turned,
+            key_valid=span.ordinals >= 0,
             share_heads=True,
         )
-
-    def _turned(self, keys: _Keys) -> Int[Tensor, "batch key"]:
-        """The position by which rotary embedding turned each key."""
-        ordinals = keys.ordinals.clamp(min=0)
-        return ordinals if self._origin is None else ordinals + self._origin.to(ordinals.device)[:, None]
 
     def join(self, tails: Sequence[Any], rows: int) -> None:
         carries = [tail._carry for tail in tails if tail._carry is not None]

@@ -18,18 +18,14 @@ from softgap.attention.registry import resolve
 from softgap.errors import UnsupportedError, ValueInputError
 
 __all__ = [
-    "KEYS_WORTH",
     "SINKS",
     "equal_window",
     "halve_features",
     "kept_numbers",
     "keys_worth",
-    "parameter_bytes",
     "split_keys",
 ]
 
-# The memory that substitutes are compared at unless another is named, in keys with their values.
-KEYS_WORTH = 64
 SINKS = 4
 
 
@@ -74,14 +70,12 @@ def kept_numbers(
     return copies * features * (value_dim + 1 + 2 * resolved.log)
 
 
-def keys_worth(mechanism: str | Mechanism, dim: int, value_dim: int | None = None) -> float:
+def keys_worth(
+    mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, kv_heads: int | None = None
+) -> float:
     """The same in keys with their values."""
-    return kept_numbers(mechanism, dim, value_dim) / (dim + (dim if value_dim is None else value_dim))
-
-
-def parameter_bytes(mechanism: Mechanism) -> int:
-    """Bytes of a mechanism's parameters, which a model has once."""
-    return sum(tensor.nbytes for tensor in mechanism.parameters.values())
+    numbers = kept_numbers(mechanism, dim, value_dim, kv_heads=kv_heads)
+    return numbers / (dim + (dim if value_dim is None else value_dim))
 
 
 def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
@@ -110,15 +104,22 @@ def halve_features(features: int, dim: int, value_dim: int | None = None) -> tup
     return tail, ExactSet(recent, sinks)
 
 
-def equal_window(mechanism: str | Mechanism, dim: int, value_dim: int | None = None, *, sinks: int = SINKS) -> str:
-    """The window of as much memory as a mechanism keeps, by name.
+def equal_window(
+    mechanism: str | Mechanism,
+    dim: int,
+    value_dim: int | None = None,
+    *,
+    kv_heads: int | None = None,
+    sinks: int = SINKS,
+) -> str:
+    """The window of as much memory as a mechanism keeps, by name; the arguments are those of ``kept_numbers``.
 
     Examples
     --------
     >>> equal_window("hedgehog", 64)
     'window:w=63,sinks=4'
     """
-    worth = keys_worth(mechanism, dim, value_dim)
+    worth = keys_worth(mechanism, dim, value_dim, kv_heads=kv_heads)
     if worth == float("inf"):
         raise UnsupportedError(
             f"mechanism '{resolve(mechanism).name}' keeps every key and value, so no window equals it; choose one with "

@@ -12,7 +12,7 @@ from softgap.errors import ShapeError
 
 __all__ = [
     "Attention",
-    "Comparison",
+    "OutputComparison",
     "compare_heads",
     "compare_outputs",
     "divergence",
@@ -67,7 +67,7 @@ Numbers = Float[Tensor, "*rows"]
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class OutputComparison:
     """The three quantities for outputs o (softmax) and l (linear), always reported together.
 
     Attributes
@@ -88,7 +88,7 @@ class Comparison:
     flagged: Bool[Tensor, "*rows"]
 
 
-def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> Comparison:
+def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> OutputComparison:
     """Divergence, relative L2 and norm ratio of two outputs, at least in float32.
 
     With r = |l| / |o| the ratio of norms,
@@ -107,7 +107,7 @@ def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> Comparis
 
     Returns
     -------
-    Comparison
+    OutputComparison
         ``divergence``, ``relative_l2`` and ``norm_ratio``, one number per vector.
 
     Examples
@@ -132,7 +132,7 @@ def compare_outputs(softmax_output: Vectors, linear_output: Vectors) -> Comparis
     # The cosine with a zero vector is 0; two zero vectors agree.
     value = cosine_part.masked_fill_(no_o | no_l, 1).masked_fill_(no_o & no_l, 0)
     distance = torch.hypot(ratio - 1, (2 * ratio * value).sqrt_())
-    return Comparison(
+    return OutputComparison(
         divergence=value,
         relative_l2=distance.masked_fill_(no_o, torch.nan),
         norm_ratio=ratio.masked_fill_(no_o, torch.nan),
@@ -151,7 +151,7 @@ def compare_heads(
 
 
 def divergence(softmax_output: Vectors, linear_output: Vectors) -> Numbers:
-    """1 - cos(o, l); see ``Comparison`` for zero vectors."""
+    """1 - cos(o, l); see ``OutputComparison`` for zero vectors."""
     return compare_outputs(softmax_output, linear_output).divergence
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.exact_set import ExactSet, ScoreRule
-from softgap.attention.outputs import Attention, compare_heads
+from softgap.attention.outputs import Attention
 from softgap.errors import ShapeError
 
 __all__ = ["NO_ORDINAL", "ExactSums", "KeyBuffer", "WindowState"]
@@ -249,17 +249,6 @@ class WindowState:
         sums = self.sums(q, k, v, key_valid)
         seen = (sums.totals > 0)[..., 0]
         return Attention(sums.output, seen.any(dim=1), torch.zeros_like(seen))
-
-    def compare(
-        self,
-        q: Float[Tensor, "batch head time dim"],
-        k: Float[Tensor, "batch kv_head time dim"],
-        v: Float[Tensor, "batch kv_head time value_dim"],
-        output: Float[Tensor, "batch head time value_dim"],
-        key_valid: Bool[Tensor, "batch time"] | None = None,
-    ) -> Float[Tensor, "quantity batch head time"]:
-        """Append keys and compare the answers with ``output``, as ``compare_outputs`` does."""
-        return compare_heads(output, self.attend(q, k, v, key_valid).output)
 
     def append(self, k: Tensor, v: Tensor, key_valid: Bool[Tensor, "batch key"] | None = None) -> None:
         """Take in keys that no query of this block asks about."""

@@ -27,7 +27,7 @@ from softgap.errors import ValueInputError
 from softgap.intervals import Interval
 from softgap.kinds import kinds_sentence
 from softgap.models.loading import Model
-from softgap.probe.layout import LayerTensors, visit_layers
+from softgap.probe.layout import LayerTensors, head_dim, visit_layers
 from softgap.trajectories.validation import BASELINE
 
 __all__ = ["LIMIT", "KindErrors", "Sufficiency", "check_limit", "label_heads", "measure_kinds"]
@@ -312,7 +312,7 @@ def label_heads(
         name: _interval(float((labels == i).sum()), (resampled == i).sum(axis=(-2, -1))) for i, name in enumerate(names)
     }
     gap_left, energy_left = errors.left()
-    dim = _key_dim(model)
+    dim = head_dim(model)
     return Sufficiency(
         labels=tuple(tuple(names[i] for i in row) for row in labels),
         counts=counts,
@@ -353,11 +353,6 @@ def _closed(errors: KindErrors, kind: int, draws: np.ndarray) -> Interval:
 def _worth(mechanism: Mechanism, dim: int) -> float | None:
     worth = keys_worth(mechanism, dim)
     return worth if np.isfinite(worth) else None
-
-
-def _key_dim(model: Model) -> int:
-    config: Any = model.config.get_text_config()
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _finite_rows(values: Float[np.ndarray, "layer head"]) -> tuple[tuple[float | None, ...], ...]:

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.memory import SINKS, kept_numbers, split_keys
+from softgap.attention.memory import SINKS, equal_window, kept_numbers
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.swap import Head, Substitute, substitute, swap
@@ -39,7 +39,7 @@ from softgap.linearize.sequences import (
     read_swapped,
 )
 from softgap.models.loading import Model
-from softgap.probe.layout import attention_layers
+from softgap.probe.layout import attention_layers, head_dim
 from softgap.progress import Progress, silent
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "Swaps",
     "evaluate_baselines",
     "group_bytes",
-    "head_dim",
     "sequences_by_length",
     "window_of_equal_memory",
 ]
@@ -59,7 +58,7 @@ LENGTHS = (512, 2048, 8192)
 """Tokens per sequence that baselines are evaluated at, as far as text and context allow."""
 FEWEST_TEXTS = 3
 DRAWS = 3
-# Windows of more memory than this, in that of the plan, are not of equal memory (THEORY.md, section 9).
+# Windows of more memory than this, in that of the plan, are not of equal memory.
 EQUAL = 1.05
 
 PLAN, UNCORRECTED = "plan", "plan without output correction"
@@ -239,18 +238,10 @@ def group_bytes(model: Model, mechanism: Mechanism) -> float:
 
 def window_of_equal_memory(model: Model, mechanism: Mechanism, *, sinks: bool = True) -> Mechanism | None:
     """The window that keeps as much as a mechanism does; None where that keeps nothing, or every key."""
-    keys = group_bytes(model, mechanism) / (2 * head_dim(model) * torch.float32.itemsize)
-    if keys == 0 or math.isinf(keys):
+    if group_bytes(model, mechanism) in (0, math.inf):
         return None
-    # As ``equal_window``, which does not know that a layer with a map per query head keeps several states.
-    recent, first = split_keys(max(1, round(keys)), sinks=SINKS if sinks else 0)
-    return resolve("window").configure(w=recent, sinks=first)
-
-
-def head_dim(model: Model) -> int:
-    """The dimension of a model's keys."""
-    config: Any = model.config.get_text_config()
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    kv_heads = attention_layers(model)[0].kv_heads
+    return resolve(equal_window(mechanism, head_dim(model), kv_heads=kv_heads, sinks=SINKS if sinks else 0))
 
 
 def sequences_by_length(

@@ -21,11 +21,11 @@ from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, swap, swapped_layer
-from softgap.linearize.baselines import Baselines, group_bytes, head_dim
+from softgap.linearize.baselines import Baselines, group_bytes
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
-from softgap.probe.layout import AttentionLayer, attention_layers
+from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
 from softgap.probe.tap import AttentionCall, override_attention
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionLayer",
     "LayerTensors",
     "attention_layers",
+    "head_dim",
     "layer_numbers",
     "layer_rotations",
     "output_weight",
@@ -287,6 +288,12 @@ def visit_layers(
         # The logits of a long text would be the largest tensor of all, and nobody asks for them.
         forward_then_logits(model, inputs, len(token_ids))
     return results
+
+
+def head_dim(model: PreTrainedModel) -> int:
+    """The dimension of a model's keys, by its settings."""
+    config: Any = model.config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")

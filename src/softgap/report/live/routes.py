@@ -26,6 +26,7 @@ from softgap.report.live.writer import Writer
 from softgap.report.page import REPORT, Look, policy_of, render
 from softgap.report.payload import OPENING, Payload
 from softgap.report.samples import keys_of
+from softgap.trajectories.validation import BASELINE
 
 __all__ = ["create_app"]
 
@@ -103,7 +104,7 @@ def pane(writer: Writer, run: LiveRun) -> str:
             ["The model", f"{writer.name} is writing; what was measured and how is said here when it has ended."]
         ],
         "samples": [sample],
-        "opening": OPENING if {"fitted", "uniform"} <= set(run.request.mechanisms) else {},
+        "opening": OPENING if {"fitted", BASELINE} <= set(run.request.mechanisms) else {},
         "groups": [],
         "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
