@@ -26,7 +26,7 @@ import torch
 
 from harness import FINDINGS, field_words, machine, write_section
 from held_out import halves
-from softgap.intervene.swap import Head, Substitute
+from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequences, split_sequences, substitute
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on

@@ -27,7 +27,7 @@ import numpy as np
 from harness import FINDINGS, machine, write_section
 from held_out import halves
 from softgap.checkpoints import Checkpoints
-from softgap.intervene.swap import Head, Substitute
+from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize import (
     distil_substitute,
     fit_output_correction,

@@ -19,7 +19,7 @@ from softgap import analysis, report, theory
 from softgap.analysis.preregistration import ComparisonLog, Preregistration, read_preregistration
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
-from softgap.intervene.swap import Substitute
+from softgap.intervene.substitute import Substitute
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models.gguf import gguf_metadata
 from softgap.report.columns import calibration_columns, read_columns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softgap.errors import SoftgapError
-from softgap.intervene.swap import Readout, Substitute
+from softgap.intervene.substitute import Readout, Substitute
 from softgap.linearize import heads_of_layer, swap
 from softgap.linearize.output_correction import fit_output_correction, ridge_map
 from softgap.linearize.sequences import Sequences

@@ -22,7 +22,7 @@ from softgap.calibration.held_out import HeldOut
 from softgap.calibration.rank_floor import Ladders
 from softgap.calibration.whole_model import Calibration
 from softgap.cli import main
-from softgap.intervene.swap import Substitute
+from softgap.intervene.substitute import Substitute
 from softgap.linearize.plan import Plan
 from softgap.models.tensor_files import digest_of
 from softgap.report.documents import Document, save_document

@@ -222,7 +222,7 @@ def _search(
     options: dict[str, Any],
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
     from softgap.checkpoints import checkpoint_folder, remove_checkpoints
-    from softgap.intervene.swap import check_substitute, substitute
+    from softgap.intervene.substitute import check_substitute, substitute
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers

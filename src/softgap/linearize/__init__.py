@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 from softgap.deprecation import deprecated_names as _deprecated_names
-from softgap.intervene.swap import Readout, Substitute, heads_of_group, heads_of_layer, substitute, swap
+from softgap.intervene.substitute import Readout, Substitute, substitute
+from softgap.intervene.swap import heads_of_group, heads_of_layer, swap
+from softgap.linearize.application import Applied, apply
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
 from softgap.linearize.impact import Impact, impact
 from softgap.linearize.output_correction import fit_output_correction
-from softgap.linearize.plan import Applied, Plan, apply, load_plan
+from softgap.linearize.plan import Plan, load_plan
 from softgap.linearize.scores import SCORES, Ranking, Scores, head_scores, rank_agreement
 from softgap.linearize.search import find_plan
 from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences

@@ -27,7 +27,8 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.memory import SINKS, equal_window, kept_numbers
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import Interval, interval_of
-from softgap.intervene.swap import Head, Substitute, substitute, swap
+from softgap.intervene.substitute import Head, Substitute, substitute
+from softgap.intervene.swap import swap
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.sequences import (
     Reading,

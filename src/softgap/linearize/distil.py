@@ -27,7 +27,8 @@ from torch import Tensor
 from softgap.attention import Mechanism
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
-from softgap.intervene.swap import Head, Readout, Substitute, substitute, swap
+from softgap.intervene.substitute import Head, Readout, Substitute, substitute
+from softgap.intervene.swap import swap
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model

@@ -17,7 +17,8 @@ from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
-from softgap.intervene.swap import Head, Substitute, heads_of_group, substitute
+from softgap.intervene.substitute import Head, Substitute, substitute
+from softgap.intervene.swap import heads_of_group
 from softgap.linearize.baselines import EQUAL, group_bytes, window_of_equal_memory
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.impact import mean_outputs

@@ -22,7 +22,8 @@ from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of, resampled
 from softgap.intervene.layerwise import Blocks
-from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swap, swapped_layer
+from softgap.intervene.substitute import Head, Substitute, SwappedLayer, substitute, swapped_layer
+from softgap.intervene.swap import heads_by_layer, swap
 from softgap.linearize.sequences import (
     LENGTH,
     Original,

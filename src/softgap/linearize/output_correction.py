@@ -23,7 +23,8 @@ from softgap.attention import Mechanism
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.intervene.layerwise import LayerwiseRun
-from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.intervene.substitute import Head, Readout, Substitute, SwappedLayer, substitute, swapped_layer
+from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable

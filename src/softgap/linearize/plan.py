@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import Tensor
 
-from softgap.attention import HybridState, LinearState, Mechanism, Visible, add_window, attend, new_state, resolve
+from softgap.attention import Mechanism, add_window, resolve
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
-from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
-from softgap.intervene.swap import Head, Readout, Substitute, SwappedLayer, heads_by_layer, swap, swapped_layer
+from softgap.intervene.state_cache import bounded_layers
+from softgap.intervene.substitute import Head, Readout, Substitute
+from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.baselines import Baselines, group_bytes
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
-from softgap.probe.tap import AttentionCall, override_attention
-from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
-__all__ = ["Applied", "Plan", "apply", "freed_groups", "load_plan", "memory_of", "streams"]
+__all__ = ["Plan", "freed_groups", "load_plan", "memory_of", "streams"]
 
 
 FORMAT = 1
@@ -273,53 +267,6 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: 
     }
 
 
-@contextmanager
-def apply(model: Model, plan: Plan) -> Iterator[Applied]:
-    """Run a model under a plan while the block runs.
-
-    Forwards and ``generate`` use the plan's heads as ``swap`` does. ``model.generate(...,
-    past_key_values=applied.cache())`` computes the same with a state of constant size in the place of the keys and
-    values of every freed KV group: that saves the memory.
-
-    Parameters
-    ----------
-    model
-        The model that the plan was found for.
-    plan
-        A plan from ``find_plan`` or ``load_plan``.
-
-    Yields
-    ------
-    Applied
-        Its ``cache()`` is a new KV cache with recurrent states.
-
-    Raises
-    ------
-    UnsupportedError
-        If the plan belongs to another model.
-
-    Examples
-    --------
-    ``plan.json`` is a plan that ``softgap linearize`` wrote for the small random model in ``tiny-llama``:
-
-    >>> import softgap
-    >>> model, tokenizer = softgap.load_model("./tiny-llama")
-    >>> plan = softgap.linearize.load_plan("plan.json")
-    >>> inputs = tokenizer("A fox went out.", return_tensors="pt", return_token_type_ids=False)
-    >>> with softgap.linearize.apply(model, plan) as applied:
-    ...     ids = model.generate(**inputs, max_new_tokens=4, do_sample=False, past_key_values=applied.cache())
-    >>> ids.shape[1] - inputs["input_ids"].shape[1]
-    4
-    """
-    plan.check(model)
-    applied = Applied(model, plan.heads, plan.substitute)
-    try:
-        with swap(model, plan.heads, plan.substitute), override_attention(model, applied._attend):
-            yield applied
-    finally:
-        applied._close()
-
-
 def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
     """KV heads of a layer all of whose query heads are among these."""
     size = layer.heads // layer.kv_heads
@@ -329,170 +276,3 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
 def streams(head_substitute: Substitute) -> bool:
     """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
     return head_substitute.mechanism.streams(64) or head_substitute.mechanism.kind == "constant"
-
-
-@dataclass(frozen=True, eq=False)
-class _Split:
-    """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones."""
-
-    remaining: Tensor
-    swapped_remaining: SwappedLayer | None
-    freed: SwappedLayer
-    groups: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class Applied:
-    """A model under a plan; made by ``apply``."""
-
-    def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
-        self._model = model
-        layers = attention_layers(model)
-        self._streams = streams(head_substitute)
-        self._name = head_substitute.mechanism.name
-        self._splits: dict[int, _Split] = {}
-        self._indices: dict[int, int] = {}
-        bounded = bounded_layers(model)
-        for layer, layer_heads in heads_by_layer(layers, heads):
-            groups = freed_groups(layer, layer_heads)
-            if groups and layer.number not in bounded:
-                self._splits[id(layer.module)] = _split(layer, layer_heads, groups, head_substitute, len(layers))
-                self._indices[id(layer.module)] = layer.number
-        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def cache(self) -> Any:
-        """An empty cache for one ``generate`` or one row of forwards, to be passed as ``past_key_values``."""
-        if not self._streams:
-            raise UnsupportedError(
-                f"mechanism '{self._name}' has no state of constant size and cannot stream; generate without the "
-                "plan's cache, or make a plan with a mechanism such as elu1 or fitted"
-            )
-        cache = state_cache(self._model, {self._indices[key]: split.groups for key, split in self._splits.items()})
-        self._caches.add(cache)
-        return cache
-
-    def _close(self) -> None:
-        """Caches are of no use to a model without the plan: it would miss the freed heads and not say so."""
-        for cache in self._caches:
-            for layer in cache.layers:
-                if isinstance(layer, StateLayer):
-                    layer.closed = True
-
-    def _attend(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        split = self._splits.get(id(module))
-        if split is None:
-            return None
-        held = self._updated_layer(self._indices[id(module)])
-        if held is None:
-            return None
-        layer, (new_key, new_value) = held
-        mask = args[0] if args else kwargs.get("attention_mask")
-        call = AttentionCall(module, query, key, value, mask, kwargs, query)
-        freed = self._attend_freed(split.freed, layer, call, new_key, new_value)
-        batch, heads, n, _ = query.shape
-        remaining = _attend_remaining(split, original, call, args, kwargs) if len(split.remaining) else None
-        output = (query if remaining is None else remaining).new_empty(batch, n, heads, freed.shape[-1])
-        output[:, :, split.freed.heads] = freed.to(output.dtype)
-        if remaining is not None:
-            output[:, :, split.remaining] = remaining
-        return output, None
-
-    def _updated_layer(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
-        """The layer of a cache of ours that was updated just now."""
-        for cache in self._caches:
-            layer = cache.layers[index]
-            fresh = layer.take() if isinstance(layer, StateLayer) else None
-            if fresh is not None:
-                return layer, fresh
-        return None
-
-    def _attend_freed(self, part: SwappedLayer, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
-        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        q = call.query.index_select(1, part.heads.to(k.device))
-        valid = None
-        if call.mask is not None:
-            seen = seen_by_mask(call.mask, q.shape[2], layer.length)
-            valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
-            # A window need not count its keys where none of them is padding.
-            valid = None if bool(valid.all()) else valid
-        with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
-            if part.mechanism.kind == "constant":
-                output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
-            else:
-                output = self._state(part, layer, call, valid, k.shape[2], dtype).attend(q, k, v, valid).output
-            return part.read_out(output).transpose(1, 2)
-
-    def _state(
-        self,
-        part: SwappedLayer,
-        layer: StateLayer,
-        call: AttentionCall,
-        valid: Bool[Tensor, "batch key"] | None,
-        n_keys: int,
-        dtype: torch.dtype,
-    ) -> LinearState | HybridState:
-        """The state of a layer's freed heads, made when it is first asked for."""
-        if layer.state is None:
-            origin = _first_position(call, valid, n_keys)
-            rule = call.rule.for_heads(part.heads)
-            layer.state = new_state(part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule)
-        state: LinearState | HybridState = layer.state
-        return state
-
-
-def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
-    """The position of the first key that a new state sees."""
-    positions = call.options.get("position_ids")
-    if not isinstance(positions, Tensor):
-        return None
-    return with_origin(Visible(key_valid=valid), positions, call.query.shape[0], call.query.shape[2], n_keys).origin
-
-
-def _attend_remaining(
-    split: _Split, original: Callable[..., Any], call: AttentionCall, args: tuple[Any, ...], kwargs: Any
-) -> Tensor:
-    """The kept heads: the model's own attention on what the cache holds, some of them swapped."""
-    query = call.query.index_select(1, split.remaining.to(call.query.device))
-    try:
-        output: Tensor = original(call.module, query, call.key, call.value, *args, **kwargs)[0]
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"this model's attention cannot be computed for {query.shape[1]} of its {call.query.shape[1]} heads alone "
-            f"({str(error).splitlines()[0]}); free whole layers, or leave the plan's cache out"
-        ) from error
-    if split.swapped_remaining is None:
-        return output
-    inner = call._replace(query=query, output=output)
-    swapped = split.swapped_remaining.output(inner, VisibleSets(2**62).of(inner))
-    return output.index_copy(2, split.swapped_remaining.heads.to(output.device), swapped)
-
-
-def _split(
-    layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], head_substitute: Substitute, n_layers: int
-) -> _Split:
-    size = layer.heads // layer.kv_heads
-    remaining_groups = [g for g in range(layer.kv_heads) if g not in groups]
-    remaining = [head for g in remaining_groups for head in range(g * size, (g + 1) * size)]
-    freed = swapped_layer(layer, [head for head in heads if head // size in groups], head_substitute, n_layers)
-    swapped_heads = [head for head in heads if head in remaining]
-    swapped_remaining = None
-    if swapped_heads:
-        part = swapped_layer(layer, swapped_heads, head_substitute, n_layers)
-        smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(remaining_groups))
-        swapped_remaining = dataclasses.replace(
-            part,
-            layer=smaller,
-            heads=torch.tensor([remaining.index(head) for head in swapped_heads]),
-            kv_heads=torch.tensor([remaining_groups.index(int(g)) for g in part.kv_heads]),
-        )
-    return _Split(
-        torch.tensor(remaining, dtype=torch.long), swapped_remaining, freed, (tuple(remaining_groups), tuple(groups))
-    )

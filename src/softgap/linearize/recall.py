@@ -14,7 +14,7 @@ import numpy as np
 
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import interval_of
-from softgap.intervene.swap import Head, Substitute
+from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, join_readings, read_swapped
 from softgap.models.loading import Model
 

@@ -18,7 +18,8 @@ from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervals import Interval
-from softgap.intervene.swap import Head, Substitute, SwappedLayer, heads_by_layer, substitute, swapped_layer
+from softgap.intervene.substitute import Head, Substitute, SwappedLayer, substitute, swapped_layer
+from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable

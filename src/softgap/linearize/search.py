@@ -20,7 +20,8 @@ from softgap.checkpoints import Checkpoints
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.intervene.state_cache import bounded_layers
-from softgap.intervene.swap import Head, Substitute, heads_by_layer, substitute
+from softgap.intervene.substitute import Head, Substitute, substitute
+from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.baselines import LENGTHS, evaluate_baselines, sequences_by_length
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import DEFAULT_SCORE, Budget, Unit, first_heads, order_units, units_of

@@ -16,7 +16,8 @@ from torch import Tensor
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of
-from softgap.intervene.swap import Head, Substitute, swap
+from softgap.intervene.substitute import Head, Substitute
+from softgap.intervene.swap import swap
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.token_scores import forward_then_logits
