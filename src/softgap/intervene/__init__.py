@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from softgap.intervene.substitute import Readout, Substitute, substitute
+from softgap.intervene.substitute import Mixture, Readout, Substitute, substitute
 from softgap.intervene.swap import heads_of_group, heads_of_layer, swap
 
-__all__ = ["Readout", "Substitute", "heads_of_group", "heads_of_layer", "substitute", "swap"]
+__all__ = ["Mixture", "Readout", "Substitute", "heads_of_group", "heads_of_layer", "substitute", "swap"]

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from softgap.attention import Mechanism, ScoreRule, Visible, add_window, attend, resolve
-from softgap.errors import ModelError, ShapeError, ValueInputError
+from softgap.errors import ModelError, ShapeError, UnsupportedError, ValueInputError
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration
 from softgap.probe.layout import AttentionLayer
@@ -23,9 +23,12 @@ from softgap.probe.tap import AttentionCall
 __all__ = [
     "LARGEST_WINDOW",
     "Head",
+    "Mixture",
     "Readout",
     "Substitute",
+    "SwappedHeads",
     "SwappedLayer",
+    "Swaps",
     "check_substitute",
     "substitute",
     "swapped_layer",
@@ -112,6 +115,95 @@ class Substitute:
         tensors = self.tensors()
         return digest_of(tensors) if tensors else ""
 
+    def swaps(self, heads: Sequence[Head]) -> Swaps:
+        """These heads with what they become, mechanism by mechanism."""
+        return [(tuple(heads), self)]
+
+    def with_readout(self, readout: Readout | None) -> Substitute:
+        """The same with another output correction."""
+        return Substitute(self.mechanism, readout=readout)
+
+
+class Mixture(Substitute):
+    """Several mechanisms, each for heads of its own, with one output correction.
+
+    Parameters
+    ----------
+    parts
+        Heads with their mechanism; no head comes twice.
+    readout
+        A map of each head's output, for all parts; None leaves it.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> window, elu1 = softgap.mechanisms()["window"], softgap.mechanisms()["elu1"]
+    >>> mixture = Mixture([([(0, 0), (0, 1)], window), ([(1, 3)], elu1)])
+    >>> mixture.name
+    'window:w=60,sinks=4 (2 heads); elu1 (1 head)'
+    """
+
+    parts: tuple[tuple[tuple[Head, ...], Mechanism], ...]
+
+    def __init__(self, parts: Sequence[tuple[Sequence[Head], Mechanism]], readout: Readout | None = None) -> None:
+        own = tuple((tuple((layer, head) for layer, head in heads), mechanism) for heads, mechanism in parts)
+        heads = [head for part, _ in own for head in part]
+        if not heads or len(set(heads)) < len(heads):
+            raise ValueInputError(f"a mixture must name at least one head and each head once, got {heads}")
+        object.__setattr__(self, "parts", own)
+        object.__setattr__(self, "readout", readout)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """There is none for all heads."""
+        raise UnsupportedError("a mixture has no single mechanism; read its parts")
+
+    @property
+    def window(self) -> int | None:
+        """There is none for all heads."""
+        return None
+
+    def with_readout(self, readout: Readout | None) -> Mixture:
+        """The same with another output correction."""
+        return Mixture(self.parts, readout)
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """All heads that have a mechanism."""
+        return tuple(sorted(head for heads, _ in self.parts for head in heads))
+
+    @property
+    def name(self) -> str:
+        """Its mechanisms with the number of their heads and the output correction, in words."""
+        names = (
+            f"{Substitute(mechanism).name} ({len(heads)} head{'s' * (len(heads) > 1)})"
+            for heads, mechanism in self.parts
+        )
+        return f"{'; '.join(names)}{', repaired' if self.readout else ''}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its numbers by name; what several parts share comes once, under the name of the first."""
+        tensors: dict[str, Tensor] = {}
+        for number, (_, mechanism) in enumerate(self.parts):
+            own = {f"part{number}.{name}": x for name, x in mechanism.parameters.items()}
+            tensors |= {name: x for name, x in own.items() if not any(x is known for known in tensors.values())}
+        if self.readout is not None:
+            tensors |= {f"readout.{name}": x for name, x in self.readout.tensors().items()}
+        return tensors
+
+    def swaps(self, heads: Sequence[Head]) -> Swaps:
+        """These heads with what they become, mechanism by mechanism."""
+        left = set(heads)
+        unknown = left - set(self.heads)
+        if unknown:
+            raise ValueInputError(f"the mixture has no mechanism for head {min(unknown)}; leave that head out")
+        parts = [(tuple(head for head in part if head in left), mechanism) for part, mechanism in self.parts]
+        return [(part, Substitute(mechanism, readout=self.readout)) for part, mechanism in parts if part]
+
+
+Swaps = Sequence[tuple[tuple[Head, ...], Substitute]]
+"""Heads with what they become; a mixture has several of them."""
+
 
 def check_substitute(mechanism: str | None, window: int | None) -> None:
     """Refuse a mechanism that is unknown or softmax itself, and a window that is none; no model is needed for it."""
@@ -128,14 +220,18 @@ def check_substitute(mechanism: str | None, window: int | None) -> None:
 def substitute(mechanism: str | Mechanism | Substitute, model: Model, *, window: int | None = None) -> Substitute:
     """A mechanism by name or object, ready for this model, with a window where one is given."""
     check_substitute(None, window)
+    if isinstance(mechanism, Mixture):
+        if window is not None:
+            raise ValueInputError("a mixture takes no window of its own; give its parts windows")
+        return mechanism
     if isinstance(mechanism, Substitute):
         return mechanism if window is None else Substitute(mechanism.mechanism, window, mechanism.readout)
     return Substitute(prepare_mechanism(mechanism, model), window)
 
 
 @dataclass(frozen=True, eq=False)
-class SwappedLayer:
-    """The swapped heads of one layer, and their mechanism with the parameters of these heads only.
+class SwappedHeads:
+    """Swapped heads of one layer that share a mechanism, with the parameters of these heads only.
 
     ``kv_heads`` are the KV heads that they need: each once where all serve equally many swapped heads, else one for
     each swapped head.
@@ -189,10 +285,41 @@ def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+@dataclass(frozen=True, eq=False)
+class SwappedLayer:
+    """All swapped heads of one layer, by mechanism; ``heads`` and ``output`` have them in ascending order."""
+
+    layer: AttentionLayer
+    parts: tuple[SwappedHeads, ...]
+
+    @property
+    def heads(self) -> Int[Tensor, " swapped"]:
+        """All swapped heads."""
+        return torch.cat([part.heads for part in self.parts]).sort().values
+
+    def output(self, call: AttentionCall, visible: Visible) -> Float[Tensor, "batch query swapped value_dim"]:
+        """Every mechanism's output on the tensors of one call."""
+        outputs = [part.output(call, visible) for part in self.parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        order = torch.cat([part.heads for part in self.parts]).argsort()
+        return torch.cat(outputs, dim=2).index_select(2, order.to(outputs[0].device))
+
+
 def swapped_layer(
     layer: AttentionLayer, heads: Sequence[int], head_substitute: Substitute, n_layers: int
 ) -> SwappedLayer:
-    """These heads of a layer, ready to be computed by a substitute."""
+    """These heads of a layer, ready to be computed by their substitute."""
+    parts = []
+    for part_heads, part in head_substitute.swaps([(layer.number, head) for head in heads]):
+        parts.append(_swapped_heads(layer, [head for _, head in part_heads], part, n_layers))
+    return SwappedLayer(layer, tuple(parts))
+
+
+def _swapped_heads(
+    layer: AttentionLayer, heads: Sequence[int], head_substitute: Substitute, n_layers: int
+) -> SwappedHeads:
+    """Heads of a layer that share a mechanism."""
     size = layer.heads // layer.kv_heads
     owners = [head // size for head in heads]
     shared = sorted(set(owners))
@@ -208,7 +335,7 @@ def swapped_layer(
     }
     mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
     weight, bias = _readout(head_substitute.readout, layer, queries, n_layers)
-    return SwappedLayer(layer, queries, keys, mechanism, weight, bias)
+    return SwappedHeads(layer, queries, keys, mechanism, weight, bias)
 
 
 def _readout(

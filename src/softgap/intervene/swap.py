@@ -113,8 +113,8 @@ def swap(
     heads
         (layer, head) pairs; ``heads_of_layer`` and ``heads_of_group`` list those of a layer or a KV group.
     mechanism
-        A name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism`` with its parameters ``[layer, head, ...]``, or a
-        ``Substitute``, which may correct a head's output too.
+        A name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism`` with its parameters ``[layer, head, ...]``, a
+        ``Substitute``, which may correct a head's output too, or a ``Mixture`` of several for heads of their own.
     window
         Keep softmax on this many most recent keys and use the mechanism for the rest: a hybrid.
     positions

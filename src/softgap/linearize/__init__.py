@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from softgap.deprecation import deprecated_names as _deprecated_names
-from softgap.intervene.substitute import Readout, Substitute, substitute
+from softgap.intervene.substitute import Mixture, Readout, Substitute, substitute
 from softgap.intervene.swap import heads_of_group, heads_of_layer, swap
 from softgap.linearize.application import Applied, apply
 from softgap.linearize.distil import distil_substitute
@@ -21,6 +21,7 @@ __all__ = [
     "Budget",
     "Frontier",
     "Impact",
+    "Mixture",
     "Plan",
     "Point",
     "Ranking",

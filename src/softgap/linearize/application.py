@@ -6,17 +6,17 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from softgap.attention import HybridState, LinearState, Visible, attend, new_state
 from softgap.errors import UnsupportedError
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
-from softgap.intervene.substitute import Head, Substitute, SwappedLayer, swapped_layer
+from softgap.intervene.substitute import Head, Substitute, SwappedHeads, SwappedLayer, swapped_layer
 from softgap.intervene.swap import heads_by_layer, swap
 from softgap.linearize.plan import Plan, freed_groups, streams
 from softgap.models.loading import Model
@@ -84,6 +84,18 @@ class _Split:
     groups: tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@dataclass(eq=False)
+class _States:
+    """The states of a layer's freed heads, one for each mechanism that needs one."""
+
+    by_part: dict[int, LinearState | HybridState] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(int(state.nbytes) for state in self.by_part.values())
+
+
 class Applied:
     """A model under a plan; made by ``apply``."""
 
@@ -91,7 +103,7 @@ class Applied:
         self._model = model
         layers = attention_layers(model)
         self._streams = streams(head_substitute)
-        self._name = head_substitute.mechanism.name
+        self._name = head_substitute.name
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
         bounded = bounded_layers(model)
@@ -139,7 +151,7 @@ class Applied:
         layer, (new_key, new_value) = held
         mask = args[0] if args else kwargs.get("attention_mask")
         call = AttentionCall(module, query, key, value, mask, kwargs, query)
-        freed = self._attend_freed(split.freed, layer, call, new_key, new_value)
+        freed = self._attend_freed(split, layer, call, new_key, new_value)
         batch, heads, n, _ = query.shape
         remaining = _attend_remaining(split, original, call, args, kwargs) if len(split.remaining) else None
         output = (query if remaining is None else remaining).new_empty(batch, n, heads, freed.shape[-1])
@@ -157,38 +169,53 @@ class Applied:
                 return layer, fresh
         return None
 
-    def _attend_freed(self, part: SwappedLayer, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor) -> Tensor:
-        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        q = call.query.index_select(1, part.heads.to(k.device))
+    def _attend_freed(
+        self, split: _Split, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor
+    ) -> Float[Tensor, "batch query freed value_dim"]:
+        """The freed heads, in ascending order, from their states and the newest keys and values."""
         valid = None
         if call.mask is not None:
-            seen = seen_by_mask(call.mask, q.shape[2], layer.length)
+            seen = seen_by_mask(call.mask, call.query.shape[2], layer.length)
             valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
             # A window need not count its keys where none of them is padding.
             valid = None if bool(valid.all()) else valid
+        if layer.state is None:
+            layer.state = _States()
+        outputs = []
+        for number, part in enumerate(split.freed.parts):
+            places = torch.tensor([split.groups[1].index(int(group)) for group in part.kv_heads], device=k.device)
+            own = (k, v) if len(split.freed.parts) == 1 else (k.index_select(1, places), v.index_select(1, places))
+            outputs.append(self._attend_part(part, number, layer.state, call, *own, valid))
+        if len(outputs) == 1:
+            return outputs[0]
+        order = torch.cat([part.heads for part in split.freed.parts]).argsort()
+        return torch.cat(outputs, dim=2).index_select(2, order.to(k.device))
+
+    def _attend_part(
+        self,
+        part: SwappedHeads,
+        number: int,
+        states: _States,
+        call: AttentionCall,
+        k: Tensor,
+        v: Tensor,
+        valid: Bool[Tensor, "batch key"] | None,
+    ) -> Float[Tensor, "batch query swapped value_dim"]:
+        """Freed heads that share a mechanism; their state is made when it is first asked for."""
+        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+        q = call.query.index_select(1, part.heads.to(k.device))
         with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
             if part.mechanism.kind == "constant":
                 output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
             else:
-                output = self._state(part, layer, call, valid, k.shape[2], dtype).attend(q, k, v, valid).output
+                if number not in states.by_part:
+                    origin = _first_position(call, valid, k.shape[2])
+                    rule = call.rule.for_heads(part.heads)
+                    states.by_part[number] = new_state(
+                        part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule
+                    )
+                output = states.by_part[number].attend(q, k, v, valid).output
             return part.read_out(output).transpose(1, 2)
-
-    def _state(
-        self,
-        part: SwappedLayer,
-        layer: StateLayer,
-        call: AttentionCall,
-        valid: Bool[Tensor, "batch key"] | None,
-        n_keys: int,
-        dtype: torch.dtype,
-    ) -> LinearState | HybridState:
-        """The state of a layer's freed heads, made when it is first asked for."""
-        if layer.state is None:
-            origin = _first_position(call, valid, n_keys)
-            rule = call.rule.for_heads(part.heads)
-            layer.state = new_state(part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule)
-        state: LinearState | HybridState = layer.state
-        return state
 
 
 def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
@@ -219,7 +246,11 @@ def _attend_remaining(
 
 
 def _split(
-    layer: AttentionLayer, heads: Sequence[int], groups: Sequence[int], head_substitute: Substitute, n_layers: int
+    layer: AttentionLayer,
+    heads: Sequence[int],
+    groups: Sequence[int],
+    head_substitute: Substitute,
+    n_layers: int,
 ) -> _Split:
     size = layer.heads // layer.kv_heads
     remaining_groups = [g for g in range(layer.kv_heads) if g not in groups]
@@ -228,14 +259,18 @@ def _split(
     swapped_heads = [head for head in heads if head in remaining]
     swapped_remaining = None
     if swapped_heads:
-        part = swapped_layer(layer, swapped_heads, head_substitute, n_layers)
+        whole = swapped_layer(layer, swapped_heads, head_substitute, n_layers)
         smaller = dataclasses.replace(layer, heads=len(remaining), kv_heads=len(remaining_groups))
-        swapped_remaining = dataclasses.replace(
-            part,
-            layer=smaller,
-            heads=torch.tensor([remaining.index(head) for head in swapped_heads]),
-            kv_heads=torch.tensor([remaining_groups.index(int(g)) for g in part.kv_heads]),
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                layer=smaller,
+                heads=torch.tensor([remaining.index(int(head)) for head in part.heads]),
+                kv_heads=torch.tensor([remaining_groups.index(int(g)) for g in part.kv_heads]),
+            )
+            for part in whole.parts
         )
+        swapped_remaining = SwappedLayer(smaller, parts)
     return _Split(
         torch.tensor(remaining, dtype=torch.long), swapped_remaining, freed, (tuple(remaining_groups), tuple(groups))
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -419,7 +419,7 @@ def _candidates(
     model: Model, swaps: Swaps, fit: Sequences, units: Sequence[Sequence[Head]], seed: int
 ) -> list[_Candidate]:
     """The plan and its baselines, without having computed anything."""
-    bare = [(heads, replace(part, readout=None)) for heads, part in swaps]
+    bare = [(heads, part.with_readout(None)) for heads, part in swaps]
     candidates = [_candidate(model, PLAN, swaps)]
     if any(part.readout is not None for _, part in swaps):
         candidates.append(_candidate(model, UNCORRECTED, bare))

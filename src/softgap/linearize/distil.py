@@ -27,7 +27,7 @@ from torch import Tensor
 from softgap.attention import Mechanism
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
-from softgap.intervene.substitute import Head, Readout, Substitute, substitute
+from softgap.intervene.substitute import Head, Mixture, Readout, Substitute, substitute
 from softgap.intervene.swap import swap
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.sequences import Sequences
@@ -107,31 +107,38 @@ def distil_substitute(
 
 
 class _TrainableSubstitute:
-    """The numbers of a substitute that are trained, as copies."""
+    """The numbers of a substitute that are trained, as copies; one dictionary of maps for every mechanism."""
 
     def __init__(self, start: Substitute, readout: Readout, maps: bool) -> None:
         self._start = start
         self._readout = {name: x.detach().clone().requires_grad_() for name, x in readout.tensors().items()}
-        self._maps = {
-            name: x.detach().clone().requires_grad_(maps and name in PACE)
-            for name, x in start.mechanism.parameters.items()
-        }
+        self._mechanisms = [x for _, x in start.parts] if isinstance(start, Mixture) else [start.mechanism]
+        self._maps = [
+            {name: x.detach().clone().requires_grad_(maps and name in PACE) for name, x in mechanism.parameters.items()}
+            for mechanism in self._mechanisms
+        ]
 
     def groups(self, rate: float) -> list[dict[str, object]]:
         """What Adam is given."""
         groups: list[dict[str, object]] = [{"params": [x], "lr": rate} for x in self._readout.values()]
-        return groups + [{"params": [x], "lr": rate * PACE[name]} for name, x in self._maps.items() if x.requires_grad]
+        for maps in self._maps:
+            groups += [{"params": [x], "lr": rate * PACE[name]} for name, x in maps.items() if x.requires_grad]
+        return groups
 
     def substitute(self, *, detached: bool = False) -> Substitute:
         """With the present numbers."""
-        readout, parameters = (
-            {name: x.detach() if detached else x for name, x in tensors.items()}
-            for tensors in (self._readout, self._maps)
-        )
-        mechanism = replace(self._start.mechanism, parameters=MappingProxyType(parameters))
-        if detached and any(x.requires_grad for x in self._maps.values()):
-            mechanism = replace(mechanism, origin=digest_of(parameters))  # no longer those of the calibration
-        return replace(self._start, mechanism=mechanism, readout=Readout(**readout))
+        readout = Readout(**{name: x.detach() if detached else x for name, x in self._readout.items()})
+        mechanisms = []
+        for mechanism, maps in zip(self._mechanisms, self._maps, strict=True):
+            parameters = {name: x.detach() if detached else x for name, x in maps.items()}
+            trained = replace(mechanism, parameters=MappingProxyType(parameters))
+            if detached and any(x.requires_grad for x in maps.values()):
+                trained = replace(trained, origin=digest_of(parameters))  # no longer those of the calibration
+            mechanisms.append(trained)
+        if isinstance(self._start, Mixture):
+            heads = [heads for heads, _ in self._start.parts]
+            return Mixture(list(zip(heads, mechanisms, strict=True)), readout)
+        return replace(self._start, mechanism=mechanisms[0], readout=readout)
 
 
 def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:

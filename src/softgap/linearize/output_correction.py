@@ -13,7 +13,6 @@ stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -63,7 +62,7 @@ def fit_output_correction(
     layers = attention_layers(model)
     by_layer = heads_by_layer(layers, heads)
     head_substitute = substitute(mechanism, model)
-    bare = Substitute(head_substitute.mechanism)
+    bare = head_substitute.with_readout(None)
     original, swapped = LayerwiseRun(model, sequences.ids), LayerwiseRun(model, sequences.ids)
     readout: Readout | None = None
     corrected_layers: dict[int, SwappedLayer] = {}
@@ -85,11 +84,9 @@ def fit_output_correction(
             )
             readout = Readout(readout.weight.clone(), readout.bias.clone())
         readout.weight[layer.index, part.heads], readout.bias[layer.index, part.heads] = weight, bias
-        corrected_layers[id(layer.module)] = swapped_layer(
-            layer, layer_heads, replace(bare, readout=readout), len(layers)
-        )
+        corrected_layers[id(layer.module)] = swapped_layer(layer, layer_heads, bare.with_readout(readout), len(layers))
         progress("correcting outputs", (number + 1) / len(by_layer))
-    return replace(bare, readout=readout)
+    return bare.with_readout(readout)
 
 
 def _fit_layer(

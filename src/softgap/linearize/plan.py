@@ -15,18 +15,19 @@ from softgap.attention import Mechanism, add_window, resolve
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import bounded_layers
-from softgap.intervene.substitute import Head, Readout, Substitute
-from softgap.intervene.swap import heads_by_layer
+from softgap.intervene.substitute import Head, Mixture, Readout, Substitute
+from softgap.intervene.swap import heads_by_layer, heads_of_group
 from softgap.linearize.baselines import Baselines, group_bytes
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
 
-__all__ = ["Plan", "freed_groups", "load_plan", "memory_of", "streams"]
+__all__ = ["Plan", "cache_bytes_at", "freed_groups", "load_plan", "memory_of", "streams"]
 
 
 FORMAT = 1
+MIXED_FORMAT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ class Plan:
         (layer, head) pairs that are swapped; (layer, KV head) pairs that are freed with all of their query heads, so
         that no keys and values need to be kept; layers that are freed whole.
     substitute
-        What the heads become.
+        What the heads become: a ``Substitute`` for all of them, or a ``Mixture`` of several kinds.
     original, expected
         Loss, accuracy, recall and whole answers of the model, and their changes under the plan with intervals over
         texts and recall lists, on text and lists that the search for the plan never saw. Recall is the share of
@@ -52,7 +53,7 @@ class Plan:
         where recall was limited. Empty in plans of version 0.1, whose recall was scored over all tokens of the answers.
     memory
         Bytes per token of context that the KV cache of the model takes and under the plan, and bytes of all states and
-        of the plan's parameters.
+        of the plan's parameters. ``softgap.linearize.plan.cache_bytes_at`` adds them up at a length.
     provenance
         How the plan was found.
     baselines
@@ -98,19 +99,11 @@ class Plan:
         target = Path(path)
         tensors = {name: x.contiguous() for name, x in self.substitute.tensors().items()}
         parameters = target.with_suffix(".safetensors") if tensors else None
-        mechanism = self.substitute.mechanism
         document = {
-            "format": FORMAT,
+            "format": _format_of(self.substitute),
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "mechanism": {
-                "name": mechanism.name,
-                "options": dict(mechanism.options),
-                "tail_options": {} if mechanism.tail is None else dict(mechanism.tail.options),
-                "calibration": mechanism.origin,
-                "window": None,
-                "repaired": self.substitute.readout is not None,
-            },
+            **_about_substitute(self.substitute),
             "heads": self.heads,
             "groups": self.groups,
             "layers": self.layers,
@@ -164,12 +157,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     source = Path(path)
     try:
         document = json.loads(source.read_text(encoding="utf-8"))
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+        if not isinstance(document, dict) or document.get("format") not in (FORMAT, MIXED_FORMAT):
+            raise ValueError(f"its format is not {FORMAT} or {MIXED_FORMAT}")
         _check_types(document)
-        about = document["mechanism"]
-        head_substitute = Substitute(_mechanism_of(about), about["window"])
-        head_substitute = _with_parameters(head_substitute, document["parameters"], source, about["calibration"])
+        parameters = _stored_parameters(document["parameters"], source)
+        head_substitute = _read_substitute(document, parameters)
         return Plan(
             model=document["model"],
             fingerprint=document["fingerprint"],
@@ -197,6 +189,56 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise StoreError(f"'{source}' is no plan of softgap ({error}); make one with 'softgap linearize'") from error
 
 
+def _format_of(head_substitute: Substitute) -> int:
+    """Plans with one mechanism are what version 0.1 reads."""
+    return MIXED_FORMAT if isinstance(head_substitute, Mixture) else FORMAT
+
+
+def _about_substitute(head_substitute: Substitute) -> dict[str, Any]:
+    """What the heads become, without the numbers."""
+    repaired = head_substitute.readout is not None
+    if not isinstance(head_substitute, Mixture):
+        about = _about_mechanism(head_substitute.mechanism)
+        return {"mechanism": {**about, "window": None, "repaired": repaired}}
+    names = [(name, x) for name, x in head_substitute.tensors().items()]
+    parts = []
+    for heads, mechanism in head_substitute.parts:
+        stored = {key: next(name for name, y in names if y is x) for key, x in mechanism.parameters.items()}
+        parts.append({**_about_mechanism(mechanism), "heads": heads, "parameters": stored})
+    return {"mixture": {"parts": parts, "repaired": repaired}}
+
+
+def _about_mechanism(mechanism: Mechanism) -> dict[str, Any]:
+    return {
+        "name": mechanism.name,
+        "options": dict(mechanism.options),
+        "tail_options": {} if mechanism.tail is None else dict(mechanism.tail.options),
+        "calibration": mechanism.origin,
+    }
+
+
+def _read_substitute(document: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Substitute:
+    """What ``_about_substitute`` and the parameters' file hold."""
+    readout_parts = {name.partition(".")[2]: x for name, x in parameters.items() if name.startswith("readout.")}
+    readout = Readout(**readout_parts) if readout_parts else None
+    if document["format"] == FORMAT:
+        about = document["mechanism"]
+        own = {name.partition(".")[2]: x for name, x in parameters.items() if name.startswith("mechanism.")}
+        # A plan of version 0.1 writes the window of a hybrid apart.
+        bare = Substitute(_mechanism_of(about), about["window"]).mechanism
+        return Substitute(_equipped(bare, own, about["calibration"]), readout=readout)
+    parts = []
+    for part in document["mixture"]["parts"]:
+        own = {key: parameters[name] for key, name in part["parameters"].items()}
+        heads = tuple((a, b) for a, b in part["heads"])
+        parts.append((heads, _equipped(_mechanism_of(part), own, part["calibration"])))
+    return Mixture(parts, readout)
+
+
+def _equipped(mechanism: Mechanism, parameters: Mapping[str, Tensor], origin: str) -> Mechanism:
+    return replace(mechanism.with_parameters(**parameters), origin=origin) if parameters else mechanism
+
+
 def _mechanism_of(about: Mapping[str, Any]) -> Mechanism:
     """The mechanism that a plan names, without its parameters."""
     tail, plus, _ = about["name"].partition("+")
@@ -207,10 +249,15 @@ def _mechanism_of(about: Mapping[str, Any]) -> Mechanism:
 
 def _check_types(document: Mapping[str, Any]) -> None:
     """Raise unless every field holds what a plan writes there; what it means is checked against the model."""
-    texts = [document[name] for name in ("model", "fingerprint")] + [document["mechanism"]["name"]]
+    mixed = document["format"] == MIXED_FORMAT
+    mechanisms = document["mixture"]["parts"] if mixed else [document["mechanism"]]
+    texts = [document[name] for name in ("model", "fingerprint")] + [about["name"] for about in mechanisms]
     pairs = [*document["heads"], *document["groups"]]
+    if mixed:
+        pairs += [pair for about in mechanisms for pair in about["heads"]]
+        texts += [name for about in mechanisms for name in about["parameters"].values()]
     places = [number for pair in pairs for number in pair] + [*document["layers"]]
-    window = document["mechanism"]["window"]
+    window = None if mixed else document["mechanism"]["window"]
     places += [] if window is None else [window]
     intervals = [value for interval in document["expected"].values() for value in interval.values()]
     numbers = [*document["original"].values(), *document["memory"].values(), *intervals]
@@ -225,25 +272,16 @@ def _check_types(document: Mapping[str, Any]) -> None:
         raise ValueError("provenance must be an object")
 
 
-def _with_parameters(
-    head_substitute: Substitute, about: Mapping[str, str] | None, source: Path, origin: str
-) -> Substitute:
+def _stored_parameters(about: Mapping[str, str] | None, source: Path) -> Mapping[str, Tensor]:
+    """The numbers in the file beside a plan; none where it has no such file."""
     if about is None:
-        return head_substitute
+        return {}
     stored = load_calibration(source.with_name(about["file"]))
     if digest_of(stored.tensors) != about["digest"]:
         raise StoreError(
             f"the parameters '{about['file']}' beside '{source}' are not those of the plan; put its own file there"
         )
-    parts: dict[str, dict[str, Tensor]] = {"mechanism": {}, "readout": {}}
-    for name, tensor in stored.tensors.items():
-        kind, _, parameter = name.partition(".")
-        parts[kind][parameter] = tensor
-    mechanism = head_substitute.mechanism
-    if parts["mechanism"]:
-        mechanism = replace(mechanism.with_parameters(**parts["mechanism"]), origin=origin)
-    readout = Readout(**parts["readout"]) if parts["readout"] else None
-    return Substitute(mechanism, readout=readout)
+    return stored.tensors
 
 
 def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: Substitute) -> dict[str, float]:
@@ -257,14 +295,27 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: 
     bytes_per_group = 2 * head_dim(model) * model.dtype.itemsize
     total = sum(layer.kv_heads for layer in layers if layer.number not in bounded)
     # What has no state keeps the cache, so that no group is freed.
-    state = group_bytes(model, head_substitute.mechanism) if groups else 0
+    states = sum(_state_bytes(model, head_substitute, group) for group in groups)
     return {
         "per_token_original": float(bytes_per_group * total),
         "per_token": float(bytes_per_group * (total - len(groups))),
         "saved_per_token": float(bytes_per_group * len(groups)),
-        "states": float(len(groups) * state),
+        "states": float(states),
         "parameters": float(sum(x.nbytes for x in head_substitute.tensors().values())),
     }
+
+
+def _state_bytes(model: Model, head_substitute: Substitute, group: tuple[int, int]) -> float:
+    """Bytes that a freed KV group keeps: those of every mechanism that its heads have."""
+    parts = head_substitute.swaps(heads_of_group(model, *group))
+    return sum(group_bytes(model, part.mechanism) for _, part in parts)
+
+
+def cache_bytes_at(memory: Mapping[str, float], length: int, *, original: bool = False) -> float:
+    """Bytes that the cache of one sequence takes at a length: keys and values, and under the plan its states."""
+    if original:
+        return memory["per_token_original"] * length
+    return memory["per_token"] * length + memory["states"]
 
 
 def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
@@ -274,5 +325,7 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
 
 
 def streams(head_substitute: Substitute) -> bool:
-    """Whether what heads become lives in a state of constant size: only then a swapped KV group needs no cache."""
+    """Whether what heads become lives in states of constant size: only then a swapped KV group needs no cache."""
+    if isinstance(head_substitute, Mixture):
+        return all(streams(Substitute(mechanism)) for _, mechanism in head_substitute.parts)
     return head_substitute.mechanism.streams(64) or head_substitute.mechanism.kind == "constant"

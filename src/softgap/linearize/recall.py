@@ -53,7 +53,11 @@ class RecallTest:
     _readings: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
-        self, heads: Sequence[Head], make_substitute: Callable[[], Substitute | None], *, fewest: int = FEWEST_LISTS
+        self,
+        heads: Sequence[Head],
+        make_substitute: Callable[[], Substitute | None],
+        *,
+        fewest: int = FEWEST_LISTS,
     ) -> tuple[Reading, Reading]:
         """The original model and the one with these heads swapped, on enough lists and at least ``fewest``."""
         blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)

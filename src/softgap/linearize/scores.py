@@ -29,7 +29,16 @@ from softgap.probe.tap import AttentionCall, observe_attention, replace_attentio
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["SCORES", "Ranking", "Scores", "add_recall_scores", "head_scores", "rank_agreement", "split_half"]
+__all__ = [
+    "SCORES",
+    "Ranking",
+    "Scores",
+    "add_recall_scores",
+    "head_scores",
+    "rank_agreement",
+    "split_half",
+    "unit_scores",
+]
 
 
 SHAPES: Mapping[str, str] = {
@@ -208,6 +217,57 @@ def add_recall_scores(
     return combined
 
 
+def unit_scores(
+    model: Model,
+    sequences: Sequences,
+    substitutes: Sequence[Substitute],
+    units: Sequence[Sequence[Head]],
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Float[np.ndarray, "substitute unit text"]:
+    """Slope plus half the Fisher curvature of swapping whole units, for several substitutes from the same passes.
+
+    A unit's gate moves all of its heads, so that the slopes of its heads are added before they are squared:
+
+        score(u) = sum_{h in u} dL/dg_h + E_y (sum_{h in u} dlog p(y)/dg_h)^2 / 2,      per token.
+
+    Parameters
+    ----------
+    substitutes
+        What units may become; a gradient at a head serves all of them, only the step along it differs.
+    units
+        Heads that go together.
+    """
+    layers = attention_layers(model)
+    by_layer = heads_by_layer(layers, [head for unit in units for head in unit])
+    options = [
+        [swapped_layer(layer, layer_heads, part, len(layers)) for layer, layer_heads in by_layer]
+        for part in substitutes
+    ]
+    places = {head: i for i, head in enumerate((x.number, h) for x, layer_heads in by_layer for h in layer_heads)}
+    members = torch.zeros(len(places), len(units))
+    for number, unit in enumerate(units):
+        members[[places[layer, head] for layer, head in unit], number] = 1
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    columns = []
+    for number in range(len(sequences)):
+        text = sequences.part(slice(number, number + 1))
+        next_ids = text.ids[0, 1:][text.scored[0]]
+        with _Gates(model, options, ()) as gates:
+            logits = gates.logits(text)
+            scores = gates.slopes(_loss(logits, next_ids)).cpu() @ members
+            probability = logits.detach().float().softmax(dim=-1)
+            for _ in range(samples):
+                labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
+                slopes = gates.slopes(_loss(logits, labels)).cpu() @ members
+                scores = scores + slopes.square() / (2 * samples)
+        columns.append(scores.double().numpy() / text.tokens)
+        progress("scoring KV groups", (number + 1) / len(sequences))
+    return np.stack(columns, axis=-1)
+
+
 def _passes(name: str, samples: int, steps: int) -> float:
     """Forward passes that a score costs on its own."""
     slopes = {"gradient": 2, "fisher": 2 * samples, "gradient+fisher": 2 + 2 * samples}
@@ -229,23 +289,23 @@ def _score_sequence(
     scores: dict[str, Tensor] = {}
     ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:
-        with _Gates(model, parts, swapped_parts) as gates:
+        with _Gates(model, [parts], swapped_parts) as gates:
             logits = gates.logits(text)
-            slopes = gates.slopes(_loss(logits, next_ids))
+            slopes = gates.slopes(_loss(logits, next_ids))[0]
             curvature = torch.zeros_like(slopes)
             if names & {"fisher", "gradient+fisher", "integrated+fisher"}:
                 probability = logits.detach().float().softmax(dim=-1)
                 for _ in range(samples):
                     labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
-                    curvature += gates.slopes(_loss(logits, labels)).square() / samples
+                    curvature += gates.slopes(_loss(logits, labels))[0].square() / samples
         # Means over tokens; the curvature of a sum of T independent terms is T times that of one.
         scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
         integrated = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
         for step in range(steps):
-            with _Gates(model, parts, swapped_parts, (step + 0.5) / steps) as gates:
-                integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids)) / (steps * n)
+            with _Gates(model, [parts], swapped_parts, (step + 0.5) / steps) as gates:
+                integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids))[0] / (steps * n)
         scores["integrated"] = integrated
         if "fisher" in scores:
             scores["integrated+fisher"] = integrated + scores["fisher"]
@@ -261,17 +321,24 @@ def _loss(logits: Float[Tensor, "next vocabulary"], next_ids: Int[Tensor, " next
 
 
 class _Gates:
-    """A forward whose slopes along the swap of every head can be asked for, with all gates at one place."""
+    """A forward whose slopes along the swap of every head can be asked for, with all gates at one place.
+
+    ``options`` are the layers once for every substitute, all with the same heads; away from place 0 there is one.
+    """
 
     def __init__(
-        self, model: Model, parts: Sequence[SwappedLayer], swapped_parts: Sequence[SwappedLayer], place: float = 0.0
+        self,
+        model: Model,
+        options: Sequence[Sequence[SwappedLayer]],
+        swapped_parts: Sequence[SwappedLayer],
+        place: float = 0.0,
     ) -> None:
         self._model, self._place = model, place
-        self._parts = {id(part.layer.module): part for part in parts}
+        self._parts = {id(parts[0].layer.module): parts for parts in zip(*options, strict=True)}
         self._swapped_parts = {id(part.layer.module): part for part in swapped_parts}
-        self._order = [id(part.layer.module) for part in parts]
+        self._order = list(self._parts)
         self._outputs: dict[int, Tensor] = {}
-        self._steps: dict[int, Tensor] = {}
+        self._steps: dict[int, list[Tensor]] = {}
 
     def __enter__(self) -> _Gates:
         # Weights need no gradients: the embeddings are where the way back begins.
@@ -296,27 +363,27 @@ class _Gates:
             logits: Tensor = self._model(text.ids[:, :-1], use_cache=False).logits[0]
             return logits if bool(counted.all()) else logits[counted]
 
-    def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, " head"]:
-        """dL/dg of every head, in the order of the parts."""
+    def slopes(self, loss: Float[Tensor, ""]) -> Float[Tensor, "option head"]:
+        """dL/dg of every head, in the order of the parts, for every substitute."""
         outputs = [self._outputs[module] for module in self._order]
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
         slopes = []
         for module, gradient in zip(self._order, gradients, strict=True):
-            at_heads = gradient.index_select(2, self._parts[module].heads.to(gradient.device))
+            at_heads = _as_float(gradient.index_select(2, self._parts[module][0].heads.to(gradient.device)))
             # Sums over tokens, and then squared: more than half precision holds.
-            slopes.append((_as_float(at_heads) * _as_float(self._steps[module])).sum(dim=(0, 1, 3)))
-        return torch.cat(slopes)
+            slopes.append(torch.stack([(at_heads * _as_float(x)).sum(dim=(0, 1, 3)) for x in self._steps[module]]))
+        return torch.cat(slopes, dim=-1)
 
     def _gated(self, call: AttentionCall) -> Tensor:
         output = _step_towards(call, self._swapped_parts.get(id(call.module)))[0]
-        part = self._parts.get(id(call.module))
-        if part is None:
+        parts = self._parts.get(id(call.module))
+        if parts is None:
             return output
-        moved_output, step = _step_towards(call._replace(output=output), part, self._place)
-        output = moved_output if self._place else output
+        moved = [_step_towards(call._replace(output=output), part, self._place) for part in parts]
+        output = moved[0][0] if self._place else output
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
-        self._outputs[id(call.module)], self._steps[id(call.module)] = output, step
+        self._outputs[id(call.module)], self._steps[id(call.module)] = output, [step for _, step in moved]
         return output
 
 
