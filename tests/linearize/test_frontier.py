@@ -28,8 +28,8 @@ from softgap.linearize import (
     split_sequences,
     swap,
 )
+from softgap.linearize.candidates import Candidate, largest_candidate
 from softgap.linearize.frontier import first_heads, order_units, random_order, units_of
-from softgap.linearize.search import _largest_set
 from softgap.linearize.sequences import read_swapped
 from softgap.report.figures import draw_frontier, draw_plan, save_figure
 from support.linearize_cases import sharp_llama
@@ -188,14 +188,26 @@ def test_a_plan_of_tuned_heads_is_tuned_on_the_half_that_fits(small: Any) -> Non
 class Known:
     """Costs that grow with the square of the set; recall is lost from the seventh head on."""
 
-    def change(self, heads: Any) -> dict[str, float]:
-        return {"loss": 0.01 * len(heads) ** 2, "recall": -0.02 * max(0, len(heads) - 6)}
+    share = 0.0
+
+    def change(self, candidate: Candidate) -> dict[str, float]:
+        n = len(candidate.heads)
+        return {"loss": 0.01 * n**2, "recall": -0.02 * max(0, n - 6)}
 
 
 def largest(budget: float, recall_budget: float | None = None) -> int:
-    search: Any = Known()
-    sets = [[(0, head) for head in range(n)] for n in range(21)]
-    return len(_largest_set(search, sets, Budget(budget, recall_budget), "heads", lambda stage, share: None))
+    costs: Any = Known()
+    elu1 = Substitute(resolve("elu1"))
+    found = largest_candidate(
+        costs,
+        21,
+        lambda n: Candidate(tuple((0, head) for head in range(n)), elu1),
+        Budget(budget, recall_budget),
+        first="the cheapest of the heads",
+        words=str,
+        progress=lambda stage, share: None,
+    )
+    return len(found.heads)
 
 
 def test_a_plan_of_heads_without_a_state_frees_no_memory(small: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from softgap.cli.options import (
 )
 from softgap.cli.render import output
 from softgap.errors import StoreError, ValueInputError
+from softgap.kinds import LETTERS
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
@@ -48,10 +50,7 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
     heads, groups = sum(x.heads for x in layers), sum(x.kv_heads for x in layers)
     if plan.baselines is not None and plan.baselines.verdict():
         console.print(plan.baselines.verdict())
-    console.print(
-        f"The plan replaces softmax by {plan.substitute.name} in {len(plan.heads)} of {heads} heads. It frees "
-        f"{len(plan.groups)} of {groups} KV groups and {len(plan.layers)} whole layers."
-    )
+    console.print(plan.sentence(heads, groups))
     console.print(_costs(plan))
     if plan.recall:
         console.print(plan.recall_words())
@@ -62,9 +61,15 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
         f"The recurrent states need {plan.memory['states'] / 1e6:.1f} MB, and the plan itself "
         f"{plan.memory['parameters'] / 1e6:.1f} MB."
     )
+    if plan.cache_words():
+        console.print(plan.cache_words())
     if plan.baselines is not None:
         _show_baselines(console, plan.baselines)
-    console.print(Text("Heads (rows) by layer (columns): . softmax, o swapped, # swapped and KV group freed", "bold"))
+    kinds = dict.fromkeys(plan.kinds().values())
+    legend = "o swapped, # swapped and KV group freed"
+    if len(kinds) > 1:
+        legend = ", ".join(f"{LETTERS.get(kind, kind[0])} {kind}" for kind in kinds)
+    console.print(Text(f"Heads (rows) by layer (columns): . softmax, {legend}", "bold"))
     for line in _grid(plan, layers):
         console.print(line)
     console.print(f"Saved to {path}", soft_wrap=True)
@@ -95,10 +100,14 @@ def _show_baselines(console: Console, baselines: Baselines) -> None:
 
 def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
     cells = np.full((max(x.heads for x in layers), len(layers)), " ")
+    kinds = plan.kinds()
+    several = len(set(kinds.values())) > 1
     for column, layer in enumerate(layers):
         for head in range(layer.heads):
+            kind = kinds.get((layer.number, head), "")
             freed = (layer.number, head // (layer.heads // layer.kv_heads)) in plan.groups
-            cells[head, column] = "#" if freed else "o" if (layer.number, head) in plan.heads else "."
+            letter = LETTERS.get(kind, kind[:1]) if several else "#" if freed else "o"
+            cells[head, column] = letter if kind else "."
     return ["".join(row) for row in cells]
 
 
@@ -109,6 +118,10 @@ class SearchOptions:
     by: Annotated[
         Literal["heads", "groups"], typer.Option(help="Unit of the search. Only whole KV groups save memory.")
     ] = "groups"
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Context length at which bytes are counted.", show_default="8192"),
+    ] = None
     score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher"
     correct: Annotated[
         bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
@@ -117,7 +130,12 @@ class SearchOptions:
         int,
         typer.Option("--distil", min=0, help="Training steps that distil the original model into the swapped heads."),
     ] = 0
-    length: Annotated[int, typer.Option(help="Number of tokens per sequence.")] = 512
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of tokens per sequence.", show_default="512, or up to 2048 to choose among several mechanisms"
+        ),
+    ] = None
     tokens: Annotated[int, typer.Option(help="Approximate number of tokens of the text to use.")] = 16384
     baselines: Annotated[
         bool,
@@ -137,7 +155,18 @@ def linearize_command(
     text: Annotated[
         list[str] | None, typer.Option("--text", help="Text file to search on; may be repeated.", show_default=False)
     ] = None,
-    budget: Annotated[float, typer.Option(help="Largest rise in loss, in nats per token.")] = 0.1,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Largest rise in loss, in nats per token.", show_default="0.1 without --budget-bytes"),
+    ] = None,
+    budget_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Largest KV cache of one sequence at --context tokens: bytes (96M) or a share of the model's (25%).",
+            show_default=False,
+        ),
+    ] = None,
     recall_budget: Annotated[
         float | None,
         typer.Option(
@@ -147,11 +176,11 @@ def linearize_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="File for the plan (JSON).")] = Path("plan.json"),
     mechanism: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Substitute for the heads, such as elu1, fitted@FILE, window:w=60,sinks=4 or "
-            "fitted+window:w=60,sinks=4,f=0.7.",
-            show_default="fitted if the model is calibrated, else elu1",
+            "fitted+window:w=60,sinks=4,f=0.7. If repeated, the search chooses one for each KV group.",
+            show_default="constant, windows, and if the model is calibrated fitted and hybrids",
         ),
     ] = None,
     window: Annotated[
@@ -176,6 +205,9 @@ def linearize_command(
 ) -> None:
     """Find the heads of a model that can do without softmax within a budget, and save them as a plan.
 
+    The search chooses for each KV group whether it keeps softmax or becomes a constant, a window, a fitted map or a
+    hybrid. It saves the most memory within --budget, or costs the least loss within --budget-bytes.
+
     softgap.linearize.load_plan loads the plan; softgap.linearize.apply runs the model with it.
     """
     if not text:
@@ -183,8 +215,9 @@ def linearize_command(
     _check_files(out, picture, overwrite=overwrite)
     texts = [plain_text(*read_text_argument(name)) for name in text]
     settings = {"budget": budget, "recall_budget": recall_budget, **asdict(search), "seed": seed}
+    size = None if budget_bytes is None else parse_bytes(budget_bytes)
     options = {"dtype": dtype, "device": device, "attn": attn}
-    plan, layers = _search(model, texts, mechanism, window, settings, out, options)
+    plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options)
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:
@@ -212,33 +245,56 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
         require_matplotlib()
 
 
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+_UNITS |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+
+def parse_bytes(text: str) -> tuple[float, bool]:
+    """A number of bytes, or a share with True behind it."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[kmg]?i?b?)\s*", text, re.IGNORECASE)
+    unit = match.group(2).lower() if match else ""
+    if match is None or (unit not in _UNITS and unit not in ("%", "b")):
+        raise ValueInputError(f"--budget-bytes takes bytes (96M, 1.5GiB) or a share (25%), got '{text}'")
+    number = float(match.group(1))
+    return (number / 100, True) if unit == "%" else (number * _UNITS.get(unit, 1.0), False)
+
+
 def _search(
     model: str | None,
     texts: list[str],
-    mechanism: str | None,
+    mechanisms: list[str],
     window: int | None,
+    size: tuple[float, bool] | None,
     settings: dict[str, Any],
     out: Path,
     options: dict[str, Any],
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
     from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.intervene.substitute import check_substitute, substitute
+    from softgap.linearize.allocation import original_cache_bytes
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
-    from softgap.models.tensor_files import calibrated_mechanisms
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
-    check_search(**{name: value for name, value in settings.items() if name not in ("by", "seed", "baselines")})
-    check_substitute(mechanism, window)
+    several = len(mechanisms) != 1
+    if several and window is not None:
+        raise ValueInputError("--window needs one --mechanism to add it to; give MECHANISM+window:w=N for each instead")
+    limits = {name: value for name, value in settings.items() if name not in ("seed", "baselines")}
+    check_search(**limits, budget_bytes=None if size is None else size[0], several=several)
+    for name in mechanisms:
+        check_substitute(name, window)
     loaded, tokenizer = load_model(model, **options)
+    if size is not None:
+        settings["budget_bytes"] = size[0] * (original_cache_bytes(loaded, settings["context"]) if size[1] else 1.0)
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
-        default = (*calibrated_mechanisms(loaded), "elu1")[0]
-        head_substitute = substitute(default if mechanism is None else mechanism, loaded, window=window)
+        single = None if several else substitute(mechanisms[0], loaded, window=window)
         try:
-            plan = find_plan(loaded, tokenizer, texts, head_substitute, folder=parts, progress=report, **settings)
+            plan = find_plan(
+                loaded, tokenizer, texts, single or mechanisms or None, folder=parts, progress=report, **settings
+            )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)

@@ -153,6 +153,9 @@ class Mixture(Substitute):
         object.__setattr__(self, "parts", own)
         object.__setattr__(self, "readout", readout)
 
+    def __repr__(self) -> str:
+        return f"Mixture({self.name})"
+
     @property
     def mechanism(self) -> Mechanism:
         """There is none for all heads."""
@@ -201,7 +204,7 @@ class Mixture(Substitute):
         return [(part, Substitute(mechanism, readout=self.readout)) for part, mechanism in parts if part]
 
 
-Swaps = Sequence[tuple[tuple[Head, ...], Substitute]]
+Swaps = Sequence[tuple[Sequence[Head], Substitute]]
 """Heads with what they become; a mixture has several of them."""
 
 

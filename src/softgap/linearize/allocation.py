@@ -15,15 +15,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from softgap.attention import Mechanism
-from softgap.intervene.substitute import Head, Mixture
-from softgap.linearize.frontier import Unit
+from softgap.attention.memory import keys_worth, split_keys
+from softgap.checkpoints import Checkpoints
+from softgap.errors import UnsupportedError, ValueInputError
+from softgap.intervene.state_cache import bounded_layers
+from softgap.intervene.substitute import Mixture, Substitute, Swaps, substitute
+from softgap.linearize.baselines import ONLY, group_bytes
+from softgap.linearize.candidates import Candidate, CandidateCosts, SearchText, largest_candidate
+from softgap.linearize.frontier import Budget, Unit, units_of
+from softgap.linearize.impact import mean_outputs
+from softgap.linearize.plan import Plan, cache_bytes_at, kind_of, streams
+from softgap.linearize.scores import unit_scores
+from softgap.linearize.sequences import Sequences, context_of, digest_of_sequences
+from softgap.models.loading import Model
+from softgap.models.tensor_files import calibrated_mechanisms
+from softgap.probe.layout import attention_layers, head_dim
+from softgap.progress import Progress, partial_progress
 
-__all__ = ["SOFTMAX", "Allocations", "cheapest_path"]
+__all__ = [
+    "CONTEXT",
+    "SOFTMAX",
+    "Allocations",
+    "Menu",
+    "cheapest_path",
+    "choose_allocation",
+    "default_options",
+    "original_cache_bytes",
+    "pure_plans",
+    "score_options",
+]
+
+CONTEXT = 8192
+"""Tokens at which bytes are counted, unless said otherwise."""
 
 SOFTMAX = -1
 """The choice of a group that keeps its softmax."""
@@ -91,26 +119,9 @@ def _lower_hull(scores: Float[np.ndarray, " option"], saved: Float[np.ndarray, "
 
 @dataclass(frozen=True, eq=False)
 class Allocations:
-    """All cheapest allocations of some options to units, from softmax everywhere to the fewest bytes.
+    """The cheapest allocations of some options, from softmax everywhere to the fewest bytes."""
 
-    Attributes
-    ----------
-    units
-        Heads that go together.
-    options
-        What they may become.
-    sizes
-        Bytes per unit that each option keeps.
-    softmax_size
-        Bytes per unit that softmax keeps.
-    path
-        As ``cheapest_path`` gives it.
-    """
-
-    units: Sequence[Unit]
-    options: Sequence[Mechanism]
-    sizes: Float[np.ndarray, " option"]
-    softmax_size: float
+    menu: Menu
     path: Sequence[Int[np.ndarray, " unit"]]
 
     def __len__(self) -> int:
@@ -119,25 +130,225 @@ class Allocations:
     def nbytes(self, step: int) -> float:
         """Bytes that all units keep at a step of the path."""
         choice = self.path[step]
-        return float(np.where(choice == SOFTMAX, self.softmax_size, self.sizes[choice]).sum())
-
-    def heads(self, step: int) -> list[Head]:
-        """The heads that are swapped at a step."""
-        swapped = np.flatnonzero(self.path[step] != SOFTMAX).tolist()
-        return sorted(head for unit in swapped for head in self.units[unit])
-
-    def substitute(self, step: int) -> Mixture:
-        """What they become."""
-        choice = self.path[step]
-        parts = []
-        for option, mechanism in enumerate(self.options):
-            heads = tuple(
-                sorted(head for unit in np.flatnonzero(choice == option).tolist() for head in self.units[unit])
-            )
-            if heads:
-                parts.append((heads, mechanism))
-        return Mixture(parts)
+        return float(np.where(choice == SOFTMAX, self.menu.softmax_size, self.menu.sizes[choice]).sum())
 
     def within(self, budget: float) -> int | None:
         """The first step whose bytes stay within a budget; None where no step does."""
         return next((step for step in range(len(self)) if self.nbytes(step) <= budget), None)
+
+    def candidate(self, step: int) -> Candidate:
+        """The heads that are swapped at a step, with what they become."""
+        choice = self.path[step]
+        parts = []
+        for number, option in enumerate(self.menu.options):
+            chosen = np.flatnonzero(choice == number).tolist()
+            if chosen:
+                parts.append((sorted(head for unit in chosen for head in self.menu.units[unit]), option.mechanism))
+        heads = sorted(head for part, _ in parts for head in part)
+        return Candidate(tuple(heads), Mixture(parts) if parts else self.menu.options[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Menu:
+    """What the KV groups of a model may become.
+
+    Attributes
+    ----------
+    units
+        The heads of each KV group whose cache grows with the text.
+    options
+        What groups may become; all live in a state of constant size.
+    sizes
+        Bytes per group that each option keeps.
+    softmax_size
+        Bytes per group that softmax keeps at ``context`` tokens.
+    context
+        Tokens at which bytes are counted.
+    """
+
+    units: tuple[Unit, ...]
+    options: tuple[Substitute, ...]
+    sizes: Float[np.ndarray, " option"]
+    softmax_size: float
+    context: int
+
+    @classmethod
+    def of(cls, model: Model, options: Sequence[Substitute], context: int | None = None) -> Menu:
+        """The menu of a model; ``context`` is 8,192 or the model's context where it is None."""
+        for option in options:
+            if not streams(option):
+                raise UnsupportedError(
+                    f"mechanism '{option.name}' keeps every key, so that it saves no bytes; choose among mechanisms "
+                    "with a state of constant size, such as window, fitted or elu1"
+                )
+        units = _growing_units(model)
+        if not units:
+            raise UnsupportedError(
+                "no layer of this model has a cache that grows with the text, so there are no bytes to save"
+            )
+        length = context or default_context(model)
+        sizes = np.array([group_bytes(model, option.mechanism) for option in options])
+        return cls(units, tuple(options), sizes, original_cache_bytes(model, length) / len(units), length)
+
+    @property
+    def original_bytes(self) -> float:
+        """Bytes of the whole cache with softmax everywhere."""
+        return self.softmax_size * len(self.units)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each option: constant, window, hybrid, or the name of the mechanism."""
+        return [kind_of(option.mechanism) for option in self.options]
+
+    def allocations(self, scores: Float[np.ndarray, "option unit"], kind: str | None = None) -> Allocations:
+        """The cheapest allocations of all options, or of those of one kind."""
+        sizes = self.sizes
+        if kind is not None:
+            # What keeps as much as softmax is never taken.
+            own = np.array([name == kind for name in self.kinds])
+            sizes = np.where(own, sizes, self.softmax_size)
+        return Allocations(self, cheapest_path(scores, sizes, self.softmax_size))
+
+
+def _growing_units(model: Model) -> tuple[Unit, ...]:
+    """The KV groups of layers whose cache grows with the text."""
+    bounded = bounded_layers(model)
+    return tuple(unit for unit in units_of(model, "groups") if unit[0][0] not in bounded)
+
+
+def default_context(model: Model) -> int:
+    """Tokens at which bytes are counted: 8,192, or the model's context where that is shorter."""
+    return min(CONTEXT, context_of(model) or CONTEXT)
+
+
+def original_cache_bytes(model: Model, context: int | None = None) -> float:
+    """Bytes of the KV cache of one sequence that grow with the text, at a context of so many tokens."""
+    per_token = 2.0 * head_dim(model) * model.dtype.itemsize
+    return per_token * len(_growing_units(model)) * (context or default_context(model))
+
+
+def default_options(model: Model, fit: Sequences) -> list[Substitute]:
+    """A constant, windows from a quarter to four times the usual memory, the fitted map and hybrids.
+
+    Fitted map and hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of half
+    the sequences or more are left out: such sequences cannot tell them from softmax.
+    """
+    longest = fit.ids.shape[1] // 2
+    calibrated = bool(calibrated_mechanisms(model))
+    if not calibrated:
+        windows = [add_sinks(keys) for keys in (16, 64, 256) if keys <= longest]
+        return [substitute(mean_outputs(model, fit), model), *(substitute(name, model) for name in windows)]
+    fitted, hybrid = (substitute(name, model) for name in ("fitted", "hybrid"))
+    worth = round(keys_worth(fitted.mechanism, head_dim(model), kv_heads=attention_layers(model)[0].kv_heads))
+    sizes = [keys for keys in (worth // 4, worth, 4 * worth) if 1 < keys <= longest]
+    own = int(hybrid.mechanism.options["w"])
+    recent = [own + keys - worth for keys in sizes if keys >= worth]
+    return [
+        substitute("constant", model),
+        *(substitute(add_sinks(keys), model) for keys in sizes),
+        fitted,
+        *(Substitute(hybrid.mechanism.configure(w=w)) for w in recent),
+    ]
+
+
+def add_sinks(keys: int) -> str:
+    """The window that keeps so many keys, a few of them at the beginning of the text."""
+    recent, sinks = split_keys(keys)
+    return f"window:w={recent},sinks={sinks}"
+
+
+def score_options(
+    model: Model,
+    text: SearchText,
+    menu: Menu,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    seed: int,
+) -> Float[np.ndarray, "option unit"]:
+    """What every option costs in every unit, by the text and, where recall is limited, by the recall lists as well."""
+
+    def scored(sequences: Sequences, share: tuple[float, float]) -> np.ndarray:
+        told = partial_progress(progress, *share)
+        by_text = unit_scores(model, sequences, menu.options, menu.units, seed=seed, progress=told)
+        means: np.ndarray = by_text.mean(axis=-1)
+        return means
+
+    def make() -> dict[str, Any]:
+        scores = scored(text.fit, (0.0, 0.3 if text.fit_recall_lists is None else 0.2))
+        if text.fit_recall_lists is not None:
+            recall = scored(text.fit_recall_lists, (0.2, 0.3))
+            scores = scores + recall * np.abs(scores).sum() / max(np.abs(recall).sum(), np.finfo(float).tiny)
+        return {"scores": scores.tolist()}
+
+    lists = "" if text.fit_recall_lists is None else digest_of_sequences(text.fit_recall_lists)
+    return np.asarray(checkpoints.find_or_make(["option scores", lists], make)["scores"])
+
+
+def choose_allocation(
+    costs: CandidateCosts,
+    menu: Menu,
+    scores: Float[np.ndarray, "option unit"],
+    limits: Budget,
+    budget_bytes: float | None,
+    progress: Progress,
+) -> tuple[Candidate, dict[str, Any]]:
+    """The allocation for a budget, and how it was chosen.
+
+    Within a byte budget the allocation of all options is compared with those of one kind each, and the best is taken.
+    """
+    mixed = menu.allocations(scores)
+    about = {"context": menu.context, "budget_bytes": budget_bytes}
+    if budget_bytes is None:
+        found = largest_candidate(
+            costs, len(mixed), mixed.candidate, limits, first="the cheapest allocation",
+            words=lambda step: f"{mixed.nbytes(step) / menu.original_bytes:.0%} of the bytes fit the budget",
+            progress=progress,
+        )  # fmt: skip
+        return found, about
+    step = _step_within(mixed, budget_bytes)
+    candidates = {"mixed": mixed.candidate(step)}
+    for kind in dict.fromkeys(menu.kinds):
+        pure = menu.allocations(scores, kind)
+        own_step = pure.within(budget_bytes)
+        if own_step is not None:
+            candidates.setdefault(kind, pure.candidate(own_step))
+    changes = {}
+    for number, (name, candidate) in enumerate(candidates.items()):
+        progress(f"comparing allocations: {name}", 0.3 + 0.6 * number / len(candidates))
+        changes[name] = costs.change(candidate)
+    allowed = {name: change for name, change in changes.items() if limits.allows(change)}
+    if not allowed:
+        raise limits.refusal(changes["mixed"], f"the cheapest allocation of {budget_bytes:,.0f} bytes")
+    best = min(allowed, key=lambda name: allowed[name]["loss"])
+    rises = {name: change["loss"] for name, change in changes.items()}
+    return candidates[best], {**about, "chosen": best, "rise_by_kind": rises}
+
+
+def _step_within(allocations: Allocations, budget_bytes: float) -> int:
+    """The first step within a byte budget, which must ask for something and be possible."""
+    step, menu = allocations.within(budget_bytes), allocations.menu
+    where = f"at {menu.context:,} tokens"
+    if step == 0:
+        raise ValueInputError(
+            f"the model's own cache takes {menu.original_bytes:,.0f} bytes {where}, which the byte budget of "
+            f"{budget_bytes:,.0f} allows already; give a smaller one"
+        )
+    if step is None:
+        raise ValueInputError(
+            f"nothing meets the byte budget of {budget_bytes:,.0f}: the least that these mechanisms keep is "
+            f"{allocations.nbytes(len(allocations) - 1):,.0f} bytes {where}; allow more, or add a smaller mechanism"
+        )
+    return step
+
+
+def pure_plans(menu: Menu, scores: Float[np.ndarray, "option unit"], plan: Plan) -> dict[str, Swaps]:
+    """For every kind of substitute the allocation of that kind alone that keeps no more bytes than the plan."""
+    own = cache_bytes_at(plan.memory, menu.context)
+    plans = {}
+    for kind in dict.fromkeys(menu.kinds):
+        pure = menu.allocations(scores, kind)
+        step = pure.within(own)
+        if step:
+            candidate = pure.candidate(step)
+            plans[f"{ONLY} {kind}"] = candidate.plain.swaps(candidate.heads)
+    return plans

@@ -7,8 +7,10 @@ plan stands beside them as it is and without its output correction.
     sinks + window     the same memory, 4 of the keys at the beginning of the text
     constant           the mean output of every head
     random groups      the plan's substitute on as many KV groups drawn at random, others for every third text
+    only KIND          where the plan chose among kinds: KV groups chosen for that kind alone, with no more bytes in all
 
-A plan is compared with the better of the two windows, text by text.
+A plan is compared with the better of the two windows, text by text. Where it has several kinds, each group gets the
+window of its own memory, and groups that keep nothing stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.memory import SINKS, equal_window, kept_numbers
 from softgap.checkpoints import Checkpoints
 from softgap.intervals import Interval, interval_of
-from softgap.intervene.substitute import Head, Substitute, substitute
+from softgap.intervene.substitute import Head, Substitute, Swaps, substitute
 from softgap.intervene.swap import swap
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.sequences import (
@@ -46,9 +48,9 @@ from softgap.progress import Progress, silent
 __all__ = [
     "EQUAL",
     "LENGTHS",
+    "ONLY",
     "Baseline",
     "Baselines",
-    "Swaps",
     "evaluate_baselines",
     "group_bytes",
     "sequences_by_length",
@@ -63,11 +65,8 @@ DRAWS = 3
 EQUAL = 1.05
 
 PLAN, UNCORRECTED = "plan", "plan without output correction"
-WINDOW, SINKS_AND_WINDOW, CONSTANT, RANDOM = "window alone", "sinks + window", "constant", "random"
+WINDOW, SINKS_AND_WINDOW, CONSTANT, RANDOM, ONLY = "window alone", "sinks + window", "constant", "random", "only"
 _WINDOW_WORDS = {WINDOW: "A sliding window", SINKS_AND_WINDOW: "A sliding window with sinks"}
-
-Swaps = Sequence[tuple[Sequence[Head], Substitute]]
-"""Heads with what they become; a plan of several kinds has several of them."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +288,7 @@ def evaluate_baselines(
     *,
     fit: Sequences,
     units: Sequence[Sequence[Head]],
+    pure: Mapping[str, Swaps] | None = None,
     seed: int = 0,
     left_out: Mapping[int, str] | None = None,
     checkpoints: Checkpoints | None = None,
@@ -308,6 +308,8 @@ def evaluate_baselines(
         Sequences that mean outputs come from.
     units
         All heads or KV groups of the model; the random ones are drawn from them.
+    pure
+        Other swaps by name, for rows of their own: those of one kind alone.
     seed
         Random seed of the draws and of the bootstrap.
     left_out
@@ -319,6 +321,7 @@ def evaluate_baselines(
     """
     run = _Run(model, texts, recall_lists, checkpoints or Checkpoints(None, {}), progress)
     candidates = _candidates(model, swaps, fit, units, seed)
+    candidates += [_candidate(model, name, other) for name, other in (pure or {}).items()]
     run.total = (1 + len(candidates)) * run.parts
     original = run.read("the model itself", "original", [lambda: ()])
     readings = {candidate.name: run.read(candidate.name, candidate.key, candidate.draws) for candidate in candidates}
@@ -424,11 +427,11 @@ def _candidates(
     if any(part.readout is not None for _, part in swaps):
         candidates.append(_candidate(model, UNCORRECTED, bare))
     for name in (WINDOW, SINKS_AND_WINDOW):
-        windows = [(heads, window_of_equal_memory(model, x.mechanism, sinks=name != WINDOW)) for heads, x in swaps]
-        # A part that keeps nothing, or everything, has no window of equal memory.
-        equal = [(heads, Substitute(window)) for heads, window in windows if window is not None]
-        if len(equal) == len(swaps):
-            candidates.append(_candidate(model, name, equal))
+        equal = [(heads, _equal_part(model, part, sinks=name != WINDOW)) for heads, part in bare]
+        # What keeps every key has no window of equal memory; nor has a plan that keeps nothing.
+        windows = [(heads, part) for heads, part in equal if part is not None]
+        if len(windows) == len(equal) and any(part.window for _, part in windows):
+            candidates.append(_candidate(model, name, windows))
     everything = [head for heads, _ in swaps for head in heads]
     means: list[Substitute] = []
 
@@ -454,10 +457,22 @@ def _candidates(
 
 
 def _candidate(model: Model, name: str, swaps: Swaps) -> _Candidate:
+    return _Candidate(name, _name(swaps), _mean_bytes(model, swaps), [lambda: swaps], _key(swaps))
+
+
+def _mean_bytes(model: Model, swaps: Swaps) -> float:
+    """Bytes that a freed KV group keeps, in the mean over the swapped heads."""
     sizes = [group_bytes(model, part.mechanism) for _, part in swaps]
     weights = [len(heads) for heads, _ in swaps]
-    size = sizes[0] if len(set(sizes)) == 1 else float(np.average(sizes, weights=weights))
-    return _Candidate(name, _name(swaps), size, [lambda: swaps], _key(swaps))
+    return sizes[0] if len(set(sizes)) == 1 else float(np.average(sizes, weights=weights))
+
+
+def _equal_part(model: Model, part: Substitute, *, sinks: bool) -> Substitute | None:
+    """The window that keeps as much as a part; the part itself where it keeps nothing, None where it keeps all."""
+    if group_bytes(model, part.mechanism) == 0:
+        return part
+    window = window_of_equal_memory(model, part.mechanism, sinks=sinks)
+    return None if window is None else Substitute(window)
 
 
 def _name(swaps: Swaps) -> str:

@@ -52,16 +52,16 @@ class Budget:
     Attributes
     ----------
     loss
-        Largest rise in loss, in nats per token.
+        Largest rise in loss, in nats per token; None does not limit it.
     recall
         Largest drop in recall, between 0 and 1; None does not limit it.
     """
 
-    loss: float
+    loss: float | None
     recall: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.loss < math.inf:
+        if self.loss is not None and not 0 < self.loss < math.inf:
             raise ValueInputError(
                 f"the budget must be above 0 nats per token and finite, got {self.loss:g}; 0.1 is usual"
             )
@@ -85,7 +85,7 @@ class Budget:
     def _exceeded(self, change: Mapping[str, float]) -> list[tuple[str, str]]:
         """Each limit that is not met, and by what."""
         exceeded = []
-        if not change["loss"] <= self.loss:
+        if self.loss is not None and not change["loss"] <= self.loss:
             exceeded.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
         if self.recall is not None:
             if "recall" not in change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
 
-__all__ = ["Plan", "cache_bytes_at", "freed_groups", "load_plan", "memory_of", "streams"]
+__all__ = ["Plan", "cache_bytes_at", "freed_groups", "kind_of", "load_plan", "memory_of", "streams"]
 
 
 FORMAT = 1
@@ -92,6 +93,33 @@ class Plan:
             f"Recall rests on {self.recall['lists']:,.0f} lists ({self.recall['questions']:,.0f} questions); the 95 % "
             f"half-width of its change is {self.recall['half_width']:.3f}, that of the model's own recall "
             f"{self.recall['half_width_original']:.3f}."
+        )
+
+    def kinds(self) -> dict[Head, str]:
+        """What every swapped head becomes: constant, window, hybrid, or the name of the mechanism."""
+        return {head: kind_of(part.mechanism) for heads, part in self.substitute.swaps(self.heads) for head in heads}
+
+    def sentence(self, heads: int, groups: int) -> str:
+        """What it does to a model with so many heads and KV groups, in one or two sentences."""
+        names = dict.fromkeys(self.kinds().values())
+        becomes = f"by {self.substitute.name}"
+        if len(names) > 1:
+            counts = Counter(self.kinds().values())
+            becomes = "by " + ", ".join(f"{kind} ({counts[kind]} heads)" for kind in names)
+        return (
+            f"The plan replaces softmax {becomes} in {len(self.heads)} of {heads} heads. It frees "
+            f"{len(self.groups)} of {groups} KV groups and {len(self.layers)} whole layers."
+        )
+
+    def cache_words(self) -> str:
+        """Bytes of one sequence's cache at the context of the search, as one sentence; "" where none was given."""
+        context = self.provenance.get("context")
+        if not context:
+            return ""
+        own, original = (cache_bytes_at(self.memory, context, original=x) for x in (False, True))
+        return (
+            f"At {context:,} tokens one sequence keeps {own / 1e6:.1f} MB instead of {original / 1e6:.1f} MB "
+            f"({own / original:.0%})."
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -322,6 +350,11 @@ def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:
     """KV heads of a layer all of whose query heads are among these."""
     size = layer.heads // layer.kv_heads
     return [g for g in range(layer.kv_heads) if set(range(g * size, (g + 1) * size)) <= set(heads)]
+
+
+def kind_of(mechanism: Mechanism) -> str:
+    """The kind of substitute that a mechanism is: constant, window, hybrid, or its name."""
+    return mechanism.kind if mechanism.kind in ("constant", "window", "hybrid") else mechanism.name
 
 
 def streams(head_substitute: Substitute) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -50,21 +51,26 @@ class RecallTest:
     seed: int = 0
     report: Callable[[int], None] = lambda lists: None
     _blocks: list[Sequences] = field(default_factory=list, init=False)
-    _readings: dict[tuple[Head, ...], list[Reading]] = field(default_factory=dict, init=False)
+    _readings: dict[str, list[Reading]] = field(default_factory=dict, init=False)
 
     def compare(
         self,
         heads: Sequence[Head],
         make_substitute: Callable[[], Substitute | None],
         *,
+        key: Any = None,
         fewest: int = FEWEST_LISTS,
     ) -> tuple[Reading, Reading]:
-        """The original model and the one with these heads swapped, on enough lists and at least ``fewest``."""
+        """The original model and the one with these heads swapped, on enough lists and at least ``fewest``.
+
+        ``key`` tells the swap apart from others of the same test; None takes the heads.
+        """
+        swapped_key = heads if key is None else key
         blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
         while True:
             original, swapped = (
-                self._evaluate((), lambda: None, blocks),
-                self._evaluate(tuple(heads), make_substitute, blocks),
+                self._evaluate((), [], lambda: None, blocks),
+                self._evaluate(tuple(heads), swapped_key, make_substitute, blocks),
             )
             done = self.lists is not None or blocks * BLOCK_LISTS >= MOST_LISTS
             if done or max(half_widths(original, swapped, seed=self.seed).values()) <= HALF_WIDTH:
@@ -72,10 +78,10 @@ class RecallTest:
             blocks += 1
 
     def _evaluate(
-        self, heads: tuple[Head, ...], make_substitute: Callable[[], Substitute | None], blocks: int
+        self, heads: tuple[Head, ...], key: Any, make_substitute: Callable[[], Substitute | None], blocks: int
     ) -> Reading:
         """The first blocks of lists; what was asked before is used again."""
-        readings = self._readings.setdefault(heads, [])
+        readings = self._readings.setdefault(str(key), [])
         while len(readings) < blocks:
             block = self._block(len(readings))
 
@@ -83,7 +89,7 @@ class RecallTest:
                 return read_swapped(self.model, None, block, heads, make_substitute() if heads else None).to_json()
 
             readings.append(
-                Reading.from_json(self.checkpoints.find_or_make(["recall", heads, digest_of_sequences(block)], make))
+                Reading.from_json(self.checkpoints.find_or_make(["recall", key, digest_of_sequences(block)], make))
             )
             self.report(sum(len(part.recall) for part in readings))
         return join_readings(readings[:blocks])

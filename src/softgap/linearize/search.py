@@ -1,4 +1,7 @@
-"""Search for a plan that swaps as many heads or KV groups as a budget allows.
+"""Search for a plan: the heads or KV groups that a budget of loss or of bytes allows to swap, and what they become.
+
+With one mechanism the search swaps as many heads or groups as the loss allows. With several it chooses for every KV
+group among them and softmax (``softgap.linearize.allocation``).
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
@@ -7,6 +10,7 @@ of its own; those that choose and those that check are as many as ``softgap.line
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,22 +23,30 @@ from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
+from softgap.inputs import as_items
 from softgap.intervene.state_cache import bounded_layers
-from softgap.intervene.substitute import Head, Substitute, substitute
+from softgap.intervene.substitute import Substitute, substitute
 from softgap.intervene.swap import heads_by_layer
+from softgap.linearize.allocation import CONTEXT, Menu, choose_allocation, default_options, pure_plans, score_options
 from softgap.linearize.baselines import LENGTHS, evaluate_baselines, sequences_by_length
-from softgap.linearize.distil import distil_substitute
-from softgap.linearize.frontier import DEFAULT_SCORE, Budget, Unit, first_heads, order_units, units_of
-from softgap.linearize.output_correction import fit_output_correction
+from softgap.linearize.candidates import (
+    Candidate,
+    CandidateCosts,
+    SearchText,
+    largest_candidate,
+    n_checked,
+    split_text,
+)
+from softgap.linearize.frontier import DEFAULT_SCORE, Budget, first_heads, order_units, units_of
 from softgap.linearize.plan import Plan, freed_groups, memory_of, streams
 from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.sequences import (
     LENGTH,
     PAIRS,
-    Reading,
     Sequences,
     check_length,
+    context_of,
     digest_of_sequences,
     join_readings,
     read_swapped,
@@ -47,12 +59,15 @@ from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
-from softgap.progress import Progress, silent
+from softgap.progress import Progress, partial_progress, silent
 
 __all__ = ["check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
+# The longest sequences that a search with several mechanisms takes by itself.
+LONGEST = 2048
+BUDGET = 0.1
 # Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
 # Of the time, where baselines are evaluated after the search.
@@ -66,15 +81,17 @@ def find_plan(
     model: Model,
     tokenizer: Tokenizer,
     texts: Sequence[str],
-    mechanism: str | Mechanism | Substitute,
+    mechanism: str | Mechanism | Substitute | Sequence[str | Mechanism] | None = None,
     *,
-    budget: float,
+    budget: float | None = None,
+    budget_bytes: float | None = None,
+    context: int | None = None,
     recall_budget: float | None = None,
-    by: str = "heads",
+    by: str | None = None,
     score: str = DEFAULT_SCORE,
     correct: bool = True,
     distil: int = 0,
-    length: int = LENGTH,
+    length: int | None = None,
     tokens: int | None = TOKENS,
     recalls: int | None = None,
     baselines: bool = True,
@@ -82,7 +99,7 @@ def find_plan(
     folder: str | Path | None = None,
     progress: Progress = silent,
 ) -> Plan:
-    """The largest plan whose rise in loss, and drop in recall where that is limited, stay within the budget.
+    """The plan that keeps the least memory within a loss budget, or costs the least loss within a byte budget.
 
     Parameters
     ----------
@@ -93,22 +110,30 @@ def find_plan(
     texts
         What to search on: cut into sequences of ``length`` tokens, about ``tokens`` in all.
     mechanism
-        What heads become, by name, or as a ``Substitute``.
+        What heads become, by name, or as a ``Substitute``. Several names let the search choose one for each KV group;
+        None lets it choose among a constant, windows, and where the model is calibrated the fitted map and hybrids
+        (``softgap.linearize.allocation.default_options``).
     budget
-        Rise in loss that is allowed, in nats per token.
+        Rise in loss that is allowed, in nats per token; ``BUDGET`` where no byte budget is given.
+    budget_bytes
+        Bytes that the KV cache of one sequence with its states may take at ``context`` tokens. It needs several
+        mechanisms; a loss budget is then checked and not searched for.
+    context
+        Tokens at which bytes are counted; None for 8,192, or the model's context where that is shorter.
     recall_budget
         Drop in recall that is allowed, between 0 and 1; None does not limit it.
     by
-        ``heads`` or ``groups``.
+        ``heads`` or ``groups``; None for heads with one mechanism and for groups with several.
     score
-        What ranks the heads; see ``SCORES``.
+        What ranks the heads; see ``SCORES``. Several mechanisms are ranked by ``gradient+fisher`` of whole groups.
     correct
         Whether swapped heads get an output correction.
     distil
         Steps by which every set is distilled after its output correction (``distil_substitute``); 0 for none. A step
         takes the time of about four forwards over a sequence.
     length
-        Tokens per sequence.
+        Tokens per sequence; None for 512 with one mechanism and for up to 2,048 with several, since windows longer
+        than the sequences cannot be told from softmax.
     tokens
         About how many tokens of the texts to use; None for all.
     recalls
@@ -152,103 +177,154 @@ def find_plan(
     ['accuracy', 'loss']
     """
     check_measurable(model)
+    several = mechanism is None or not isinstance(mechanism, str | Mechanism | Substitute)
+    by = by or ("groups" if several else "heads")
     limits = check_search(
-        budget=budget,
-        recall_budget=recall_budget,
-        score=score,
-        correct=correct,
-        distil=distil,
-        length=length,
-        tokens=tokens,
-    )
-    head_substitute = substitute(mechanism, model)
-    whole = progress
-    if baselines:
-        progress = lambda stage, share: whole(stage, SEARCH_SHARE * share)  # noqa: E731
-    sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
-    if limits.recall is not None and recalls == 0:
+        budget=budget, budget_bytes=budget_bytes, context=context, recall_budget=recall_budget, by=by, score=score,
+        correct=correct, distil=distil, length=length, tokens=tokens, several=several,
+    )  # fmt: skip
+    if recall_budget is not None and recalls == 0:
         raise ValueInputError(
             "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
         )
-
-    def lists(kind: int, skip: int, n: int) -> Sequences:
-        return recall_sequences(model, tokenizer, n, seed=3 * seed + kind, skip=skip)
-
-    limited = limits.recall is not None
-    text = _split_text(sequences, lists(FIT, 0, FIT_LISTS if recalls is None else recalls) if limited else None)
+    if length is None:
+        length = default_length(model, tokenizer, texts) if several else LENGTH
+    sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
+    lists = _RecallLists(model, tokenizer, recalls, seed)
+    text = split_text(sequences, None if recall_budget is None else lists.fit())
+    options = _options(model, mechanism, text.fit, several)
     settings = _settings(
-        model, sequences, head_substitute, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
+        model, sequences, options, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
     )
     checkpoints = Checkpoints(folder, settings)
-    choose = RecallTest(model, partial(lists, CHOOSE), recalls, checkpoints, seed) if limited else None
-    search = _Search(model, text, head_substitute, settings, checkpoints, progress, choose)
-    order = _order_by_score(model, text, head_substitute, settings, checkpoints, progress)
-    heads = _largest_set(search, [first_heads(order, k) for k in range(len(order) + 1)], limits, by, progress)
-    stage = "checking the plan on unseen text"
-    progress(stage, 0.95)
-    check = None
-    if recalls != 0:
-        check = RecallTest(model, partial(lists, CHECK), recalls, checkpoints, seed)
-        check.report = lambda n: progress(f"{stage}, {n} recall lists", 0.97)
-    provenance = {**settings, "budget": budget, "recall_budget": recall_budget, "versions": library_versions()}
-    plan = _evaluate_plan(model, text, heads, search.substitute(heads), provenance, check, search.lists(heads))
+    searching, comparing = (partial_progress(progress, *x) for x in ((0.0, SEARCH_SHARE), (SEARCH_SHARE, 1.0)))
+    searching = searching if baselines else progress
+    costs = CandidateCosts(
+        model, text, settings, checkpoints, searching,
+        None if recall_budget is None else lists.test(CHOOSE, checkpoints),
+    )  # fmt: skip
+    menu = Menu.of(model, options, context) if several else None
+    if menu is not None:
+        scores = score_options(model, text, menu, checkpoints, searching, seed)
+        found, about = choose_allocation(costs, menu, scores, limits, budget_bytes, searching)
+    else:
+        found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
+    provenance = {**settings, "budget": limits.loss, "recall_budget": recall_budget, **about}
+    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), searching)
     if not baselines:
         return plan
     ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
     by_length, left_out = sequences_by_length(model, ids, [length, *LENGTHS], text.check.tokens)
-    recall_lists = None if recalls == 0 else lists(CHECK, 0, FEWEST_LISTS if recalls is None else recalls)
     evaluated = evaluate_baselines(
         model,
-        [(plan.heads, plan.substitute)],
+        plan.substitute.swaps(plan.heads),
         # At the length of the search the texts are those that the plan was checked on.
         dict(sorted({**by_length, length: text.check}.items())),
-        recall_lists,
+        lists.check(),
         fit=text.fit,
         units=units_of(model, by),
+        pure={} if menu is None else pure_plans(menu, scores, plan),
         seed=seed,
         left_out=left_out,
         checkpoints=checkpoints,
-        progress=lambda stage, share: whole(stage, SEARCH_SHARE + (1 - SEARCH_SHARE) * share),
+        progress=comparing,
     )
     return replace(plan, baselines=evaluated)
+
+
+@dataclass(frozen=True, eq=False)
+class _RecallLists:
+    """Recall lists of a search; those to fit on, to choose on and to check on come from seeds of their own."""
+
+    model: Model
+    tokenizer: Tokenizer
+    recalls: int | None
+    seed: int
+
+    def draw(self, use: int, skip: int, n: int) -> Sequences:
+        return recall_sequences(self.model, self.tokenizer, n, seed=3 * self.seed + use, skip=skip)
+
+    def fit(self) -> Sequences:
+        return self.draw(FIT, 0, FIT_LISTS if self.recalls is None else self.recalls)
+
+    def check(self) -> Sequences | None:
+        if self.recalls == 0:
+            return None
+        return self.draw(CHECK, 0, FEWEST_LISTS if self.recalls is None else self.recalls)
+
+    def test(self, use: int, checkpoints: Checkpoints) -> RecallTest | None:
+        if self.recalls == 0:
+            return None
+        return RecallTest(self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed)
+
+
+def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+    """Tokens per sequence where windows are compared: as many as text and context allow, at most 2,048."""
+    n_tokens = len(token_ids(tokenizer, texts))
+    longest = min(LONGEST, context_of(model) or LONGEST)
+    length = LENGTH
+    while 2 * length <= longest and 4 * FEWEST * length <= n_tokens:
+        length *= 2
+    return min(length, longest)
+
+
+def _options(model: Model, mechanism: Any, fit: Sequences, several: bool) -> list[Substitute]:
+    """What heads may become: what was named, or the default options."""
+    if not several:
+        return [substitute(mechanism, model)]
+    if mechanism is None:
+        return default_options(model, fit)
+    return [substitute(name, model) for name in as_items(mechanism)]
 
 
 def _unseen_tokens(ids: Sequence[int], n_sequences: int, length: int) -> Sequence[int]:
     """The end of the text, from the first sequence on that the plan is checked on."""
     places = sequence_places(len(ids) // length, n_sequences)
-    return ids[int(places[n_sequences - _quarter(n_sequences)]) * length :]
+    return ids[int(places[n_sequences - n_checked(n_sequences)]) * length :]
 
 
-def _quarter(n_sequences: int) -> int:
-    """How many sequences a plan is checked on."""
-    return max(1, n_sequences // 4)
-
-
-def _settings(model: Model, sequences: Sequences, head_substitute: Substitute, **options: Any) -> dict[str, Any]:
-    """Everything that scores and costs of sets depend on; a budget does not change them."""
+def _settings(model: Model, sequences: Sequences, options: Sequence[Substitute], **others: Any) -> dict[str, Any]:
+    """Everything that scores and costs of candidates depend on; a budget does not change them."""
+    names = [option.name for option in options]
     return {
         "fingerprint": model_fingerprint(model),
-        "mechanism": head_substitute.name,
-        "calibration": head_substitute.mechanism.origin,
-        "parameters": head_substitute.digest,
+        "mechanism": names[0] if len(names) == 1 else names,
+        "calibration": next((x.mechanism.origin for x in options if x.mechanism.origin), ""),
+        "parameters": "".join(option.digest for option in options),
         "text": digest_of_sequences(sequences),
         "tokens": sequences.tokens,
-        **options,
+        **others,
     }
 
 
 def check_search(
     *,
-    budget: float,
+    budget: float | None,
     recall_budget: float | None,
     score: str,
     correct: bool,
     distil: int,
-    length: int,
+    length: int | None,
     tokens: int | None,
+    by: str,
+    budget_bytes: float | None = None,
+    context: int | None = None,
+    several: bool = False,
 ) -> Budget:
     """Refuse what no search can be made with; a command asks before it loads a model."""
-    limits = Budget(budget, recall_budget)
+    limits = Budget(BUDGET if budget is None and budget_bytes is None else budget, recall_budget)
+    if budget_bytes is not None and not 0 <= budget_bytes < math.inf:
+        raise ValueInputError(f"the byte budget must be at least 0 and finite, got {budget_bytes:g}")
+    if context is not None and context < 1:
+        raise ValueInputError(f"context must be at least 1 token, got {context}; {CONTEXT:,} is usual")
+    if several and by != "groups":
+        raise ValueInputError(f"several mechanisms are chosen for whole KV groups, got by='{by}'; use by='groups'")
+    if several and score != DEFAULT_SCORE:
+        raise ValueInputError(f"several mechanisms are ranked by {DEFAULT_SCORE}, got '{score}'; leave the score out")
+    if not several and (budget_bytes is not None or context is not None):
+        raise ValueInputError(
+            "a byte budget needs several mechanisms to choose among, got one; name several, or leave the mechanism out"
+        )
     if score not in SCORES:
         raise unknown_name("score", score, SCORES)
     if distil < 0 or (distil and not correct):
@@ -256,39 +332,24 @@ def check_search(
             f"distillation takes 0 steps or more and needs the output correction, got distil={distil} and "
             f"correct={correct}; leave one out"
         )
-    check_length(length)
+    if length is not None:
+        check_length(length)
     if tokens is not None and tokens < 1:
         raise ValueInputError(f"tokens must be at least 1, got {tokens}; {TOKENS} are usual")
     return limits
 
 
-@dataclass(frozen=True, eq=False)
-class _SearchText:
-    """Sequences to fit on, to choose on and to check on, and recall lists to fit on."""
-
-    fit: Sequences
-    choose: Sequences
-    check: Sequences
-    fit_recall_lists: Sequences | None = None
-
-
-def _split_text(sequences: Sequences, recall: Sequences | None) -> _SearchText:
-    """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
-    half, quarter = len(sequences) // 2, _quarter(len(sequences))
-    bounds = ((0, half), (half, len(sequences) - quarter), (len(sequences) - quarter, None))
-    fit, choose, check = (sequences.part(slice(*bound)) for bound in bounds)
-    return _SearchText(fit, choose, check, recall)
-
-
-def _order_by_score(
+def _largest_set(
     model: Model,
-    text: _SearchText,
+    text: SearchText,
     head_substitute: Substitute,
     settings: dict[str, Any],
     checkpoints: Checkpoints,
+    costs: CandidateCosts,
+    limits: Budget,
     progress: Progress,
-) -> list[Unit]:
-    """All heads or groups, cheapest first by the score; scores that were taken before are used again.
+) -> Candidate:
+    """As many heads or groups as the budget allows, the cheapest by their score first.
 
     Where recall is limited, recall lists count beside the text: heads that text hardly misses may be all of recall.
     """
@@ -310,109 +371,41 @@ def _order_by_score(
         ["scores", digest_of_sequences(text.fit_recall_lists)] if text.fit_recall_lists else "scores", make
     )
     heads = [(int(layer), int(head)) for layer, head in scores["heads"]]
-    return order_units(units_of(model, settings["by"]), heads, np.asarray(scores["score"]))
-
-
-class _Search:
-    """What sets of heads cost, on the quarter of the text and the recall lists that choose."""
-
-    def __init__(
-        self,
-        model: Model,
-        text: _SearchText,
-        head_substitute: Substitute,
-        settings: dict[str, Any],
-        checkpoints: Checkpoints,
-        progress: Progress,
-        recall: RecallTest | None,
-    ) -> None:
-        self._model, self._text, self._plain, self._recall = model, text, head_substitute, recall
-        self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
-        self._substitutes: dict[tuple[Head, ...], Substitute] = {}
-        self.share = 0.3
-        if recall is not None:
-            recall.report = lambda n: progress(f"asking {n} recall lists", self.share)
-        self._original = self._reading([])
-
-    def substitute(self, heads: Sequence[Head]) -> Substitute:
-        """The substitute of these heads, with corrected outputs and distilled where asked; computed once for a set."""
-        if not self._settings["repair"]:
-            return self._plain
-        key = tuple(heads)
-        if key not in self._substitutes:
-            self._substitutes[key] = fit_output_correction(self._model, self._text.fit, heads, self._plain)
-            if self._settings["tune"]:
-                self._substitutes[key] = distil_substitute(
-                    self._model, self._text.fit, heads, self._substitutes[key],
-                    recall_lists=self._text.fit_recall_lists, steps=self._settings["tune"], seed=self._settings["seed"],
-                    progress=lambda stage, share: self._progress(stage, self.share),
-                )  # fmt: skip
-        return self._substitutes[key]
-
-    def change(self, heads: Sequence[Head]) -> dict[str, float]:
-        """Rise in loss, and changes in accuracy and recall."""
-        before, after = [self._original], [self._reading(list(heads))]
-        if self._recall is not None:
-            original, swapped = self._recall.compare(heads, lambda: self.substitute(heads))
-            before.append(original)
-            after.append(swapped)
-        means = join_readings(before).means(), join_readings(after).means()
-        return {name: means[1][name] - means[0][name] for name in means[0]}
-
-    def lists(self, heads: Sequence[Head]) -> int:
-        """On how many recall lists it was decided whether these heads may go; 0 where recall is not limited."""
-        if self._recall is None:
-            return 0
-        return len(self._recall.compare(heads, lambda: self.substitute(heads))[0].recall)
-
-    def _reading(self, heads: list[Head]) -> Reading:
-        def make() -> dict[str, Any]:
-            head_substitute = self.substitute(heads) if heads else None
-            return read_swapped(self._model, self._text.choose, None, heads, head_substitute).to_json()
-
-        return Reading.from_json(self._checkpoints.find_or_make(["set", heads], make))
-
-
-def _largest_set(
-    search: _Search, sets: Sequence[Sequence[Head]], limits: Budget, by: str, progress: Progress
-) -> Sequence[Head]:
-    """The largest set within the budget, by bisection: costs grow with the set, up to the noise of the text."""
-    first = search.change(sets[1])
-    if not limits.allows(first):
-        raise limits.refusal(first, f"the cheapest of the {by}")
-    low, high, done = 1, len(sets), 0
-    total = max(1, (len(sets) - 1).bit_length())
-    while high - low > 1:
-        middle = (low + high) // 2
-        if limits.allows(search.change(sets[middle])):
-            low = middle
-        else:
-            high = middle
-        done += 1
-        search.share = min(0.9, 0.3 + 0.6 * done / total)
-        progress(f"{low} of {len(sets) - 1} {by} fit the budget", search.share)
-    return sets[low]
+    by = settings["by"]
+    order = order_units(units_of(model, by), heads, np.asarray(scores["score"]))
+    return largest_candidate(
+        costs,
+        len(order) + 1,
+        lambda n: Candidate(tuple(first_heads(order, n)), head_substitute),
+        limits,
+        first=f"the cheapest of the {by}",
+        words=lambda n: f"{n} of {len(order)} {by} fit the budget",
+        progress=progress,
+    )
 
 
 def _evaluate_plan(
     model: Model,
-    text: _SearchText,
-    heads: Sequence[Head],
-    head_substitute: Substitute,
+    text: SearchText,
+    found: Candidate,
+    costs: CandidateCosts,
     provenance: dict[str, Any],
     recall: RecallTest | None,
-    decided_on: int,
+    progress: Progress,
 ) -> Plan:
-    """The plan of these heads, with what they cost on text that the search never saw.
+    """The plan of a candidate, with what it costs on text that the search never saw.
 
     Recall is checked on at least as many lists as it was decided on.
     """
-    original, swapped = (
-        read_swapped(model, text.check, None, swapped_heads, head_substitute) for swapped_heads in ([], heads)
-    )
+    stage = "checking the plan on unseen text"
+    progress(stage, 0.95)
+    heads, head_substitute, decided_on = found.heads, costs.substitute(found), costs.lists(found)
+    original, swapped = (read_swapped(model, text.check, None, x, head_substitute) for x in ((), heads))
     recall_record: dict[str, float] = {}
     if recall is not None:
-        before, after = recall.compare(heads, lambda: head_substitute, fewest=max(FEWEST_LISTS, decided_on))
+        before, after = recall.compare(
+            heads, lambda: head_substitute, key=found.key, fewest=max(FEWEST_LISTS, decided_on)
+        )
         original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
         recall_record = {
@@ -441,5 +434,5 @@ def _evaluate_plan(
         expected=swapped.change_from(original),
         recall=recall_record,
         memory=memory_of(model, groups, head_substitute),
-        provenance=provenance,
+        provenance={**provenance, "versions": library_versions()},
     )

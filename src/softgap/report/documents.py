@@ -337,11 +337,7 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
         tables.append(Table(names, tuple(cells), "Rise in loss of the plan and its baselines, with 95 % half-widths"))
     return Document(
         title=f"Plan for {plan.model}",
-        verdict=(
-            f"{better_window}{' ' * bool(better_window)}The plan replaces softmax by {plan.substitute.name} in "
-            f"{len(plan.heads)} of {sum(heads)} heads. It frees "
-            f"{len(plan.groups)} of {sum(kv_heads)} KV groups and {len(plan.layers)} whole layers."
-        ),
+        verdict=(f"{better_window}{' ' * bool(better_window)}{plan.sentence(sum(heads), sum(kv_heads))}"),
         tables=tuple(tables),
         pictures=_plan_picture(plan, heads, kv_heads, layers),
         notes=(
@@ -351,7 +347,7 @@ def plan_document(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], lay
                 "Memory",
                 f"The KV cache needs {memory['per_token']:,.0f} bytes per token instead of "
                 f"{memory['per_token_original']:,.0f}. The recurrent states need {memory['states'] / 1e6:.1f} MB, and "
-                f"the plan itself {memory['parameters'] / 1e6:.1f} MB.",
+                f"the plan itself {memory['parameters'] / 1e6:.1f} MB. {plan.cache_words()}".rstrip(),
             ),
             *((name, str(value)) for name, value in plan.provenance.items()),
         ),
