@@ -11,10 +11,15 @@ import pytest
 import torch
 
 import softgap
+from softgap.attention import resolve
 from softgap.cli import main
-from softgap.linearize import apply, load_plan
+from softgap.cli.linearize import _grid, parse_bytes
+from softgap.linearize import Mixture, Plan, apply, load_plan
 from softgap.linearize.baselines import Baselines
+from softgap.linearize.plan import cache_bytes_at
 from softgap.models import load_model
+from softgap.models.fingerprint import model_fingerprint
+from softgap.probe.layout import attention_layers
 from support.cli_examples import failure
 from support.model_examples import save_folder, tiny_llama
 
@@ -35,7 +40,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["linearize", str(folder), "--text", "boats.txt", "--window", "8", "--picture", "plan.svg", *QUICK]
+    arguments = ["linearize", str(folder), "--text", "boats.txt", "--picture", "plan.svg", *QUICK]
+    arguments += ["--mechanism", "elu1", "--window", "8"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "in 8 of 8 heads. It frees 4 of 4 KV groups and 2 whole layers." in " ".join(shown.split())
@@ -62,6 +68,42 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
             for settings in ({}, {"past_key_values": applied.cache()})
         ]
     assert torch.equal(*both)
+
+
+def test_a_byte_budget_allocates_several_kinds(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["linearize", str(folder), "--text", "boats.txt", *QUICK[:4], "--picture", "plan.svg"]
+    kinds = ["--mechanism", "window:w=2,sinks=1", "--mechanism", "elu1"]
+    assert main([*arguments, *kinds, "--budget-bytes", "60%", "--context", "128"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    plan = load_plan("plan.json")
+    own, original = (cache_bytes_at(plan.memory, 128, original=x) for x in (False, True))
+    assert own <= 0.6 * original
+    assert f"({own / original:.0%})" in words
+    assert "At 128 tokens one sequence keeps" in words
+    assert "only window" in words
+    assert plan.provenance["budget_bytes"] == 0.6 * original
+    assert (here / "plan.svg").is_file()
+    assert main(["report", ".", "--out", "plan.html"]) == 0
+    assert "At 128 tokens one sequence keeps" in (here / "plan.html").read_text(encoding="utf-8")
+
+
+def test_the_map_has_a_letter_for_every_kind(folder: Path) -> None:
+    model, _ = load_model(str(folder))
+    heads = ((0, 0), (0, 1), (1, 0), (1, 1))
+    mixture = Mixture([(heads[:2], resolve("window")), (heads[2:], resolve("elu1"))])
+    plan = Plan("tiny", model_fingerprint(model), heads, ((0, 0), (1, 0)), (), mixture)
+    assert _grid(plan, attention_layers(model)) == ["we", "we", "..", ".."]
+    assert plan.sentence(8, 4).startswith(
+        "The plan replaces softmax by window (2 heads), elu1 (2 heads) in 4 of 8 heads."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("96M", (96e6, False)), ("1.5 GiB", (1.5 * 2**30, False)), ("512b", (512, False)), ("25%", (0.25, True))],
+)
+def test_bytes_are_read(text: str, expected: tuple[float, bool]) -> None:
+    assert parse_bytes(text) == expected
 
 
 def test_json_is_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +201,26 @@ def test_bad_input_is_one_sentence(
     assert "at least 2048 tokens" in failure([*start, "--text", "short.txt"], capsys)
     assert "must end in .json, got 'plan.txt'" in failure([*start, "--text", "boats.txt", "--out", "plan.txt"], capsys)
     assert "unknown mechanism 'elu2'" in failure([*start, "--text", "boats.txt", "--mechanism", "elu2", *QUICK], capsys)
-    monkeypatch.setattr("softgap.linearize.search._Search.change", lambda self, heads: {"loss": 0.5, "recall": -0.4})
+    monkeypatch.setattr(
+        "softgap.linearize.candidates.CandidateCosts.change", lambda self, candidate: {"loss": 0.5, "recall": -0.4}
+    )
+    one = [*start, "--text", "boats.txt", "--mechanism", "elu1"]
     assert "nothing meets the budget of 0.1 nats per token: the cheapest of the groups costs 0.5" in failure(
-        [*start, "--text", "boats.txt", *QUICK[:4]], capsys
+        [*one, *QUICK[:4]], capsys
     )
     assert "nothing meets the recall budget of 0.2: the cheapest of the groups loses 0.4 of recall already" in failure(
-        [*start, "--text", "boats.txt", *QUICK, "--recall-budget", "0.2"], capsys
+        [*one, *QUICK, "--recall-budget", "0.2"], capsys
     )
+    several = [*start, "--text", "boats.txt", *QUICK[:4]]
+    assert "the cheapest allocation costs 0.5 already" in failure(several, capsys)
+    assert "takes bytes (96M, 1.5GiB) or a share (25%), got 'half'" in failure(
+        [*several, "--budget-bytes", "half"], capsys
+    )
+    assert "nothing meets the byte budget of 3: the least" in failure(
+        [*several, "--budget-bytes", "3", "--mechanism", "elu1", "--mechanism", "window"], capsys
+    )
+    assert "needs several mechanisms" in failure([*one, *QUICK[:4], "--budget-bytes", "1k"], capsys)
+    assert "--window needs one --mechanism" in failure([*several, "--window", "8"], capsys)
     assert "recall budget must be between 0 and 1" in failure(
         [*start, "--text", "boats.txt", *QUICK, "--recall-budget", "7"], capsys
     )

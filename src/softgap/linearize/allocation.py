@@ -269,8 +269,9 @@ def score_options(
 
     def scored(sequences: Sequences, share: tuple[float, float]) -> np.ndarray:
         told = partial_progress(progress, *share)
-        by_text = unit_scores(model, sequences, menu.options, menu.units, seed=seed, progress=told)
-        means: np.ndarray = by_text.mean(axis=-1)
+        # Slopes are noise where a swap costs little, and whoever takes the least of many options takes the luckiest.
+        _, curvature = unit_scores(model, sequences, menu.options, menu.units, seed=seed, progress=told)
+        means: np.ndarray = curvature.mean(axis=-1)
         return means
 
     def make() -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Applied:
         self._model = model
         layers = attention_layers(model)
         self._streams = streams(head_substitute)
-        self._name = head_substitute.name
+        names = dict.fromkeys(part.mechanism.name for _, part in head_substitute.swaps(heads) if not streams(part))
+        self._name = ", ".join(names)
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
         bounded = bounded_layers(model)

@@ -226,17 +226,18 @@ def unit_scores(
     samples: int = SAMPLES,
     seed: int = 0,
     progress: Progress = silent,
-) -> Float[np.ndarray, "substitute unit text"]:
-    """Slope plus half the Fisher curvature of swapping whole units, for several substitutes from the same passes.
+) -> tuple[Float[np.ndarray, "substitute unit text"], Float[np.ndarray, "substitute unit text"]]:
+    """Slope of the loss and half its Fisher curvature along the swap of whole units, for several substitutes.
 
-    A unit's gate moves all of its heads, so that the slopes of its heads are added before they are squared:
+    All come from the same passes: the gradient at a head serves every substitute, only the step along it differs. A
+    unit's gate moves all of its heads, so that the slopes of its heads are added before they are squared:
 
-        score(u) = sum_{h in u} dL/dg_h + E_y (sum_{h in u} dlog p(y)/dg_h)^2 / 2,      per token.
+        curvature(u) = E_y (sum_{h in u} dlog p(y)/dg_h)^2 / 2 per token,      y drawn from the model.
 
     Parameters
     ----------
     substitutes
-        What units may become; a gradient at a head serves all of them, only the step along it differs.
+        What units may become.
     units
         Heads that go together.
     """
@@ -254,18 +255,19 @@ def unit_scores(
     columns = []
     for number in range(len(sequences)):
         text = sequences.part(slice(number, number + 1))
-        next_ids = text.ids[0, 1:][text.scored[0]]
         with _Gates(model, options, ()) as gates:
             logits = gates.logits(text)
-            scores = gates.slopes(_loss(logits, next_ids)).cpu() @ members
+            slopes = gates.slopes(_loss(logits, text.ids[0, 1:][text.scored[0]])).cpu() @ members
             probability = logits.detach().float().softmax(dim=-1)
+            curvature = torch.zeros_like(slopes)
             for _ in range(samples):
                 labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
-                slopes = gates.slopes(_loss(logits, labels)).cpu() @ members
-                scores = scores + slopes.square() / (2 * samples)
-        columns.append(scores.double().numpy() / text.tokens)
+                drawn = gates.slopes(_loss(logits, labels)).cpu() @ members
+                curvature += drawn.square() / (2 * samples)
+        columns.append(torch.stack([slopes, curvature]).double().numpy() / text.tokens)
         progress("scoring KV groups", (number + 1) / len(sequences))
-    return np.stack(columns, axis=-1)
+    slope, half_curvature = np.stack(columns, axis=-1)
+    return slope, half_curvature
 
 
 def _passes(name: str, samples: int, steps: int) -> float:

@@ -1,0 +1,136 @@
+"""Allocations: the path is the best there is for its bytes, budgets are kept, and a plan stands beside pure ones."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softgap.attention import resolve
+from softgap.errors import SoftgapError
+from softgap.linearize import Mixture, Substitute, find_plan, head_scores, load_plan, split_sequences
+from softgap.linearize.allocation import SOFTMAX, Menu, cheapest_path, default_options, original_cache_bytes
+from softgap.linearize.candidates import CandidateCosts
+from softgap.linearize.frontier import units_of
+from softgap.linearize.plan import cache_bytes_at
+from softgap.linearize.scores import unit_scores
+from support.linearize_cases import sharp_llama
+from support.model_examples import byte_tokenizer
+from support.probe_cases import tiny_with
+
+TEXT = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge." for i in range(60))
+FULL = 100.0
+SEVERAL = ["window:w=3,sinks=1", "window:w=12,sinks=2", "elu1"]
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return sharp_llama(max_position_embeddings=512).float()
+
+
+@given(
+    st.lists(st.lists(st.floats(-1, 3), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.lists(st.sampled_from([0.0, 5.0, 20.0, 60.0, 100.0]), min_size=3, max_size=3),
+)
+def test_no_allocation_lies_below_the_path(columns: list[list[float]], kept: list[float]) -> None:
+    """Every step minimises score + lambda x bytes over all allocations, lambda being what the step costs per byte."""
+    scores, sizes = np.array(columns).T, np.array(kept)
+    path = cheapest_path(scores, sizes, FULL)
+
+    def totals(choice: Any) -> tuple[float, float]:
+        swapped = [(option, unit) for unit, option in enumerate(choice) if option != SOFTMAX]
+        bytes_kept = sum(sizes[option] for option, _ in swapped) + FULL * (len(choice) - len(swapped))
+        return sum(scores[option, unit] for option, unit in swapped), bytes_kept
+
+    # An option that keeps as much as softmax saves nothing and is never taken.
+    smaller = [SOFTMAX, *(option for option in range(3) if sizes[option] < FULL)]
+    every = [totals(choice) for choice in itertools.product(smaller, repeat=len(columns))]
+    for before, after in itertools.pairwise(path):
+        (score, size), (next_score, next_size) = totals(before), totals(after)
+        assert next_size < size
+        assert (before != after).sum() == 1
+        price = (next_score - score) / (size - next_size)
+        assert all(a + price * b >= next_score + price * next_size - 1e-9 for a, b in every)
+    assert totals(path[-1])[1] == min(size for _, size in every)
+
+
+def test_one_pass_scores_every_option_as_its_own(small: Any) -> None:
+    """With one head per unit they are the scores of that mechanism alone; a unit's slope is that of its heads."""
+    text = split_sequences(small, byte_tokenizer(), [TEXT], length=64, tokens=192)
+    options = [Substitute(resolve(name)) for name in SEVERAL]
+    slopes, curvature = unit_scores(small, text, options, units_of(small, "heads"), samples=2, seed=5)
+    for number, option in enumerate(options):
+        alone = head_scores(small, text, option, names=["gradient", "fisher"], samples=2, seed=5)
+        assert np.allclose(slopes[number], alone.values["gradient"], rtol=1e-4, atol=1e-7)
+        assert np.allclose(curvature[number], alone.values["fisher"], rtol=1e-4, atol=1e-7)
+    together, joint = unit_scores(small, text, options, units_of(small, "groups"), samples=2, seed=5)
+    assert np.allclose(together, slopes.reshape(3, -1, 2, len(text)).sum(axis=2), atol=1e-7)
+    apart = curvature.reshape(3, -1, 2, len(text)).sum(axis=2)
+    assert (joint <= 2 * apart + 1e-9).all()
+    assert not np.allclose(joint, apart, rtol=1e-3)
+
+
+def test_a_byte_budget_is_kept_and_the_best_kind_taken(small: Any, tmp_path: Path) -> None:
+    whole = original_cache_bytes(small, 256)
+    plan = find_plan(
+        small, byte_tokenizer(), [TEXT], SEVERAL, budget_bytes=0.6 * whole, context=256, length=64, recalls=0
+    )
+    assert isinstance(plan.substitute, Mixture)
+    assert 0 < cache_bytes_at(plan.memory, 256) <= 0.6 * whole
+    assert cache_bytes_at(plan.memory, 256, original=True) == whole
+    rises = plan.provenance["rise_by_kind"]
+    assert set(rises) == {"mixed", "window", "elu1"}
+    assert rises[plan.provenance["chosen"]] == min(rises.values())
+    assert "instead of" in plan.cache_words()
+    assert load_plan(plan.save(tmp_path / "plan.json")).cache_words() == plan.cache_words()
+    assert plan.baselines is not None
+    assert {"only window", "only elu1", "sinks + window", "random groups"} <= {row.name for row in plan.baselines.rows}
+
+
+def test_a_loss_budget_saves_more_bytes_when_it_is_larger(small: Any) -> None:
+    settings: dict[str, Any] = {"length": 64, "recalls": 0, "baselines": False, "context": 256, "correct": False}
+    sizes = []
+    for budget in (0.02, 3.0):
+        plan = find_plan(small, byte_tokenizer(), [TEXT], SEVERAL, budget=budget, **settings)
+        sizes.append(cache_bytes_at(plan.memory, 256))
+    assert sizes[1] < sizes[0] < original_cache_bytes(small, 256)
+
+
+def test_the_default_options_need_no_calibration(small: Any) -> None:
+    text = split_sequences(small, byte_tokenizer(), [TEXT], length=256)
+    options = default_options(small, text)
+    # A window of 256 keys cannot be judged by sequences of 256.
+    assert [option.mechanism.label for option in options] == ["constant", "window:w=12,sinks=4", "window:w=60,sinks=4"]
+    assert Menu.of(small, options).kinds == ["constant", "window", "window"]
+    plan = find_plan(small, byte_tokenizer(), [TEXT], budget=3.0, length=128, recalls=0, baselines=False)
+    assert set(plan.kinds().values()) <= {"constant", "window"}
+
+
+def test_layers_with_a_cache_of_their_own_bound_are_left_alone() -> None:
+    model = tiny_with("gemma3")
+    growing = {unit[0][0] for unit in Menu.of(model, [Substitute(resolve("elu1"))]).units}
+    kinds = model.config.get_text_config().layer_types
+    assert growing == {i for i, kind in enumerate(kinds) if kind == "full_attention"}
+
+
+def test_what_no_search_can_do_is_one_sentence(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(message: str, mechanisms: Any = SEVERAL, **settings: Any) -> None:
+        with pytest.raises(SoftgapError, match=message):
+            find_plan(small, byte_tokenizer(), [TEXT], mechanisms, length=64, recalls=0, baselines=False, **settings)
+
+    refused("nothing meets the byte budget of 10: the least that these mechanisms keep is", budget_bytes=10)
+    refused("allows already; give a smaller one", budget_bytes=1e9)
+    refused("the byte budget must be at least 0", budget_bytes=-1)
+    refused("a byte budget needs several mechanisms", "elu1", budget_bytes=1000)
+    refused("chosen for whole KV groups", by="heads", budget=1)
+    refused("ranked by gradient", score="divergence", budget=1)
+    refused("keeps every key", ["top_k:k=3", "elu1"], budget=1)
+    monkeypatch.setattr(CandidateCosts, "change", lambda self, candidate: {"loss": 0.5})
+    half = 0.5 * original_cache_bytes(small, 256)
+    refused("the cheapest allocation of .* bytes costs 0.5 already", budget_bytes=half, context=256, budget=0.1)
+    refused("context must be at least 1", budget=1, context=0)
