@@ -13,18 +13,20 @@ each step moves one group along the lower convex hull of its options, the step t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from softgap.attention import Mechanism, resolve
 from softgap.attention.memory import keys_worth, split_keys
 from softgap.checkpoints import Checkpoints
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import bounded_layers
-from softgap.intervene.substitute import Mixture, Substitute, Swaps, substitute
+from softgap.intervene.substitute import Mixture, Substitute, Swaps
 from softgap.linearize.baselines import ONLY, group_bytes
 from softgap.linearize.candidates import Candidate, CandidateCosts, SearchText, largest_candidate
 from softgap.linearize.frontier import Budget, Unit, units_of
@@ -33,7 +35,7 @@ from softgap.linearize.plan import Plan, cache_bytes_at, kind_of, streams
 from softgap.linearize.scores import unit_scores
 from softgap.linearize.sequences import Sequences, context_of, digest_of_sequences
 from softgap.models.loading import Model
-from softgap.models.tensor_files import calibrated_mechanisms
+from softgap.models.tensor_files import calibrated_mechanisms, equip_mechanism
 from softgap.probe.layout import attention_layers, head_dim
 from softgap.progress import Progress, partial_progress
 
@@ -42,6 +44,7 @@ __all__ = [
     "SOFTMAX",
     "Allocations",
     "Menu",
+    "calibrated_options",
     "cheapest_path",
     "choose_allocation",
     "default_options",
@@ -230,31 +233,30 @@ def original_cache_bytes(model: Model, context: int | None = None) -> float:
 def default_options(model: Model, fit: Sequences) -> list[Substitute]:
     """A constant, windows from a quarter to four times the usual memory, the fitted map and hybrids.
 
-    Fitted map and hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of half
-    the sequences or more are left out: such sequences cannot tell them from softmax.
+    Fitted map and hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of more
+    than half the sequences are left out: such sequences cannot tell them from softmax.
     """
     longest = fit.ids.shape[1] // 2
-    calibrated = bool(calibrated_mechanisms(model))
-    if not calibrated:
-        windows = [add_sinks(keys) for keys in (16, 64, 256) if keys <= longest]
-        return [substitute(mean_outputs(model, fit), model), *(substitute(name, model) for name in windows)]
-    fitted, hybrid = (substitute(name, model) for name in ("fitted", "hybrid"))
-    worth = round(keys_worth(fitted.mechanism, head_dim(model), kv_heads=attention_layers(model)[0].kv_heads))
+    if calibrated_mechanisms(model):
+        return calibrated_options(model, partial(equip_mechanism, model=model), longest)
+    windows = [_window_of(keys) for keys in (16, 64, 256) if keys <= longest]
+    return [Substitute(mean_outputs(model, fit)), *windows]
+
+
+def calibrated_options(model: Model, equip: Callable[[str], Mechanism], longest: int) -> list[Substitute]:
+    """The options that a calibration has; ``equip`` gives its mechanisms by name, ``longest`` bounds windows."""
+    constant, fitted, hybrid = (equip(name) for name in ("constant", "fitted", "hybrid"))
+    worth = round(keys_worth(fitted, head_dim(model), kv_heads=attention_layers(model)[0].kv_heads))
     sizes = [keys for keys in (worth // 4, worth, 4 * worth) if 1 < keys <= longest]
-    own = int(hybrid.mechanism.options["w"])
-    recent = [own + keys - worth for keys in sizes if keys >= worth]
-    return [
-        substitute("constant", model),
-        *(substitute(add_sinks(keys), model) for keys in sizes),
-        fitted,
-        *(Substitute(hybrid.mechanism.configure(w=w)) for w in recent),
-    ]
+    own = int(hybrid.options["w"])
+    hybrids = [hybrid.configure(w=own + keys - worth) for keys in sizes if keys >= worth]
+    return [Substitute(constant), *map(_window_of, sizes), Substitute(fitted), *map(Substitute, hybrids)]
 
 
-def add_sinks(keys: int) -> str:
+def _window_of(keys: int) -> Substitute:
     """The window that keeps so many keys, a few of them at the beginning of the text."""
     recent, sinks = split_keys(keys)
-    return f"window:w={recent},sinks={sinks}"
+    return Substitute(resolve(f"window:w={recent},sinks={sinks}"))
 
 
 def score_options(
