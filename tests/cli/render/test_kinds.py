@@ -38,11 +38,11 @@ def shown(sufficiency: Sufficiency) -> str:
 
 
 def test_the_map_has_a_letter_for_each_head_and_names_the_layers() -> None:
-    lines = kind_map(example(), colour=False).plain.splitlines()
+    lines = kind_map(example().labels, colour=False).plain.splitlines()
     assert lines[:3] == ["  0 whhhhh", "  1 Sccccc", "    0    5"]
     assert lines[3].strip().startswith("c constant, p profile, w window, f fitted, h hybrid, S softmax")
-    coloured = kind_map(example(), colour=True)
-    assert coloured.plain == kind_map(example(), colour=False).plain
+    coloured = kind_map(example().labels, colour=True)
+    assert coloured.plain == kind_map(example().labels, colour=False).plain
     assert len({str(span.style) for span in coloured.spans}) == 4
 
 
