@@ -71,6 +71,8 @@ function drawFacts() {
   byId('headline').hidden = !PAYLOAD.headline;
   byId('held-out').textContent = PAYLOAD.heldOut || '';
   byId('held-out').hidden = !PAYLOAD.heldOut;
+  byId('kinds-hint').textContent = PAYLOAD.kindsHint || '';
+  byId('kinds-hint').hidden = !PAYLOAD.kindsHint;
   const steps = samples.reduce((total, sample) => total + sample.steps, 0);
   const mean = (at) => d3.mean(samples, (sample) => sample.divergence[at] ?? undefined);
   const facts = [
@@ -87,9 +89,10 @@ function drawFacts() {
   byId('about').replaceChildren(...PAYLOAD.about.flatMap(([heading, words]) => [element('dt', '', heading), element('dd', '', words)]));
 }
 
-/** The heads with the most and the least of what the page opens with: something to look at from the start. */
+/** The heads with the most and the least of what ranks them: something to look at from the start. */
 function firstHeads() {
-  const means = quantityNow(quantity((PAYLOAD.opening || {}).quantity || 'divergence')).numbers;
+  const { ranking, quantity: first } = PAYLOAD.opening || {};
+  const means = quantityNow(quantity(ranking || first || 'divergence')).numbers;
   if (!means || !means.some((value) => value === value)) return [];
   const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((a, b) => means[b] - means[a]);
   return [...new Set([sorted[0], sorted[sorted.length - 1]])];
