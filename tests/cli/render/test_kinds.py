@@ -53,3 +53,11 @@ def test_the_table_goes_from_cheap_to_dear() -> None:
     assert "at most 10% of the output's energy" in text
     assert "Heads that keep their kind: 92% (512 tokens)." in text
     assert "was not measured" in shown(example(stability={}))
+
+
+def test_a_wide_model_goes_on_below_and_layers_keep_their_numbers() -> None:
+    labels = [("window",), ("softmax",), (None,), ("fitted", "hybrid")] * 3
+    lines = kind_map(labels, range(10, 34, 2), colour=False, width=9).plain.splitlines()
+    assert lines[:3] == ["  0 wS fw", "  1    h ", "    10"]
+    assert lines[3:6] == ["  0 S fwS", "  1   h  ", "    20"]
+    assert lines[6:9] == ["  0  f", "  1  h", "    30"]
