@@ -45,7 +45,8 @@ def test_each_head_has_the_colour_and_the_letter_of_its_kind() -> None:
     assert {text.get_position(): text.get_text() for text in axes.texts} == {
         place: LETTERS[kind] for place, kind in heads.items()
     }
-    centres = {(round(p.get_x() + p.get_width() / 2), round(p.get_y() + p.get_height() / 2)): p for p in axes.patches}
+    cells: list[Any] = list(axes.patches)
+    centres = {(round(p.get_x() + p.get_width() / 2), round(p.get_y() + p.get_height() / 2)): p for p in cells}
     assert {place: to_hex(patch.get_facecolor()) for place, patch in centres.items()} == {
         place: COLOURS[kind] for place, kind in heads.items()
     }
