@@ -46,8 +46,8 @@ _WORDS = {
 }
 _MEMORY = "window_keys"
 UNKNOWN_KINDS = (
-    "Which kind of substitute suffices for each head is not known here. Run 'softgap calibrate' once for this model; "
-    "a run that measures the mechanism fitted then shows it."
+    "Which kind of substitute suffices for each head is not known here: run 'softgap calibrate' once for this model, "
+    "then measure it with fitted among the mechanisms (the default)."
 )
 """The sentence in place of a map of kinds."""
 

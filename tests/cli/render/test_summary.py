@@ -191,7 +191,7 @@ def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
 def test_a_run_shows_the_kinds_of_its_own_layers_or_says_how_to_get_them() -> None:
     run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
     old = replace(run, manifest=replace(run.manifest, extra={"held_out": {"gap_closed": 0.81}}))
-    assert "Run 'softgap calibrate' once for this model" in " ".join(shown(old).split())
+    assert "run 'softgap calibrate' once for this model" in " ".join(shown(old).split())
     assert "share of the gap that the fitted map leaves" in shown(old)
     letters = {str(layer): "whfS"[i % 4] * 9 for i, layer in enumerate(run.layers)}
     # Kinds of a layer that the run does not have.
