@@ -71,8 +71,6 @@ function drawFacts() {
   byId('headline').hidden = !PAYLOAD.headline;
   byId('held-out').textContent = PAYLOAD.heldOut || '';
   byId('held-out').hidden = !PAYLOAD.heldOut;
-  byId('kinds-hint').textContent = PAYLOAD.kindsHint || '';
-  byId('kinds-hint').hidden = !PAYLOAD.kindsHint;
   const steps = samples.reduce((total, sample) => total + sample.steps, 0);
   const mean = (at) => d3.mean(samples, (sample) => sample.divergence[at] ?? undefined);
   const facts = [

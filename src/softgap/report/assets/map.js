@@ -252,6 +252,9 @@ function startMap() {
     });
   }
   box.addEventListener('keydown', onMapKey);
+  // Once: it does not change while tokens arrive.
+  byId('kinds-hint').textContent = PAYLOAD.kindsHint || '';
+  byId('kinds-hint').hidden = !PAYLOAD.kindsHint;
   byId('map-readout').textContent = 'Point at a head, or move with the arrow keys, to see its value.';
   listen(['sample', 'mechanism', 'quantity', 'scope', 'range', 'heads', 'theme', 'arrived', 'width'], drawMap);
 }
