@@ -75,8 +75,9 @@ screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and
 	@$(BIN)/python docs/make/screenshots.py
 	@$(BIN)/python docs/make/live_screenshots.py
 
-figures: $(STAMP) ## figures of the labs for the docs
+figures: $(STAMP) ## figures of the labs for the docs; of the kinds of heads with CALIBRATION=FILE
 	@$(BIN)/python docs/make/lab_figures.py
+	@$(if $(CALIBRATION),$(BIN)/python docs/make/kinds_figure.py "$(CALIBRATION)")
 
 docs: $(STAMP) ## the documentation, into site/
 	@$(BIN)/python docs/make/module_list.py

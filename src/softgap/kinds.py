@@ -1,12 +1,30 @@
-"""The kinds of substitutes that heads may need: their order from cheap to dear, and the sentence that counts them."""
+"""The kinds of substitutes that heads may need: their order, the sentence that counts them, and how they are stored.
+
+Kinds go from cheap to dear. A manifest stores the kind of each head as one letter, in one string per layer:
+``{"0": "wwhS", "1": "fwww"}``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from softgap.intervals import Interval
 
-__all__ = ["COLOURS", "KINDS", "LETTERS", "counts_from_numbers", "kinds_sentence", "numbers_of_counts"]
+__all__ = [
+    "COLOURS",
+    "KINDS",
+    "LETTERS",
+    "UNKNOWN_KINDS",
+    "Labels",
+    "counts_from_numbers",
+    "kinds_sentence",
+    "letters_of_kinds",
+    "numbers_of_counts",
+    "stored_kinds",
+]
+
+Labels = tuple[tuple[str | None, ...], ...]
+"""The kind of each head, ``[layer][head]``; None where it is unknown."""
 
 KINDS = ("constant", "profile", "window", "fitted", "hybrid", "softmax")
 LETTERS = {"constant": "c", "profile": "p", "window": "w", "fitted": "f", "hybrid": "h", "softmax": "S"}
@@ -27,6 +45,11 @@ _WORDS = {
     "hybrid": "a hybrid",
 }
 _MEMORY = "window_keys"
+UNKNOWN_KINDS = (
+    "Which kind of substitute suffices for each head is not known here: run 'softgap calibrate' once for this model, "
+    "then measure it with fitted among the mechanisms (the default)."
+)
+"""The sentence in place of a map of kinds."""
 
 
 def kinds_sentence(counts: Mapping[str, Interval], worth: float | None = None) -> str:
@@ -74,3 +97,40 @@ def counts_from_numbers(numbers: Mapping[str, float]) -> tuple[dict[str, Interva
             counts[kind] = Interval(*(float(numbers[name]) for name in names))
     worth = numbers.get(_MEMORY)
     return counts if "softmax" in counts else {}, float(worth) if isinstance(worth, int | float) else None
+
+
+def letters_of_kinds(labels: Sequence[Sequence[str]]) -> list[str]:
+    """The kinds of all heads as one string of letters per layer."""
+    return ["".join(LETTERS.get(kind, "?") for kind in row) for row in labels]
+
+
+def stored_kinds(held_out: object, layers: Sequence[int], heads_per_layer: Sequence[int]) -> Labels | None:
+    """The kinds of the heads of some layers.
+
+    Parameters
+    ----------
+    held_out
+        What a manifest stores of the calibration in use; ``kinds`` holds a string of letters by the number of a layer.
+    layers, heads_per_layer
+        Numbers of the layers, and how many heads each has.
+
+    Returns
+    -------
+    Labels or None
+        None where the kind of no head is known, as in manifests of earlier versions.
+
+    Examples
+    --------
+    >>> stored_kinds({"kinds": {"0": "wf", "2": "Sh"}}, layers=(2, 3), heads_per_layer=(2, 1))
+    (('softmax', 'hybrid'), (None,))
+    """
+    letters = held_out.get("kinds") if isinstance(held_out, Mapping) else None
+    if not isinstance(letters, Mapping):
+        return None
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
+    rows = (str(letters.get(str(layer), "")) for layer in layers)
+    labels = tuple(
+        tuple(kinds.get(letter) for letter in f"{row:<{heads}}"[:heads])
+        for row, heads in zip(rows, heads_per_layer, strict=True)
+    )
+    return labels if any(kind is not None for row in labels for kind in row) else None

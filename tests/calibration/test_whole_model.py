@@ -28,7 +28,7 @@ from softgap.calibration.fit import Maps
 from softgap.calibration.texts import corpus_of
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
-from softgap.kinds import numbers_of_counts
+from softgap.kinds import numbers_of_counts, stored_kinds
 from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
@@ -115,7 +115,11 @@ def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> 
     run = read_ids(sharp, [[1, 2, 3]], mechanisms=[f"fitted@{path}", "uniform"])[0]
     assert found.sufficiency is not None
     kinds = numbers_of_counts(found.sufficiency.counts, found.sufficiency.keys_worth["window"])
-    assert run.manifest.extra["held_out"] == {**found.report()["summary"], **kinds}
+    quoted = dict(run.manifest.extra["held_out"])
+    letters = quoted.pop("kinds")
+    assert quoted == {**found.report()["summary"], **kinds}
+    assert list(letters) == [str(layer) for layer in run.layers]
+    assert stored_kinds({"kinds": letters}, run.layers, run.heads_per_layer) == found.sufficiency.labels
 
 
 def test_a_calibration_of_an_earlier_version_has_no_energy_by_head(tmp_path: Path) -> None:

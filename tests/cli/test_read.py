@@ -15,6 +15,7 @@ import softgap
 from softgap.cli import main
 from softgap.trajectories import load, open_study
 from support.cli_examples import Terminal, contents, failure, loads_once, tiny_folder, type_in, without_progress
+from support.kind_examples import MAP, calibrated_folder
 
 TEXT = "The fox 🦊 ran.\n"
 SAMPLES: list[dict[str, Any]] = [
@@ -113,6 +114,20 @@ def test_json_lines_become_one_study(
         assert (run.prompt_text, run.completion_text, run.label) == (prompt, completion, sample.get("label"))
         row = rf"^{run.sample_id} +({run.label})? +{run.n_prompt} +{run.n_steps} +{run.divergence.mean():.3f} "
         assert re.search(row, captured.out, flags=re.MULTILINE)
+
+
+def test_a_calibrated_model_shows_the_map_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+    model = str(calibrated_folder(tmp_path / "calibrated"))
+    for file in ("fox.txt", "many.jsonl"):
+        assert main(["read", file, "--model", model, "--out", file.partition(".")[0]]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        at = lines.index("The cheapest substitute that suffices, by head (rows) and layer (columns)")
+        assert lines[at + 1 : at + 6] == MAP
+        assert not any(line.startswith("share of the gap that the fitted map leaves") for line in lines)
+        assert open_study(file.partition(".")[0]).manifest.extra["held_out"]["kinds"] == {"0": "wSfh", "1": "cpww"}
 
 
 def test_prompts_may_be_wrapped_in_the_chat_template(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from support.cli_examples import (
     without_progress,
 )
 from support.disk_examples import largest_file
+from support.kind_examples import LABELS, MAP, calibrated_folder
 from support.model_examples import config_folder
 
 PROMPT = "The fox"
@@ -132,6 +133,63 @@ def test_a_saved_run_is_that_of_the_python_surface(
     np.testing.assert_array_equal(saved.divergence, expected.divergence)
     assert saved.focus.keys() == expected.focus.keys()
     assert (saved.tokens, saved.prompt_text) == (expected.tokens, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a model that has a calibration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path_factory.mktemp("calibrations")))
+        yield calibrated_folder(tmp_path_factory.mktemp("models") / "calibrated")
+
+
+KIND_TITLE = "The cheapest substitute that suffices, by head (rows) and layer (columns)"
+GAP_TITLE = "share of the gap that the fitted map leaves, by head (rows) and layer (columns)"
+
+
+def test_a_calibrated_model_shows_the_map_by_kind_under_its_sentence(
+    calibrated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny_run(calibrated)
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    at = lines.index(KIND_TITLE)
+    assert lines[at + 1 : at + 6] == MAP
+    assert lines[at + 6].strip() == "c constant, p profile, w window, f fitted, h hybrid, S softmax"
+    assert shown.index("Of 8 heads, 1 need only a constant") < shown.index(KIND_TITLE)
+    assert shown.index(KIND_TITLE) < shown.index("On this text a fitted linear attention")
+    assert GAP_TITLE not in shown
+    assert run.manifest.extra["held_out"]["kinds"] == {"0": "wSfh", "1": "cpww"}
+
+
+def test_the_map_can_be_chosen(calibrated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for choice, titles in {
+        "kinds": (True, False),
+        "divergence": (False, True),
+        "both": (True, True),
+    }.items():
+        tiny_run(calibrated, "--map", choice, out=f"runs/{choice}")
+        shown = capsys.readouterr().out
+        assert (KIND_TITLE in shown, GAP_TITLE in shown) == titles
+        assert "Of 8 heads, 1 need only a constant" in shown
+
+
+def test_json_names_the_kind_of_each_head(calibrated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_run(calibrated, "--json")
+    heads = json.loads(capsys.readouterr().out)["heads"]
+    assert [(row["layer"], row["head"], row["kind"]) for row in heads] == [
+        (layer, head, kind) for layer, row in enumerate(LABELS) for head, kind in enumerate(row)
+    ]
+
+
+def test_without_a_calibration_the_map_is_that_of_divergences(
+    folder: Path, loads: list[str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run(folder)
+    shown = capsys.readouterr().out
+    assert KIND_TITLE not in shown
+    assert "divergence from elu1 by head (rows) and layer (columns)" in " ".join(shown.split())
+    assert "with 'softgap calibrate'" in " ".join(shown.split())
 
 
 def test_the_summary_ends_with_the_place(

@@ -1,4 +1,4 @@
-"""The picture of the complexity-entropy plane: everything is drawn, and every name can be read."""
+"""Pictures of results: everything is drawn, and every name can be read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from softgap.analysis import analyze
+from softgap.kinds import COLOURS, KINDS, LETTERS
 from softgap.report import draw_plane
+from softgap.report.figures import draw_kinds
 from support.analysis_examples import noise, run_of
 
 
@@ -32,3 +35,23 @@ def test_every_system_is_named_once_where_nothing_covers_it(transform: str, orde
             assert frame.contains(box.x1, box.y1)
         for one, other in itertools.combinations(boxes, 2):
             assert not one.overlaps(other)
+
+
+def test_each_head_has_the_colour_and_the_letter_of_its_kind() -> None:
+    labels = [("window", "softmax", None), ("constant", "hybrid", "window"), ("window",)]
+    figure = draw_kinds(labels, (3, 7, 11))
+    axes = figure.axes[0]
+    heads = {(column, head): kind for column, row in enumerate(labels) for head, kind in enumerate(row) if kind}
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {
+        place: LETTERS[kind] for place, kind in heads.items()
+    }
+    cells: list[Any] = list(axes.patches)
+    centres = {(round(p.get_x() + p.get_width() / 2), round(p.get_y() + p.get_height() / 2)): p for p in cells}
+    assert {place: to_hex(patch.get_facecolor()) for place, patch in centres.items()} == {
+        place: COLOURS[kind] for place, kind in heads.items()
+    }
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["3", "7", "11"]
+    counts = dict.fromkeys(KINDS, 0) | {"window": 3, "softmax": 1, "constant": 1, "hybrid": 1}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        f"{LETTERS[kind]}  {kind} {count}" for kind, count in counts.items()
+    ]

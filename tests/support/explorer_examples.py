@@ -114,7 +114,7 @@ def labelled_runs(count: int = 6, **options: Any) -> list[Trajectories]:
     ]
 
 
-def with_fitted(run: Trajectories, share: Any, held_out: dict[str, float] | None = None) -> Trajectories:
+def with_fitted(run: Trajectories, share: Any, held_out: dict[str, Any] | None = None) -> Trajectories:
     """The run with a fitted map whose divergence is a share of that from uniform: a number, or one per head."""
     names: dict[str, dict[str, object]] = {"elu1": {}, "uniform": {}, "fitted": {}}
     shares = np.asarray(share, dtype=np.float32)[..., None]

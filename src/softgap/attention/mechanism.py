@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -90,7 +90,7 @@ class Mechanism:
     origin
         Where its tensors come from: the hash of a calibration.
     held_out
-        What held-out text said of that calibration, as plain numbers for the reader of a manifest.
+        What held-out text said of that calibration, as plain data for the reader of a manifest.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Mechanism:
     options: Options = field(default_factory=lambda: MappingProxyType({}))
     parameters: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     origin: str = ""
-    held_out: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    held_out: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     query_map: FeatureMap | None = None
     key_map: FeatureMap | None = None
     rate: Callable[[Site], Float[Tensor, "batch head feature"]] | None = None

@@ -29,6 +29,7 @@ __all__ = [
     "Focus",
     "Json",
     "Limit",
+    "Map",
     "Mechanisms",
     "Model",
     "Out",
@@ -96,6 +97,16 @@ Out = Annotated[
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the study in --out if it has the same inputs and settings.")
+]
+
+
+Map = Annotated[
+    Literal["kinds", "divergence", "both"],
+    typer.Option(
+        "--map",
+        help="Map of the heads: kinds shows the cheapest substitute that suffices for each (by the calibration), "
+        "divergence what was measured on this text. Without a calibration: divergence.",
+    ),
 ]
 
 

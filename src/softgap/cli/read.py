@@ -15,6 +15,7 @@ from softgap.cli.options import (
     Dtype,
     Focus,
     Json,
+    Map,
     Mechanisms,
     Model,
     Out,
@@ -28,6 +29,7 @@ from softgap.errors import ValueInputError
 from softgap.tasks.sources import json_prompts
 
 if TYPE_CHECKING:
+    from softgap.cli.render.summary import Summary
     from softgap.study import StudySettings
     from softgap.tasks import Prompt
     from softgap.trajectories import Trajectories
@@ -55,6 +57,7 @@ def read_command(
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
+    map_of: Map = "kinds",
     as_json: Json = False,
 ) -> None:
     """Measure every head at every token of a text, or of many prompts with completions; save and summarise it."""
@@ -75,32 +78,34 @@ def read_command(
         device=device,
         attn=attn,
     )
+    from softgap.cli.render.run import present_run, present_study
+    from softgap.trajectories import open_study
+
     if samples is None:
         text = plain_text(name, text)
         place = default_out(text if file == "-" else Path(file).stem) if out is None else out
-        _read_text(text, place, settings, overwrite=overwrite, as_json=as_json)
+        run = _read_text(text, place, settings, overwrite=overwrite)
+        present_run(run, place, as_json=as_json, map_of=map_of)
     else:
         place = default_out(samples[0].prompt if file == "-" else Path(file).stem) if out is None else out
-        _read_samples(samples, place, settings, source=name, overwrite=overwrite, as_json=as_json)
+        summaries = _read_samples(samples, place, settings, source=name, overwrite=overwrite)
+        present_study(summaries, open_study(place).manifest, place, as_json=as_json, map_of=map_of)
 
 
-def _read_text(text: str, out: str, settings: StudySettings, *, overwrite: bool, as_json: bool) -> None:
-    """Measure one text and show its run."""
-    from softgap.cli.render.run import present_run
+def _read_text(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
+    """Measure one text."""
     from softgap.tasks import Prompt
 
     runs: list[Trajectories] = []
     _read([Prompt("0", text)], out, settings, overwrite=overwrite, on_run=runs.append)
-    present_run(runs[0], out, as_json=as_json)
+    return runs[0]
 
 
 def _read_samples(
-    samples: Sequence[Prompt], out: str, settings: StudySettings, *, source: str, overwrite: bool, as_json: bool
-) -> None:
-    """Measure many prompts with completions, and show the study of all."""
-    from softgap.cli.render.run import present_study
-    from softgap.cli.render.summary import Summary, summarise
-    from softgap.trajectories import open_study
+    samples: Sequence[Prompt], out: str, settings: StudySettings, *, source: str, overwrite: bool
+) -> list[Summary]:
+    """Measure many prompts with completions."""
+    from softgap.cli.render.summary import summarise
 
     summaries: list[Summary] = []
     _read(
@@ -111,7 +116,7 @@ def _read_samples(
         overwrite=overwrite,
         on_run=lambda run: summaries.append(summarise(run)),
     )
-    present_study(summaries, open_study(out).manifest, out, as_json=as_json)
+    return summaries
 
 
 def _read(

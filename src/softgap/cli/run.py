@@ -13,6 +13,7 @@ from softgap.cli.options import (
     Dtype,
     Focus,
     Json,
+    Map,
     Mechanisms,
     Model,
     Out,
@@ -48,6 +49,7 @@ def run_command(
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
+    map_of: Map = "kinds",
     as_json: Json = False,
 ) -> None:
     """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
@@ -76,7 +78,7 @@ def run_command(
     run = _generate(text, place, settings, overwrite=overwrite)
     from softgap.cli.render.run import present_run
 
-    present_run(run, place, as_json=as_json)
+    present_run(run, place, as_json=as_json, map_of=map_of)
 
 
 def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from softgap import __version__
 from softgap.attention import Mechanism
 from softgap.errors import ModelError
+from softgap.models.support import attention_modules, layer_numbers
 from softgap.trajectories import Manifest
 
 __all__ = ["library_versions", "live_options", "manifest_of", "model_fingerprint", "replay_options"]
@@ -179,7 +180,7 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
-        extra=_held_out_report(mechanisms),
+        extra=_held_out_report(model, mechanisms),
         command=shlex.join(sys.argv),
     )
 
@@ -194,10 +195,17 @@ def _describe_mechanism(mechanism: Mechanism) -> dict[str, Any]:
     return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
 
 
-def _held_out_report(mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
-    """What held-out text said of the calibration in use, for the reader."""
+def _held_out_report(model: PreTrainedModel, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+    """What held-out text said of the calibration in use, for the reader; kinds of heads by the number of the layer."""
     report = next((dict(mechanism.held_out) for mechanism in mechanisms if mechanism.held_out), None)
-    return {} if report is None else {"held_out": report}
+    if report is None:
+        return {}
+    if "kinds" in report:
+        rows = report["kinds"]
+        modules = [entry.layer for entry in attention_modules(model)]
+        numbers = layer_numbers(modules if len(modules) == len(rows) else [None] * len(rows))
+        report["kinds"] = {str(number): row for number, row in zip(numbers, rows, strict=True)}
+    return {"held_out": report}
 
 
 def live_options(

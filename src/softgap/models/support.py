@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "attention_modules",
     "check_measurable",
     "check_tappable",
+    "layer_numbers",
     "refusal",
     "untappable_reason",
 ]
@@ -207,6 +208,13 @@ def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:
         if registry is not None and not any(name.startswith(tower) for tower in towers):
             modules.append(AttentionModule(name, getattr(module, "layer_idx", None), module, registry))
     return tuple(modules)
+
+
+def layer_numbers(layer_ids: Sequence[int | None]) -> tuple[int, ...]:
+    """What layers are called: by their own index, or in the order of the calls where some share one or have none."""
+    known = [layer for layer in layer_ids if layer is not None]
+    ordered = len(known) == len(layer_ids) and all(a < b for a, b in zip([-1, *known], known, strict=False))
+    return tuple(known) if ordered else tuple(range(len(layer_ids)))
 
 
 def _in_training(model: nn.Module) -> str | None:

@@ -21,7 +21,7 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
 from softgap.errors import StoreError, UnsupportedError
 from softgap.intervals import Interval
-from softgap.kinds import numbers_of_counts
+from softgap.kinds import letters_of_kinds, numbers_of_counts
 from softgap.models.cache import cache_dir
 from softgap.models.fingerprint import model_fingerprint
 from softgap.trajectories.validation import BASELINE
@@ -69,7 +69,7 @@ class StoredCalibration:
             raise UnsupportedError(
                 f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
             )
-        held_out = held_out_summary(self.metadata.get("held_out", {})) | _kind_numbers(self.metadata)
+        held_out = held_out_summary(self.metadata.get("held_out", {})) | _kinds_summary(self.metadata)
         return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
 
     def _parameters_of(self, mechanism: Mechanism) -> dict[str, Tensor]:
@@ -79,12 +79,15 @@ class StoredCalibration:
         return {parameter: tensor for name, _, parameter, tensor in stored if name in names}
 
 
-def _kind_numbers(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """How many heads need which kind, by the calibration's report; nothing where it does not say."""
+def _kinds_summary(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """How many heads need which kind, and the kind of each, by the calibration's report; nothing where it has none."""
     report = metadata.get("sufficiency")
+    if not report:
+        return {}
     try:
-        counts = {kind: Interval(**count) for kind, count in report["counts"].items()} if report else {}
-        return numbers_of_counts(counts, report["keys_worth"].get("window")) if report else {}
+        counts = {kind: Interval(**count) for kind, count in report["counts"].items()}
+        numbers = numbers_of_counts(counts, report["keys_worth"].get("window"))
+        return {**numbers, "kinds": letters_of_kinds(report["labels"])}
     except (LookupError, TypeError, AttributeError):
         return {}
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from softgap.attention import ScoreRule, Visible
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError, ValueInputError
-from softgap.models.support import attention_modules, check_tappable
+from softgap.models.support import attention_modules, check_tappable, layer_numbers
 from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
 from softgap.probe.visibility import VisibleSets
@@ -28,7 +28,6 @@ __all__ = [
     "LayerTensors",
     "attention_layers",
     "head_dim",
-    "layer_numbers",
     "layer_rotations",
     "output_weight",
     "visit_layers",
@@ -77,13 +76,6 @@ def attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     if model not in _layouts or _layouts[model][0] != modules:
         _layouts[model] = (modules, _number_layers(_calls(model)))
     return _layouts[model][1]
-
-
-def layer_numbers(layer_ids: Sequence[int | None]) -> tuple[int, ...]:
-    """What layers are called: by their own index, or in the order of the calls where some share one or have none."""
-    known = [layer for layer in layer_ids if layer is not None]
-    ordered = len(known) == len(layer_ids) and all(a < b for a, b in zip([-1, *known], known, strict=False))
-    return tuple(known) if ordered else tuple(range(len(layer_ids)))
 
 
 def _calls(model: PreTrainedModel) -> list[CalledLayer]:

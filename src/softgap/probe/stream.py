@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from softgap.errors import ModelError
-from softgap.probe.layout import layer_numbers
+from softgap.models.support import layer_numbers
 from softgap.probe.meter import LayerMeasurements, Meter
 from softgap.probe.tap import AttentionCall
 from softgap.probe.token_scores import TokenScores

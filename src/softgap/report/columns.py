@@ -12,15 +12,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from softgap.errors import StoreError, ValueInputError
+from softgap.report.kinds import rows_of_run
 from softgap.report.samples import round_values
 from softgap.trajectories import Manifest, Trajectories
 
-__all__ = ["Column", "calibration_columns", "read_columns", "study_calibration"]
+if TYPE_CHECKING:
+    from softgap.calibration.sufficiency import Sufficiency
+
+__all__ = ["Column", "calibration_columns", "calibration_kinds", "read_columns", "study_calibration"]
 
 _LARGEST = 16 * 2**20
 
@@ -124,10 +128,17 @@ def calibration_columns(path: str | os.PathLike[str], run: Trajectories) -> list
     return [closed, explained] if explained.values else [closed]
 
 
+def calibration_kinds(path: str | os.PathLike[str]) -> Sufficiency | None:
+    """The kind of each head by a calibration; None where it is of an earlier version, which did not ask."""
+    from softgap.calibration import Calibration
+
+    return Calibration.load(Path(path)).sufficiency
+
+
 def _values_by_head(by_head: Sequence[Sequence[float | None]], run: Trajectories) -> dict[tuple[int, int], float]:
     return {
         (layer, head): value
-        for layer, row in zip(run.layers, by_head, strict=False)
+        for layer, row in zip(run.layers, rows_of_run(by_head, run), strict=True)
         for head, value in enumerate(row)
         if value is not None
     }

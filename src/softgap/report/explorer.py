@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.progress import Progress
-from softgap.report.columns import Column, calibration_columns, read_columns, study_calibration
+from softgap.report.columns import (
+    Column,
+    calibration_columns,
+    calibration_kinds,
+    read_columns,
+    study_calibration,
+)
 from softgap.report.documents import (
     RESULT,
     Document,
@@ -30,6 +36,7 @@ from softgap.trajectories.folder import check_output_file, written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings
+    from softgap.calibration.sufficiency import Sufficiency
 
 __all__ = ["Report", "explorer", "explorer_of", "notebook_html", "write_explorer"]
 
@@ -63,6 +70,7 @@ def explorer(
     samples: Sequence[str] = (),
     columns: Sequence[Column] = (),
     findings: Sequence[Document] = (),
+    sufficiency: Sufficiency | None = None,
     progress: Progress | None = None,
 ) -> str:
     """The explorer of a study as HTML.
@@ -77,6 +85,8 @@ def explorer(
         Further quantities of the heads; ``read_columns`` reads them from CSV files.
     findings
         Documents to show beside the study: comparisons, plans and labs.
+    sufficiency
+        The kinds of heads by a calibration, ``Calibration.sufficiency``; by default those that the study stores.
     progress
         Called with the stage in words and the share of it that is done.
 
@@ -94,7 +104,9 @@ def explorer(
     >>> page[:15]
     '<!doctype html>'
     """
-    return render(payload(study, samples=samples, columns=columns, findings=findings, progress=progress))
+    return render(
+        payload(study, samples=samples, columns=columns, findings=findings, sufficiency=sufficiency, progress=progress)
+    )
 
 
 def explorer_of(path: str | os.PathLike[str]) -> str:
@@ -103,7 +115,8 @@ def explorer_of(path: str | os.PathLike[str]) -> str:
     if documents is not None:
         return render_documents(documents)
     study = open_study(path)
-    return explorer(study, columns=_columns(study, (), None), findings=read_documents(Path(path)))
+    columns, sufficiency = _calibrated(study, (), None)
+    return explorer(study, columns=columns, findings=read_documents(Path(path)), sufficiency=sufficiency)
 
 
 def write_explorer(
@@ -168,9 +181,11 @@ def write_explorer(
         return Report(target, _write(target, render_documents(documents)), 0, 0)
     opened = open_study(study)
     _check_target(target, overwrite)
-    columns = _columns(opened, as_items(heads), calibration)
+    columns, sufficiency = _calibrated(opened, as_items(heads), calibration)
     findings = read_documents(Path(study)) if "://" not in os.fspath(study) else []
-    data = payload(opened, samples=samples, columns=columns, findings=findings, progress=progress)
+    data = payload(
+        opened, samples=samples, columns=columns, findings=findings, sufficiency=sufficiency, progress=progress
+    )
     size = _write(target, render(data))
     entries = data.document["samples"]
     return Report(target, size, len(entries), sum(entry["data"] is not None for entry in entries))
@@ -187,17 +202,19 @@ def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
     return [read_lab(folder)] if (folder / RESULT).is_file() else None
 
 
-def _columns(
+def _calibrated(
     study: Study, heads: Sequence[str | os.PathLike[str]], calibration: str | os.PathLike[str] | None
-) -> list[Column]:
+) -> tuple[list[Column], Sufficiency | None]:
+    """The quantities of heads from files and from the calibration, and the kinds of heads by the calibration."""
     path = study_calibration(study.manifest) if calibration is None else calibration
     from_files = [column for file in heads for column in read_columns(file)]
     first = next(iter(study), None)
     if path is None or first is None:
-        return from_files
+        return from_files, None
     columns = calibration_columns(path, first)
     # Where no head has a gap there is nothing to show; who named a file is told so.
-    return [*columns, *from_files] if columns[0].values or calibration is not None else from_files
+    shown = columns if columns[0].values or calibration is not None else []
+    return [*shown, *from_files], calibration_kinds(path)
 
 
 def _write(target: Path, page: str) -> int:

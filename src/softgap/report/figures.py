@@ -1,4 +1,4 @@
-"""Figures of results (the complexity-entropy plane, comparisons, plans and frontiers), and their files."""
+"""Figures of results (kinds of heads, the complexity-entropy plane, comparisons, plans, frontiers), and their files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.kinds import COLOURS, KINDS, LETTERS
 from softgap.signal import complexity_bounds
 from softgap.trajectories.folder import written_whole
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_ending",
     "draw_comparison",
     "draw_frontier",
+    "draw_kinds",
     "draw_plan",
     "draw_plane",
     "figure_bytes",
@@ -323,6 +325,49 @@ def _draw_steps(axes: Axes, findings: ComparisonFindings) -> None:
     axes.set_xlabel("smallest detectable effect, in standard deviations")
     axes.set_title("sensitivity of each comparison", fontsize="small")
     axes.legend(fontsize="small", frameon=False)
+
+
+def draw_kinds(
+    labels: Sequence[Sequence[str | None]], layers: Sequence[int] | None = None, *, title: str = ""
+) -> Figure:
+    """The map by kind: the cheapest substitute that suffices for each head, heads down and layers across.
+
+    Parameters
+    ----------
+    labels
+        The kind of each head, ``[layer][head]``, as ``Calibration.sufficiency.labels``; None where it is unknown.
+    layers
+        Numbers of the layers; by default they count from 0.
+    """
+    from matplotlib.patches import Patch, Rectangle
+
+    numbers = range(len(labels)) if layers is None else layers
+    widest = max(map(len, labels))
+    figure = new_figure(max(6.0, 0.3 * len(labels) + 0.8), max(2.4, 0.3 * widest + 1.5))
+    axes = figure.subplots()
+    for column, row in enumerate(labels):
+        for head, kind in enumerate(row):
+            if kind not in COLOURS:
+                continue
+            place = (column - 0.46, head - 0.45)
+            look: dict[str, Any] = {"facecolor": COLOURS[kind], "edgecolor": "#bbbbbb", "linewidth": 0.4}
+            axes.add_patch(Rectangle(place, 0.92, 0.9, clip_on=False, **look))
+            ink = "white" if kind == "softmax" else "black"
+            axes.text(column, head, LETTERS[kind], ha="center", va="center_baseline", fontsize=8, color=ink)
+    step = max(1, len(labels) // 15)
+    axes.set_xticks(range(0, len(labels), step), [str(number) for number in numbers[::step]])
+    axes.set_yticks(range(0, widest, max(1, widest // 16)))
+    axes.set(xlabel="layer", ylabel="head", xlim=(-0.6, len(labels) - 0.4), ylim=(widest - 0.4, -0.6))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    counts = {kind: sum(row.count(kind) for row in map(list, labels)) for kind in KINDS}
+    legend = [
+        Patch(facecolor=COLOURS[kind], edgecolor="#bbbbbb", label=f"{LETTERS[kind]}  {kind} {count}")
+        for kind, count in counts.items()
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
+    axes.set_title(title or "The cheapest substitute that suffices for each head", fontsize=11)
+    return figure
 
 
 KEPT, SWAPPED, FREED = 0, 1, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from softgap.analysis.headline import (
 )
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
+from softgap.kinds import UNKNOWN_KINDS
 from softgap.progress import Progress, silent
 from softgap.report.columns import Column
 from softgap.report.documents import Document
+from softgap.report.kinds import kinds_of_page, opening_view
 from softgap.report.samples import (
     LEVEL,
     Group,
@@ -41,6 +43,9 @@ from softgap.report.samples import (
 from softgap.signal import complexity_bounds
 from softgap.trajectories import Manifest, Study, Trajectories
 from softgap.trajectories.validation import BASELINE
+
+if TYPE_CHECKING:
+    from softgap.calibration.sufficiency import Sufficiency
 
 __all__ = ["OPENING", "Payload", "about", "dynamics", "opening_sentence", "payload"]
 
@@ -181,7 +186,7 @@ def _times(manifest: Manifest, state: str) -> str:
 OPENING = {"quantity": "gap", "mechanism": FITTED}
 
 
-"""What a page shows first where a fitted map was measured: what its opening sentence is about."""
+"""The view of a page where a fitted map was measured: what its opening sentence is about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +214,7 @@ def payload(
     samples: Sequence[str] = (),
     columns: Sequence[Column] = (),
     findings: Sequence[Document] = (),
+    sufficiency: Sufficiency | None = None,
     progress: Progress | None = None,
 ) -> Payload:
     """Gather the data of the explorer.
@@ -223,6 +229,8 @@ def payload(
         Quantities of the heads that were measured elsewhere.
     findings
         Shown as sections of the page.
+    sufficiency
+        The kinds of heads by a calibration, for a study that does not store them, and what each kind leaves.
     progress
         Called with what is being done and the share of it that is done.
     """
@@ -248,12 +256,16 @@ def payload(
         )
         lines.append(entry)
         gaps.append(gap_sums(run))
-    sentence, has_gap = opening_sentence(gaps, first)
+    sentence, has_gap = opening_sentence(gaps, first, sufficiency)
+    view = {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if has_gap else {}
+    kinds = kinds_of_page(first, sufficiency)
     document = {
         **_frame(study, first, selection),
         "headline": sentence,
         "heldOut": held_out_sentence(study.manifest.extra.get("held_out", {})) if has_gap else "",
-        "opening": {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if has_gap else {},
+        "opening": opening_view(kinds, view),
+        "kinds": kinds,
+        "kindsHint": UNKNOWN_KINDS if kinds is None else "",
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
@@ -263,15 +275,19 @@ def payload(
     return Payload(document, tuple(arrays), tuple(findings))
 
 
-def opening_sentence(gaps: Sequence[GapSums | None], first: Trajectories) -> tuple[str, bool]:
+def opening_sentence(
+    gaps: Sequence[GapSums | None], first: Trajectories, sufficiency: Sufficiency | None = None
+) -> tuple[str, bool]:
     """The sentences that a page opens with, and whether a share of the gap is known."""
+    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {}))
+    if not kinds and sufficiency is not None:
+        kinds = sufficiency.sentence
     measured = [gap for gap in gaps if gap is not None]
     if not measured:
-        return UNKNOWN, False
+        return f"{kinds} {UNKNOWN}".strip(), False
     opening = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
     if opening is None:
-        return "", False
-    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {}))
+        return kinds, False
     return f"{kinds} {opening.sentence}".strip(), opening.heads > 0
 
 

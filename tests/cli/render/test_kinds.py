@@ -38,11 +38,11 @@ def shown(sufficiency: Sufficiency) -> str:
 
 
 def test_the_map_has_a_letter_for_each_head_and_names_the_layers() -> None:
-    lines = kind_map(example(), colour=False).plain.splitlines()
+    lines = kind_map(example().labels, colour=False).plain.splitlines()
     assert lines[:3] == ["  0 whhhhh", "  1 Sccccc", "    0    5"]
     assert lines[3].strip().startswith("c constant, p profile, w window, f fitted, h hybrid, S softmax")
-    coloured = kind_map(example(), colour=True)
-    assert coloured.plain == kind_map(example(), colour=False).plain
+    coloured = kind_map(example().labels, colour=True)
+    assert coloured.plain == kind_map(example().labels, colour=False).plain
     assert len({str(span.style) for span in coloured.spans}) == 4
 
 
@@ -53,3 +53,11 @@ def test_the_table_goes_from_cheap_to_dear() -> None:
     assert "at most 10% of the output's energy" in text
     assert "Heads that keep their kind: 92% (512 tokens)." in text
     assert "was not measured" in shown(example(stability={}))
+
+
+def test_a_wide_model_goes_on_below_and_layers_keep_their_numbers() -> None:
+    labels = [("window",), ("softmax",), (None,), ("fitted", "hybrid")] * 3
+    lines = kind_map(labels, range(10, 34, 2), colour=False, width=9).plain.splitlines()
+    assert lines[:3] == ["  0 wS fw", "  1    h ", "    10"]
+    assert lines[3:6] == ["  0 S fwS", "  1   h  ", "    20"]
+    assert lines[6:9] == ["  0  f", "  1  h", "    30"]

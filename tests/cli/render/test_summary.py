@@ -30,6 +30,9 @@ def average(values: np.ndarray) -> float:
     return sum(kept) / len(kept) if kept else math.nan
 
 
+KIND_TITLE = "The cheapest substitute that suffices, by head (rows) and layer (columns)"
+
+
 def shown(run: Trajectories, *, width: int = 80, colour: bool = False) -> str:
     system = {"force_terminal": True, "color_system": "truecolor", "no_color": False} if colour else {}
     console = Console(
@@ -183,6 +186,21 @@ def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
     assert words not in " ".join(shown(run).split())
     without = replace(quoting.select("elu1"), manifest=quoting.manifest)
     assert words not in " ".join(shown(without).split())
+
+
+def test_a_run_shows_the_kinds_of_its_own_layers_or_says_how_to_get_them() -> None:
+    run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
+    old = replace(run, manifest=replace(run.manifest, extra={"held_out": {"gap_closed": 0.81}}))
+    assert "run 'softgap calibrate' once for this model" in " ".join(shown(old).split())
+    assert "share of the gap that the fitted map leaves" in shown(old)
+    letters = {str(layer): "whfS"[i % 4] * 9 for i, layer in enumerate(run.layers)}
+    # Kinds of a layer that the run does not have.
+    letters[str(max(run.layers) + 1)] = "c" * 9
+    known = shown(replace(run, manifest=replace(run.manifest, extra={"held_out": {"kinds": letters}})))
+    line = known.splitlines()[known.splitlines().index(KIND_TITLE) + 1]
+    assert line == "  0 " + "".join("whfS"[i % 4] for i in range(len(run.layers)))
+    assert "share of the gap that the fitted map leaves" not in known
+    assert "softgap calibrate" not in known
 
 
 def test_a_map_too_large_is_pooled_and_says_so() -> None:

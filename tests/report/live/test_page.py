@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from softgap.trajectories import load
 from support.explorer_examples import HOSTILE, save_study, settle, story, violations
+from support.kind_examples import calibrated_folder
 from support.live_examples import Live, context, ended, generate, pane, served, steps, visit, waited
 
 FOX = "Tell me a story about a fox."
@@ -59,6 +60,28 @@ def test_a_run_is_shown_while_it_is_written_and_equals_what_is_saved(page: Page,
     assert text == run.completion_text
     assert frame.locator("#lines .trace").count() == 2
     assert "smollm2-135m" in frame.locator("#about").inner_text()
+
+
+def test_the_map_by_kind_is_there_from_the_first_token(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
+    model = calibrated_folder(tmp_path / "tiny")
+    problems: list[str] = []
+    with served(tmp_path, "--model", str(model)) as calibrated, context(browser, problems) as made:
+        page = visit(made, calibrated, problems)
+        generate(page, FOX, 6)
+        frame = pane(page)
+        assert ended(frame) == "finished"
+        assert frame.locator("#quantity").input_value() == "kind"
+        settle(page)
+        assert sorted(frame.locator("#map [role=row] .letter").all_text_contents()) == sorted("wSfhcpww")
+        frame.locator('#map .cell[data-row="3"]').hover()
+        expect(frame.locator("#map-readout")).to_contain_text("hybrid suffices; window leaves ")
+        frame.locator("#quantity").select_option("divergence")
+        expect(frame.locator("#map .letter")).to_have_count(0)
+        saved = load(calibrated.studies / str(frame.evaluate("PAYLOAD.live.run")))
+        assert saved.manifest.extra["held_out"]["kinds"] == {"0": "wSfh", "1": "cpww"}
 
 
 def test_the_settings_reach_the_model(page: Page, live: Live) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from softgap.calibration import Recipe, calibrate
 from support.cli_examples import tiny_folder
 from support.explorer_examples import save_study, story
+from support.kind_examples import calibrated_folder
 from support.live_examples import Live, served, waited
-from support.model_examples import attending_llama, byte_tokenizer, save_folder
 
 JSON = {"Content-Type": "application/json"}
 
@@ -42,20 +41,21 @@ def ask(live: Live, **changes: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_calibrated_model_opens_and_ends_with_the_share_of_the_gap(
+def test_a_calibrated_model_opens_with_kinds_and_ends_with_the_share_of_the_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path / "calibrations"))
-    model = attending_llama(max_position_embeddings=512)
-    text = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
-    calibrate(model, byte_tokenizer(), [text], recipe=Recipe(features=4, steps=3), positions=128)
-    with served(tmp_path, "--model", str(save_folder(tmp_path / "tiny", model))) as live:
+    with served(tmp_path, "--model", str(calibrated_folder(tmp_path / "tiny"))) as live:
         run = ask(live, mechanisms=["elu1", "fitted"])
         end = next(data for kind, _, data in live.events(run) if kind == "end")
-        assert end["headline"].startswith("On this text a fitted linear attention closes")
+        assert end["headline"].startswith("Of 8 heads, 1 need only a constant")
+        assert "On this text a fitted linear attention closes" in end["headline"]
         assert end["heldOut"].startswith("On held-out text the calibration closes")
         page = live.request("GET", f"/runs/{run}")[2]
-        assert b'"opening":{"quantity":"gap","mechanism":"fitted"}' in page
+        assert b'"opening":{"quantity":"kind","mechanism":"fitted","ranking":"gap"}' in page
+        assert b'"labels":[2,5,3,4,0,1,2,2],"left":{"window":' in page
+        plain = live.request("GET", f"/runs/{ask(live, mechanisms=['elu1'])}")[2]
+        assert b'"opening":{},"kinds":null,"kindsHint":"Which kind of substitute suffices' in plain
 
 
 def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: Live) -> None:

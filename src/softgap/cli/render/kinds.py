@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,28 +15,43 @@ from softgap.kinds import COLOURS, KINDS, LETTERS
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
 
-__all__ = ["kind_map", "kind_table", "show_kinds"]
+__all__ = ["kind_map", "kind_table", "show_kind_map", "show_kinds"]
+
+_MARGIN = " " * 4
+_TICKS = 5
 
 
-def kind_map(sufficiency: Sufficiency, *, colour: bool) -> Text:
-    """One letter per head, heads down and layers across, with a legend."""
-    layers = sufficiency.labels
+def kind_map(
+    labels: Sequence[Sequence[str | None]], layers: Sequence[int] | None = None, *, colour: bool, width: int = 100
+) -> Text:
+    """One letter per head, heads down and layers across, with a legend; a wide model goes on below.
+
+    Parameters
+    ----------
+    labels
+        The kind of each head, ``[layer][head]``; None where it is unknown.
+    layers
+        Numbers of the layers; by default they count from 0.
+    """
+    numbers = range(len(labels)) if layers is None else layers
+    room = max(_TICKS, (width - len(_MARGIN)) // _TICKS * _TICKS)
     text = Text()
-    rows = max(map(len, layers))
-    for head in range(rows):
-        text.append(f"{head:>3} ")
-        for layer in layers:
-            kind = layer[head] if head < len(layer) else None
-            letter = " " if kind is None else LETTERS.get(kind, "?")
-            style = f"#000000 on {COLOURS[kind]}" if colour and kind in COLOURS and kind != "softmax" else ""
-            if colour and kind == "softmax":
-                style = f"#ffffff on {COLOURS[kind]}"
-            text.append(letter, style)
-        text.append("\n")
-    text.append("    " + "".join(f"{layer:<5}" for layer in range(0, len(layers), 5)).rstrip() + "\n")
-    shown = [kind for kind in KINDS if kind in sufficiency.counts]
-    text.append("    " + ", ".join(f"{LETTERS[kind]} {kind}" for kind in shown))
-    return text
+    for start in range(0, len(labels), room):
+        columns = labels[start : start + room]
+        for head in range(max(map(len, columns), default=0)):
+            text.append(f"{head:>3} ")
+            for layer in columns:
+                kind = layer[head] if head < len(layer) else None
+                text.append(" " if kind is None else LETTERS.get(kind, "?"), _style(kind) if colour else "")
+            text.append("\n")
+        ticks = "".join(f"{number:<{_TICKS}}" for number in numbers[start : start + room : _TICKS])
+        text.append(f"{_MARGIN}{ticks.rstrip()}\n")
+    return text.append(_MARGIN + ", ".join(f"{LETTERS[kind]} {kind}" for kind in KINDS))
+
+
+def _style(kind: str | None) -> str:
+    colour = COLOURS.get(kind or "")
+    return "" if colour is None else f"{'#ffffff' if kind == 'softmax' else '#000000'} on {colour}"
 
 
 def kind_table(sufficiency: Sufficiency) -> Table:
@@ -56,12 +72,19 @@ def kind_table(sufficiency: Sufficiency) -> Table:
     return table
 
 
+def show_kind_map(
+    console: Console, labels: Sequence[Sequence[str | None]], layers: Sequence[int] | None = None
+) -> None:
+    """The map under its title."""
+    console.print(Text("The cheapest substitute that suffices, by head (rows) and layer (columns)", "bold"))
+    console.print(kind_map(labels, layers, colour=has_colour(console), width=min(console.width, 100)))
+
+
 def show_kinds(console: Console, sufficiency: Sufficiency) -> None:
     """The sentence, the map, the table, and how far the labels can be trusted."""
     console.print(sufficiency.sentence, width=min(console.width, 100))
     console.print()
-    console.print(Text("The cheapest substitute that suffices, by head (rows) and layer (columns)", "bold"))
-    console.print(kind_map(sufficiency, colour=has_colour(console)))
+    show_kind_map(console, sufficiency.labels)
     console.print(kind_table(sufficiency))
     rule = f"A kind suffices if it leaves at most {sufficiency.limit:.0%} of the output's energy and of the gap."
     console.print(f"{rule} Intervals are over {sufficiency.texts} held-out texts.", width=min(console.width, 100))

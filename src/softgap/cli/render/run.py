@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -15,8 +15,10 @@ from rich.text import Text
 
 from softgap.analysis.headline import UNKNOWN, held_out_sentence, kind_counts_sentence
 from softgap.cli.render import output
+from softgap.cli.render.kinds import show_kind_map
 from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
+from softgap.kinds import UNKNOWN_KINDS, Labels, stored_kinds
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
 from softgap.trajectories.validation import BASELINE
@@ -41,20 +43,25 @@ _SCALE = (5, 95)
 _ALIKE = 0.05
 
 
-def show_run(console: Console, run: Trajectories, out: str) -> None:
+MapOf = Literal["kinds", "divergence", "both"]
+
+
+def show_run(console: Console, run: Trajectories, out: str, map_of: MapOf = "kinds") -> None:
     """Print the headline, the map of heads, the text, the extreme heads, the means and, last, the path."""
     summary = summarise(run)
-    _opening(console, summary, run.manifest, "steps")
+    _opening(console, summary, run.manifest, "steps", map_of)
     console.print(_text(console, run), width=_width(console))
     console.print()
     _numbers(console, summary, out, "steps")
 
 
-def show_study(console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str) -> None:
+def show_study(
+    console: Console, summaries: Sequence[Summary], manifest: Manifest, out: str, map_of: MapOf = "kinds"
+) -> None:
     """Print the same as means over the samples, with one line per sample instead of the text."""
     overall = merge_summaries(summaries)
     over = "steps, then samples"
-    _opening(console, overall, manifest, over, samples=len(summaries))
+    _opening(console, overall, manifest, over, map_of, samples=len(summaries))
     console.print(_samples(summaries))
     console.print()
     _numbers(console, overall, out, over)
@@ -64,7 +71,9 @@ def _width(console: Console) -> int:
     return min(console.width, _WIDEST)
 
 
-def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, samples: int = 1) -> None:
+def _opening(
+    console: Console, summary: Summary, manifest: Manifest, over: str, map_of: MapOf, samples: int = 1
+) -> None:
     """Print what was measured, then the headline and the map of heads."""
     sampling = manifest.options.get("do_sample")
     facts = [
@@ -79,21 +88,35 @@ def _opening(console: Console, summary: Summary, manifest: Manifest, over: str, 
     ]
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
     console.print()
-    kinds = kind_counts_sentence(manifest.extra.get("held_out", {}))
-    if kinds:
-        console.print(Text(kinds), width=_width(console))
+    held_out = manifest.extra.get("held_out", {})
+    labels = None if map_of == "divergence" else _labels(summary, manifest)
+    _paragraph(console, kind_counts_sentence(held_out))
+    if labels is not None:
+        show_kind_map(console, labels, summary.layers)
         console.print()
-    console.print(_first_sentence(summary), width=_width(console))
-    console.print()
-    held_out = held_out_sentence(manifest.extra.get("held_out", {})) if summary.headline is not None else ""
-    if held_out:
-        console.print(Text(held_out), width=_width(console))
+    headline = summary.headline
+    _paragraph(console, UNKNOWN if headline is None else headline.sentence)
+    if headline is not None:
+        _paragraph(console, held_out_sentence(held_out))
+        _paragraph(console, UNKNOWN_KINDS if labels is None and map_of != "divergence" else "")
+    if labels is None or map_of == "both":
+        title, values = _head_map(summary, over)
+        cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=has_colour(console))
+        console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
+        console.print(cells)
         console.print()
-    title, values = _head_map(summary, over)
-    cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=has_colour(console))
-    console.print(Text(f"{title}; {meaning}" if meaning else title, "bold"), width=_width(console))
-    console.print(cells)
-    console.print()
+
+
+def _labels(summary: Summary, manifest: Manifest) -> Labels | None:
+    """The kinds of the heads that were measured, where they are known."""
+    _, layers, heads = summary.heads.shape
+    return stored_kinds(manifest.extra.get("held_out", {}), summary.layers, [heads] * layers)
+
+
+def _paragraph(console: Console, sentence: str) -> None:
+    if sentence:
+        console.print(Text(sentence), width=_width(console))
+        console.print()
 
 
 def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "layer head"]]:
@@ -105,12 +128,6 @@ def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "laye
         )
     name = summary.mechanisms[0]
     return f"divergence from {name} by head (rows) and layer (columns), mean over {over}", summary.heads[0]
-
-
-def _first_sentence(summary: Summary) -> Text:
-    """The headline, or how to get one."""
-    headline = summary.headline
-    return Text(UNKNOWN if headline is None else headline.sentence)
 
 
 def _text(console: Console, run: Trajectories) -> Text:
@@ -231,22 +248,24 @@ def _number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
-def present_run(run: Trajectories, out: str, *, as_json: bool) -> None:
+def present_run(run: Trajectories, out: str, *, as_json: bool, map_of: MapOf = "kinds") -> None:
     """Show one run, saved at ``out``."""
     if as_json:
         output.write_json(_run_document(run, out))
         return
 
-    show_run(output.console(), run, out)
+    show_run(output.console(), run, out, map_of)
 
 
-def present_study(summaries: Sequence[Summary], manifest: Manifest, out: str, *, as_json: bool) -> None:
+def present_study(
+    summaries: Sequence[Summary], manifest: Manifest, out: str, *, as_json: bool, map_of: MapOf = "kinds"
+) -> None:
     """Show a study of several samples, saved at ``out``."""
     if as_json:
         output.write_json(_study_document(summaries, manifest, out))
         return
 
-    show_study(output.console(), summaries, manifest, out)
+    show_study(output.console(), summaries, manifest, out, map_of)
 
 
 def _run_document(run: Trajectories, out: str) -> dict[str, Any]:
@@ -258,7 +277,7 @@ def _run_document(run: Trajectories, out: str) -> dict[str, Any]:
         **summary.row(),
         "prompt": run.prompt_text,
         "completion": run.completion_text,
-        **_by_head(summary),
+        **_by_head(summary, run.manifest),
         "steps": _steps(run),
     }
 
@@ -268,7 +287,7 @@ def _study_document(summaries: Sequence[Summary], manifest: Manifest, out: str) 
 
     overall = merge_summaries(summaries)
     rows = [summary.row() for summary in summaries]
-    return {**_source(manifest, out), "samples": rows, "all": {**overall.row(), **_by_head(overall)}}
+    return {**_source(manifest, out), "samples": rows, "all": {**overall.row(), **_by_head(overall, manifest)}}
 
 
 def _source(manifest: Manifest, out: str) -> dict[str, Any]:
@@ -285,13 +304,18 @@ def _source(manifest: Manifest, out: str) -> dict[str, Any]:
     }
 
 
-def _by_head(summary: Summary) -> dict[str, Any]:
+def _by_head(summary: Summary, manifest: Manifest) -> dict[str, Any]:
     furthest, closest = summary.extremes()
+    labels = _labels(summary, manifest)
+    rows = summary.head_rows()
+    if labels is not None:
+        kinds = dict(zip(summary.layers, labels, strict=True))
+        rows = [{**row, "kind": kinds[row["layer"]][row["head"]]} for row in rows]
     return {
         "ranked_by": summary.ranked_by,
         "most_softmax_hungry": [asdict(head) for head in furthest],
         "most_linear": [asdict(head) for head in closest],
-        "heads": summary.head_rows(),
+        "heads": rows,
     }
 
 

@@ -87,9 +87,10 @@ function drawFacts() {
   byId('about').replaceChildren(...PAYLOAD.about.flatMap(([heading, words]) => [element('dt', '', heading), element('dd', '', words)]));
 }
 
-/** The heads with the most and the least of what the page opens with: something to look at from the start. */
+/** The heads with the most and the least of what ranks them: something to look at from the start. */
 function firstHeads() {
-  const means = quantityNow(quantity((PAYLOAD.opening || {}).quantity || 'divergence')).numbers;
+  const { ranking, quantity: first } = PAYLOAD.opening || {};
+  const means = quantityNow(quantity(ranking || first || 'divergence')).numbers;
   if (!means || !means.some((value) => value === value)) return [];
   const sorted = HEADS.map(({ row }) => row).filter((row) => means[row] === means[row]).sort((a, b) => means[b] - means[a]);
   return [...new Set([sorted[0], sorted[sorted.length - 1]])];

@@ -3,6 +3,10 @@
 
 const NARROW = 560;
 const GROUP_GAP = 6;
+// The legend of kinds: the width of an entry and the height of a line. Letters below a size cannot be read.
+const LEGEND_COLUMN = 90;
+const LEGEND_LINE = 20;
+const SMALLEST_LETTER = 6;
 let mapFocus = 0;
 
 /** Heads that begin a new KV group, if all layers are cut alike and groups have several heads; else none. */
@@ -19,7 +23,7 @@ function gapsBefore(head) {
   return GROUP_STARTS.filter((start) => start <= head).length * GROUP_GAP;
 }
 
-function mapLayout(width) {
+function mapLayout(width, entry = quantity()) {
   const across = width >= NARROW;
   const layers = PAYLOAD.layers.length;
   const gaps = GROUP_STARTS.length * GROUP_GAP;
@@ -31,23 +35,34 @@ function mapLayout(width) {
   const place = ({ at, head }) => (across
     ? [left + at * cellWidth, top + head * cellHeight + gapsBefore(head)]
     : [left + head * cellWidth + gapsBefore(head), top + at * cellHeight]);
-  const height = top + rows * cellHeight + (across ? gaps : 0) + 66;
-  return { across, left, top, cellWidth, cellHeight, place, height, width };
+  const legendTop = top + rows * cellHeight + (across ? gaps : 0) + 26;
+  const height = legendTop + (entry === KIND ? 6 + LEGEND_LINE * Math.ceil(PAYLOAD.kinds.names.length / legendColumns(width - left)) : 40);
+  return { across, left, top, cellWidth, cellHeight, place, legendTop, height, width };
+}
+
+function mapScale(numbers, entry) {
+  if (entry === KIND) return { colour: (kind) => d3.color(PAYLOAD.kinds.colours[kind]) };
+  return colourScale(numbers, { isDiverging: entry.isDiverging, fixed: entry.fixed });
+}
+
+function mapCaption(entry, of, scale) {
+  const from = ['divergence', 'slope', 'distance', 'gap'].includes(entry.key) ? `from ${STATE.mechanism}, ` : '';
+  const more = entry === KIND ? '. Show other quantities, such as the divergence on this text, with the list above' : scale ? reachWords(scale) : '';
+  return `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit}), ${from}${of}${more}.`;
 }
 
 function drawMap() {
   const box = byId('map');
   const { numbers, of } = quantityNow();
   const entry = quantity();
-  const scale = numbers && colourScale(numbers, { isDiverging: entry.isDiverging, fixed: entry.fixed });
-  byId('map-caption').textContent = `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit}), ${
-    ['divergence', 'slope', 'distance', 'gap'].includes(entry.key) ? `from ${STATE.mechanism}, ` : ''}${of}${scale ? reachWords(scale) : ''}.`;
+  const scale = numbers && mapScale(numbers, entry);
+  byId('map-caption').textContent = mapCaption(entry, of, scale);
   if (!numbers) return;
   const layout = mapLayout(box.clientWidth);
   const hadFocus = box.contains(document.activeElement) && document.activeElement.classList.contains('cell');
   box.replaceChildren();
   const svg = d3.select(box).append('svg').attr('width', layout.width).attr('height', layout.height)
-    .attr('role', 'grid').attr('aria-label', `Map of heads: ${entry.label}`).attr('aria-multiselectable', 'true');
+    .attr('role', 'grid').attr('aria-label', `Map of heads: ${entry.label}${entry === KIND ? `; ${kindCounts().map(([name, count]) => `${name} ${plural(count, 'head')}`).join(', ')}` : ''}`).attr('aria-multiselectable', 'true');
   drawMapAxes(svg, layout);
   const byLine = groupBy(HEADS, layout.across ? 'head' : 'at');
   for (const line of byLine) {
@@ -55,10 +70,41 @@ function drawMap() {
     for (const head of line) drawCell(row, head, numbers[head.row], scale, layout, entry);
   }
   drawChosen(svg, layout);
-  const legend = svg.append('g').attr('transform', `translate(${layout.left},${layout.height - 40})`).attr('aria-hidden', 'true');
-  if (numbers.some((value) => value === value)) drawLegend(legend, scale, layout.width - layout.left, entry.unit);
+  const legend = svg.append('g').attr('transform', `translate(${layout.left},${layout.legendTop})`).attr('aria-hidden', 'true');
+  if (entry === KIND) drawKindLegend(legend, layout.width - layout.left);
+  else if (numbers.some((value) => value === value)) drawLegend(legend, scale, layout.width - layout.left, entry.unit);
   else legend.append('text').attr('y', 12).text(emptyWords(entry));
   if (hadFocus) box.querySelector(`[data-row="${mapFocus}"]`).focus();
+}
+
+/** The name of each kind and how many heads need it; last, where there are some, those of unknown kind. */
+function kindCounts() {
+  const { names, labels } = PAYLOAD.kinds;
+  const unknown = labels.filter((kind) => kind === null).length;
+  return [...names.map((name, i) => [name, labels.filter((kind) => kind === i).length]), ...(unknown ? [['unknown', unknown]] : [])];
+}
+
+function legendColumns(width) {
+  return Math.max(1, Math.min(PAYLOAD.kinds.names.length, Math.floor(width / LEGEND_COLUMN)));
+}
+
+/** One field per kind with its letter, its name and the number of heads. */
+function drawKindLegend(group, width) {
+  const columns = legendColumns(width);
+  const { colours, letters, names } = PAYLOAD.kinds;
+  kindCounts().slice(0, names.length).forEach(([name, count], i) => {
+    const item = group.append('g').attr('class', 'kind')
+      .attr('transform', `translate(${(i % columns) * LEGEND_COLUMN},${Math.floor(i / columns) * LEGEND_LINE})`);
+    item.append('rect').attr('class', 'frame').attr('width', 15).attr('height', 14).attr('rx', 2).style('fill', colours[i]);
+    drawLetter(item, letters[i], 7.5, 7, 11, colours[i]);
+    item.append('text').attr('class', 'count').attr('x', 20).attr('y', 11).text(`${name} ${count}`);
+  });
+}
+
+/** A letter in the middle of a field, in an ink that can be read on it. */
+function drawLetter(parent, letter, x, y, size, ground) {
+  parent.append('text').attr('class', 'letter').attr('aria-hidden', 'true').attr('x', x).attr('y', y + 0.36 * size).attr('text-anchor', 'middle')
+    .style('font-size', `${size}px`).style('fill', inkOn(ground)).text(letter);
 }
 
 function emptyWords(entry) {
@@ -82,10 +128,18 @@ function drawCell(row, head, value, scale, layout, entry) {
     .attr('width', layout.cellWidth - 2 * inset).attr('height', layout.cellHeight - 2 * inset)
     .attr('tabindex', head.row === mapFocus ? 0 : -1).attr('data-row', head.row)
     .attr('aria-selected', String(selected >= 0))
-    .attr('aria-label', `head ${head.name}, KV group ${head.kv}, ${entry.label} ${known ? show(value) : 'unknown'}`);
+    .attr('aria-label', `head ${head.name}, KV group ${head.kv}, ${entry.label} ${known ? valueWords(entry, value) : 'unknown'}`);
   if (known) cell.attr('fill', scale.colour(value).toString());
   else cell.style('fill', 'var(--none)');
   cell.datum({ head, value });
+  const size = Math.min(13, 0.8 * layout.cellWidth, 0.8 * layout.cellHeight);
+  if (entry === KIND && known && size >= SMALLEST_LETTER) {
+    drawLetter(row, PAYLOAD.kinds.letters[value], x + layout.cellWidth / 2, y + layout.cellHeight / 2, size, PAYLOAD.kinds.colours[value]);
+  }
+}
+
+function valueWords(entry, value) {
+  return entry === KIND ? PAYLOAD.kinds.names[value] : show(value);
 }
 
 /** A frame in the head's colour around each chosen cell, with a rim that shows on every ground. */
@@ -120,7 +174,7 @@ function drawMapAxes(svg, layout) {
       .attr('text-anchor', across ? 'end' : 'middle').text(head);
   }
   axes.append('text').attr('x', 0).attr('y', top - 6).text(across ? 'head' : 'layer');
-  const below = layout.height - 48;
+  const below = layout.legendTop - 8;
   axes.append('text').attr('x', layout.width - 4).attr('y', below + 2).attr('text-anchor', 'end')
     .text(`${across ? 'layers in columns, heads in rows' : 'heads in columns, layers in rows'}${GROUP_STARTS.length ? '; gaps separate the KV groups' : ''}`);
 }
@@ -128,7 +182,20 @@ function drawMapAxes(svg, layout) {
 function describeHead({ head, value }) {
   const mates = HEADS.filter(({ at, kv }) => at === head.at && kv === head.kv);
   const shared = mates.length > 1 ? `, shares keys and values with ${mates.filter(({ row }) => row !== head.row).map(({ name }) => name).join(', ')}` : '';
-  return `Head ${head.name} (layer ${head.layer}, head ${head.head}${shared}): ${quantity().label} ${show(value)}`;
+  const name = `Head ${head.name} (layer ${head.layer}, head ${head.head}${shared})`;
+  return quantity() === KIND ? `${name}: ${kindWords(head.row, value)}` : `${name}: ${quantity().label} ${show(value)}`;
+}
+
+/** The kind of a head in a sentence, and what the kinds of equal memory leave in it, where that is known. */
+function kindWords(row, kind) {
+  const { names, left } = PAYLOAD.kinds;
+  if (kind !== kind) return 'its kind is unknown';
+  const needs = names[kind] === 'softmax' ? 'needs softmax, nothing cheaper suffices' : `${names[kind]} suffices`;
+  const parts = Object.entries(left).flatMap(([name, { gap, energy }]) => {
+    const shares = [['gap', gap[row]], ['energy', energy[row]]].filter(([, share]) => share !== null);
+    return shares.length ? [`${name} leaves ${shares.map(([of, share]) => `${show(share)} of the ${of}`).join(' and ')}`] : [];
+  });
+  return `${needs}${parts.length ? `; ${parts.join(', ')}` : ''}`;
 }
 
 function cellUnder(event) {
@@ -185,6 +252,9 @@ function startMap() {
     });
   }
   box.addEventListener('keydown', onMapKey);
+  // Once: it does not change while tokens arrive.
+  byId('kinds-hint').textContent = PAYLOAD.kindsHint || '';
+  byId('kinds-hint').hidden = !PAYLOAD.kindsHint;
   byId('map-readout').textContent = 'Point at a head, or move with the arrow keys, to see its value.';
   listen(['sample', 'mechanism', 'quantity', 'scope', 'range', 'heads', 'theme', 'arrived', 'width'], drawMap);
 }

@@ -48,7 +48,19 @@ function focusMean(name, label, unit) {
   };
 }
 
+// The kind of each head as its number in PAYLOAD.kinds.names, where a calibration has told it.
+const KIND = {
+  key: 'kind',
+  label: 'kind of substitute',
+  unit: 'the cheapest that suffices',
+  of: "by the calibration's held-out text",
+  ranged: () => false,
+  available: () => true,
+  compute: () => PAYLOAD.kinds.labels.map((kind) => (kind === null ? NaN : kind)),
+};
+
 const QUANTITIES = [
+  ...(PAYLOAD.kinds ? [KIND] : []),
   simpleMean('divergence', 'mean divergence', '1 − cos, from 0 to 2'),
   {
     key: 'distance',

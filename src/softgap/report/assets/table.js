@@ -5,7 +5,7 @@ const FIRST_ROWS = 60;
 const TABLE = { sort: 'divergence', down: true, search: '', all: false, rows: [], columns: [] };
 
 function tableColumns() {
-  const numbers = QUANTITIES.filter((entry) => entry.available()).map((entry) => ({ key: entry.key, label: entry.label, numbers: entry.compute(...span()) }));
+  const numbers = QUANTITIES.filter((entry) => entry !== KIND && entry.available()).map((entry) => ({ key: entry.key, label: entry.label, numbers: entry.compute(...span()) }));
   const place = [
     { key: 'layer', label: 'layer', numbers: HEADS.map(({ layer }) => layer), whole: true },
     { key: 'head', label: 'head', numbers: HEADS.map(({ head }) => head), whole: true },
@@ -13,16 +13,22 @@ function tableColumns() {
   ];
   const words = hasDynamics() ? [{ key: 'nearest', label: 'nearest known system', words: PAYLOAD.dynamics.mechanisms[STATE.mechanism].nearest }] : [];
   const q = hasDynamics() ? [{ key: 'q', label: 'q', numbers: dynamicsColumn('q') }] : [];
-  return [...place, ...numbers, ...q, ...words];
+  const kinds = PAYLOAD.kinds ? [{ key: 'kind', label: KIND.label, words: PAYLOAD.kinds.labels.map(kindName) }] : [];
+  return [...place, ...kinds, ...numbers, ...q, ...words];
 }
 
-/** Whether a head fits what is searched for: "18", "18.8", "layer 3", "head 2", a known system. */
+function kindName(kind) {
+  return kind === null ? '' : PAYLOAD.kinds.names[kind];
+}
+
+/** Whether a head fits what is searched for: "18", "18.8", "layer 3", "head 2", a kind, a known system. */
 function fits(head, nearest) {
   const search = TABLE.search.trim().toLowerCase();
   if (!search) return true;
   const named = search.match(/^(layer|head|kv)\s*:?\s*(\d+)$/);
   if (named) return String(head[named[1]]) === named[2];
   if (/^\d+$/.test(search)) return String(head.layer) === search;
+  if (PAYLOAD.kinds && kindName(PAYLOAD.kinds.labels[head.row]).startsWith(search)) return true;
   return head.name.startsWith(search) || (nearest || '').toLowerCase().includes(search);
 }
 

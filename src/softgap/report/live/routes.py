@@ -20,6 +20,8 @@ from starlette.routing import Route
 
 from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError
+from softgap.kinds import UNKNOWN_KINDS
+from softgap.report.kinds import opening_view
 from softgap.report.live.requests import Guard, Limits, parse_requests
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
 from softgap.report.live.writer import Writer
@@ -96,6 +98,8 @@ def pane(writer: Writer, run: LiveRun) -> str:
         "entropy": None,
         "data": data,
     }
+    kinds = writer.kinds(run.request.mechanisms)
+    view = OPENING if {"fitted", BASELINE} <= set(run.request.mechanisms) else {}
     document = {
         **_frame(writer),
         "mechanisms": list(run.request.mechanisms),
@@ -104,7 +108,9 @@ def pane(writer: Writer, run: LiveRun) -> str:
             ["The model", f"{writer.name} is writing; what was measured and how is said here when it has ended."]
         ],
         "samples": [sample],
-        "opening": OPENING if {"fitted", BASELINE} <= set(run.request.mechanisms) else {},
+        "opening": opening_view(kinds, view),
+        "kinds": kinds,
+        "kindsHint": UNKNOWN_KINDS if kinds is None else "",
         "groups": [],
         "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],

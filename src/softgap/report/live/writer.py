@@ -7,23 +7,28 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.attention import mechanisms, resolve
+from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.models.loading import Loaded
 from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import Step, read_ids
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import prepare_mechanism
+from softgap.report.columns import calibration_kinds, study_calibration
+from softgap.report.kinds import kinds_of_page
 from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.validation import BASELINE
+
+if TYPE_CHECKING:
+    from softgap.calibration.sufficiency import Sufficiency
 
 __all__ = ["Writer"]
 
@@ -45,6 +50,10 @@ class Writer:
         That can be computed for this model.
     defaults
         Those of them that are measured unless a visitor asks for others.
+    calibrated
+        Those of them whose parameters come from the calibration.
+    sufficiency
+        What the calibration says of the kinds of heads; None where there is none.
     """
 
     model: Any
@@ -52,17 +61,34 @@ class Writer:
     layout: Trajectories
     mechanisms: tuple[str, ...]
     defaults: tuple[str, ...]
+    calibrated: tuple[str, ...] = ()
+    sufficiency: Sufficiency | None = None
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, loaded: Loaded) -> Writer:
         """Look at a model once."""
         model, tokenizer = loaded
-        layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)])[0]
-        names = [*mechanisms(), *_HYBRIDS]
-        ready = [name for name in names if name not in ("softmax", BASELINE) and _is_ready(name, model)]
-        at_hand = tuple(resolve(name).label for name in ready)
-        return cls(model, tokenizer, layout, at_hand, tuple(n for n in default_mechanisms(model) if n != BASELINE))
+        names = [name for name in (*mechanisms(), *_HYBRIDS) if name not in ("softmax", BASELINE)]
+        prepared = {name: _prepared(name, model) for name in names}
+        ready = {resolve(name).label: mechanism for name, mechanism in prepared.items() if mechanism is not None}
+        defaults = default_mechanisms(model)
+        measured = [name for name in defaults if name == BASELINE or name in ready]
+        layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)], mechanisms=measured)[0]
+        path = study_calibration(layout.manifest)
+        return cls(
+            model,
+            tokenizer,
+            layout,
+            tuple(ready),
+            tuple(name for name in defaults if name != BASELINE),
+            tuple(label for label, mechanism in ready.items() if mechanism.origin),
+            None if path is None else calibration_kinds(path),
+        )
+
+    def kinds(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """The kinds of heads for the page of a run with these mechanisms, if one of them is calibrated."""
+        return kinds_of_page(self.layout, self.sufficiency) if set(names) & set(self.calibrated) else None
 
     @property
     def name(self) -> str:
@@ -180,9 +206,9 @@ def _encode(values: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
-def _is_ready(name: str, model: Any) -> bool:
+def _prepared(name: str, model: Any) -> Mechanism | None:
+    """A mechanism with its parameters; None where the model has none for it."""
     try:
-        prepare_mechanism(name, model)
+        return prepare_mechanism(name, model)
     except SoftgapError:
-        return False
-    return True
+        return None
