@@ -42,7 +42,7 @@ SPREAD, SCORED = 40, 2
 BLOCK = 30
 Mechanisms = Mapping[str, Mechanism]
 SWAPS = ("window", "fitted", "hybrid")
-SCORES = ("divergence", "output_l2", "gradient+fisher")
+SCORES = ("divergence", "output_l2", "fisher", "gradient+fisher")
 DIVERGENCES = tuple(f"{swap} divergence" for swap in SWAPS)
 BOTH = "kind and divergences"
 FURTHER = {"kind": ("kind",), "divergences": DIVERGENCES, BOTH: ("kind", *DIVERGENCES)}
@@ -79,7 +79,7 @@ def measure_impact(model: Any, sequences: Sequences, mechanisms: Mechanisms, opt
 
 
 def measure_scores(model: Any, sequences: Sequences, mechanisms: Mechanisms, options: Any) -> dict[str, np.ndarray]:
-    """Divergence, output_l2 and gradient+fisher of every head by ``swap score``."""
+    """Scores of every head by ``swap score``."""
     scores: dict[str, np.ndarray] = {}
     for swap in SWAPS:
         path = options.parts / f"scores-{digest_of_sequences(sequences)[:8]}-{swap}.npy"
@@ -178,7 +178,7 @@ def choice_table(heads: Heads) -> str:
 def write(heads: Heads, costs: Mapping[str, np.ndarray], options: argparse.Namespace) -> None:
     """The section of the findings."""
     regressions, gains = regression_table(heads)
-    window, norm, fisher = DIVERGENCES[0], *SCORES[1:]
+    window = DIVERGENCES[0]
     sure = Counter(key[:2] for key, gain in gains.items() if gain.sign > 0)
     loss, kl = (split_half(costs[name][2], rng=np.random.default_rng(0))[0] for name in ("loss", "kl"))
     why = f"hybrid: ranks in two halves of the texts agree to {kl:.2f}, of the rise in loss to {loss:.2f}"
@@ -192,13 +192,13 @@ over {options.texts} x {LENGTH} tokens ({why}). Kinds come from the calibration,
 
 **Over the window's divergence, the kind improves the prediction of what a swap costs for {sure[window, "kind"]} of 3 \
 substitutes, the divergences of fitted and hybrid for {sure[window, "divergences"]}. Over output_l2, kind and \
-divergences together do for {sure[norm, BOTH]}, over gradient+fisher for {sure[fisher, BOTH]}** (intervals above 0). \
+divergences together do for {sure["output_l2", BOTH]}, over fisher for {sure["fisher", BOTH]}** (intervals above 0). \
 R^2 of log KL in layers that the regression has not seen; below each baseline, what others add to it:
 
 {regressions}
 
 Spearman's correlation with KL, alone and given the window's divergence. Kinds are ranked from cheap to dear. \
-output_l2 and gradient+fisher are those of the swap itself:
+The scores at the end are those of the swap itself; fisher is the curvature of KL along it:
 
 {rank_table(heads)}
 
