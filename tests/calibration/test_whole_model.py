@@ -138,7 +138,9 @@ def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "tiny.safetensors").report() == found.report()
     passages = ["text of the fit", "held-out text", "after a BOS token", "at random offsets"]
     assert list(found.conditions) == [*passages, "prose", "dialogue", "code", "lists"]
-    assert list(found.curve) == ["16", "32", "64", "128", "256"]
+    assert found.memory_ladder is not None
+    assert list(found.curve) == [str(rung.fitted.features) for rung in found.memory_ladder.rungs]
+    assert list(found.curve) == ["23", "47", "93", "186", "372"]  # features worth 16 to 256 keys of 8 + 8 numbers
     rungs = {rung.mechanism: rung for rung in found.ladders.rungs}
     assert {"uniform", "elu1", "fitted"} < set(rungs)
     assert rungs["fitted"].features == 4
