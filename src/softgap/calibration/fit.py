@@ -81,7 +81,7 @@ class RowPlan:
     far: int = 64
     start: int = 16
     generated: float = 1 / 3
-    moved: float = 0.5
+    moved: float = 0.4
 
     def __post_init__(self) -> None:
         if not 0 <= self.generated < 1:
@@ -394,7 +394,7 @@ class Recipe:
     """
 
     features: int = 128
-    steps: int = 300
+    steps: int = 450
     learning_rate: float = 0.1
     sharpness: float = 1.0
     rows: RowPlan = field(default_factory=RowPlan)
@@ -406,7 +406,7 @@ class Recipe:
                 f"features must be from {FEWEST_FEATURES} to {MOST_FEATURES}, got {self.features}; 128 is usual"
             )
         if self.steps < 1:
-            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 300 is usual")
+            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 450 is usual")
 
 
 @deprecated_keywords(wanted="target_scores")

@@ -38,7 +38,7 @@ def calibrate_command(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="300"
+            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="450"
         ),
     ] = None,
     minutes: Annotated[
