@@ -47,7 +47,7 @@ def test_half_as_many_new_tokens_as_are_fitted_on_up_to_a_limit(monkeypatch: pyt
     corpus = given(512)
     new: list[int] = []
     shares: list[float] = []
-    model = writer()
+    model: Any = writer()
     generate = model.generate
 
     def counted(ids: Tensor, **settings: Any) -> Any:

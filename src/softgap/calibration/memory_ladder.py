@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -177,19 +177,18 @@ def climb_memory(
     """
     if not keys or min(keys) < 2:
         raise ValueInputError(f"keys must be numbers from 2 on, got {list(keys)}; 16 to 256 is usual")
-    runner = _Runner(held_out, fit_text, gathered, replace(recipe, steps=min(recipe.steps, STEPS)))
+    comparison = _Comparison(held_out, fit_text, gathered, replace(recipe, steps=min(recipe.steps, STEPS)), workers)
     dim, value_dim = gathered.sites[0].dim, gathered.mean.shape[-1]
-    windows = [candidate for n in keys for candidate in _windows(n)]
-    by_candidate = runner.run(windows, workers, lambda share: report(0.1 * share))
-    best = {n: runner.best([each for each in windows if each.keys == n], by_candidate) for n in keys}
-    maps = [candidate for n in sorted(keys, reverse=True) for candidate in _maps(n, best[n].sinks, dim, value_dim)]
-    by_candidate |= runner.run(maps, workers, lambda share: report(0.1 + 0.9 * share))
-    rng = np.random.default_rng(recipe.seed)
-    rungs = []
-    for n in sorted(keys):
-        parts = ([each for each in windows if each.keys == n], *_partition(each for each in maps if each.keys == n))
-        rungs.append(MemoryRung(n, *(runner.entry(part, by_candidate, rng) for part in parts)))
-    return MemoryLadder(tuple(rungs), tuple(layer.number for layer in held_out), runner.steps, runner.texts)
+    windows = {n: _windows(n) for n in keys}
+    comparison.try_all([each for n in keys for each in windows[n]], lambda share: report(0.1 * share))
+    fitted = {n: [_fitted(n, dim, value_dim)] for n in keys}
+    hybrids = {n: _hybrids(n, comparison.best(windows[n]).sinks, dim, value_dim) for n in keys}
+    maps = [each for n in sorted(keys, reverse=True) for each in (*fitted[n], *hybrids[n])]
+    comparison.try_all(maps, lambda share: report(0.1 + 0.8 * share))
+    parts = [kind[n] for n in sorted(keys) for kind in (windows, fitted, hybrids)]
+    entries = comparison.entries(parts, lambda share: report(0.9 + 0.1 * share))
+    rungs = tuple(MemoryRung(n, *(next(entries) for _ in SUBSTITUTES)) for n in sorted(keys))
+    return MemoryLadder(rungs, tuple(layer.number for layer in held_out), comparison.steps, comparison.texts)
 
 
 def _windows(keys: int) -> list[_Candidate]:
@@ -198,88 +197,90 @@ def _windows(keys: int) -> list[_Candidate]:
     return [_Candidate(keys, str(sinks), 0, ExactSet(*split_keys(keys, sinks=sinks))) for sinks in allowed]
 
 
-def _maps(keys: int, sinks: int, dim: int, value_dim: int) -> list[_Candidate]:
-    """The fitted map of this memory, and hybrids with each share of features."""
-    candidates = [_Candidate(keys, "1", max(FEWEST_FEATURES, features_worth(keys, dim, value_dim)), None)]
-    for share in SHARES:
-        features, exact = split_memory(keys, share, dim, value_dim, sinks=sinks)
-        candidates.append(_Candidate(keys, f"{share:g}", max(FEWEST_FEATURES, features), exact))
-    return candidates
+def _fitted(keys: int, dim: int, value_dim: int) -> _Candidate:
+    """The fitted map of this memory."""
+    return _Candidate(keys, "1", max(FEWEST_FEATURES, features_worth(keys, dim, value_dim)), None)
 
 
-def _partition(maps: Iterator[_Candidate]) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Fitted maps, and hybrids."""
-    candidates = list(maps)
-    return [each for each in candidates if each.exact is None], [each for each in candidates if each.exact is not None]
+def _hybrids(keys: int, sinks: int, dim: int, value_dim: int) -> list[_Candidate]:
+    """Hybrids of this memory with each share of features, and with as many sinks as the best window."""
+    splits = [(share, split_memory(keys, share, dim, value_dim, sinks=sinks)) for share in SHARES]
+    return [
+        _Candidate(keys, f"{share:g}", max(FEWEST_FEATURES, features), exact) for share, (features, exact) in splits
+    ]
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """One candidate in one layer: its divergence by text, and what it keeps in keys."""
-
-    fit_text: Sequence[Float[np.ndarray, "head time"]]
-    held_out: Sequence[Float[np.ndarray, "head time"]]
-    keys_worth: float
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
-Results = Mapping[_Candidate, Sequence[_Measured]]
-
-
-class _Runner:
-    """Fits candidates in the layers and measures them on both texts."""
+class _Comparison:
+    """Candidates as they were fitted in each layer, and the divergence that they leave on text of the fit."""
 
     def __init__(
-        self, held_out: Sequence[HeldLayer], fit_text: Sequence[HeldLayer], gathered: Activations, recipe: Recipe
+        self,
+        held_out: Sequence[HeldLayer],
+        fit_text: Sequence[HeldLayer],
+        gathered: Activations,
+        recipe: Recipe,
+        workers: int,
     ) -> None:
-        self._layers = list(zip(held_out, fit_text, strict=True))
-        self._gathered, self._recipe = gathered, recipe
+        self._held_out, self._fit_text = held_out, fit_text
+        self._gathered, self._recipe, self._workers = gathered, recipe, workers
         self._gap = sum(_total(layer.uniform) for layer in fit_text)
-        self._uniform = by_text([layer.uniform for layer in held_out])
+        self._uniform = _by_text([layer.uniform for layer in held_out])
+        self._mechanisms: dict[_Candidate, list[Mechanism]] = {}
+        self._left: dict[_Candidate, float] = {}
         self.steps, self.texts = recipe.steps, len(self._uniform)
 
-    def run(
-        self, candidates: Sequence[_Candidate], workers: int, report: Callable[[float], None]
-    ) -> dict[_Candidate, list[_Measured]]:
-        """Every candidate in every layer."""
-        tasks = list(product(candidates, range(len(self._layers))))
-        results: dict[_Candidate, list[_Measured]] = {}
-        with ThreadPoolExecutor(workers) as pool:
-            for done, ((candidate, _), measured) in enumerate(
-                zip(tasks, pool.map(lambda task: self._measure(*task), tasks), strict=True)
-            ):
-                results.setdefault(candidate, []).append(measured)
-                report((done + 1) / len(tasks))
-        return results
+    def try_all(self, candidates: Sequence[_Candidate], report: Callable[[float], None]) -> None:
+        """Fit every candidate in every layer, and measure it on text of the fit."""
 
-    def best(self, candidates: Sequence[_Candidate], results: Results) -> _Candidate:
-        """The candidate that closes most of the gap on text of the fit."""
-        return max(candidates, key=lambda each: self._closed(results[each]))
+        def tried(task: tuple[_Candidate, HeldLayer]) -> tuple[Mechanism, float]:
+            candidate, layer = task
+            mechanism = self._mechanism(candidate, layer.number)
+            return mechanism, _total(divergences(mechanism, layer.texts))
 
-    def entry(self, candidates: Sequence[_Candidate], results: Results, rng: np.random.Generator) -> MemoryEntry:
-        """What the best candidate keeps and closes on held-out text."""
-        chosen = self.best(candidates, results)
-        measured = results[chosen]
-        closed = gap_closed(by_text([each.held_out for each in measured]), self._uniform, rng=rng)
+        tasks = list(product(candidates, self._fit_text))
+        for (candidate, _), (mechanism, left) in zip(tasks, self._map(tried, tasks, report), strict=True):
+            self._mechanisms.setdefault(candidate, []).append(mechanism)
+            self._left[candidate] = self._left.get(candidate, 0.0) + left
+
+    def best(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """The candidate that closes most of the gap on text of the fit; the first of equal ones."""
+        return min(candidates, key=lambda each: self._left[each])
+
+    def entries(self, parts: Sequence[Sequence[_Candidate]], report: Callable[[float], None]) -> Iterator[MemoryEntry]:
+        """The best of each of these lists of candidates, with what it closes on held-out text."""
+        return self._map(self._entry, parts, report)
+
+    def _entry(self, candidates: Sequence[_Candidate]) -> MemoryEntry:
+        chosen = self.best(candidates)
+        mechanisms = self._mechanisms[chosen]
+        layers = [divergences(x, layer.texts) for x, layer in zip(mechanisms, self._held_out, strict=True)]
+        # The same resampled texts for every entry.
+        rng = np.random.default_rng(self._recipe.seed)
+        closed = gap_closed(_by_text(layers), self._uniform, rng=rng)
         if closed is None:
             raise ValueInputError(f"held-out texts must be longer than {FIRST} tokens; give longer ones")
+        site = self._gathered.sites[0]
         return MemoryEntry(
             features=chosen.features,
             recent=chosen.recent,
             sinks=chosen.sinks,
-            keys_worth=measured[0].keys_worth,
+            keys_worth=keys_worth(mechanisms[0], site.dim, self._gathered.mean.shape[-1], kv_heads=site.kv_heads),
             gap_closed=closed,
-            choices={each.choice: self._closed(results[each]) for each in candidates},
+            choices={each.choice: 1 - self._left[each] / self._gap for each in candidates},
         )
 
-    def _closed(self, measured: Sequence[_Measured]) -> float:
-        return 1 - sum(_total(each.fit_text) for each in measured) / self._gap
-
-    def _measure(self, candidate: _Candidate, at: int) -> _Measured:
-        held_out, fit_text = self._layers[at]
-        mechanism = self._mechanism(candidate, held_out.number)
-        site = self._gathered.sites[held_out.number]
-        worth = keys_worth(mechanism, site.dim, self._gathered.mean.shape[-1], kv_heads=site.kv_heads)
-        return _Measured(divergences(mechanism, fit_text.texts), divergences(mechanism, held_out.texts), worth)
+    def _map(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], report: Callable[[float], None]
+    ) -> Iterator[Result]:
+        """The results in the order of their tasks, some at a time."""
+        with ThreadPoolExecutor(self._workers) as pool:
+            for done, result in enumerate(pool.map(function, tasks), start=1):
+                report(done / len(tasks))
+                yield result
 
     def _mechanism(self, candidate: _Candidate, layer: int) -> Mechanism:
         if not candidate.features and candidate.exact is not None:
@@ -302,6 +303,6 @@ def _total(texts: Sequence[Float[np.ndarray, "head time"]]) -> float:
     return float(sum(np.nansum(text[..., FIRST:], dtype=float) for text in texts))
 
 
-def by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+def _by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Layers of texts to texts of layers."""
     return [np.stack(text) for text in zip(*layers, strict=True)]

@@ -348,6 +348,7 @@ def calibrate(
     metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
     settings = {**metadata, "recipe": asdict(recipe), "minutes": minutes}
     layers = FittedLayers(target, settings)
+    progress("the model reads", 0.08)
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
