@@ -107,8 +107,7 @@ def _fit(
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
-    from softgap.calibration import Recipe, calibrate
-    from softgap.calibration.fit import RowPlan
+    from softgap.calibration import Recipe, RowPlan, calibrate
     from softgap.calibration.sufficiency import check_limit
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
