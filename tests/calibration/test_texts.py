@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -80,9 +81,13 @@ def test_a_short_context_shortens_the_beginnings(context: int) -> None:
     assert all(text.startswith(begin[:20]) for text, begin in zip(written, BEGINNINGS, strict=False))
 
 
-def test_a_tokenizer_without_padding_writes_the_same() -> None:
-    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
-    assert bare.pad_token_id is None
+def test_a_tokenizer_without_padding_leaves_none_in_the_text() -> None:
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert bare.pad_token_id is bare.eos_token_id is None
     written = generate_texts(writer(), bare, 64)
     assert all(text.startswith(begin) for text, begin in zip(written, BEGINNINGS, strict=True))
 
