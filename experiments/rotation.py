@@ -29,12 +29,12 @@ from recipe import BINS, HELD_OUT, layers_of
 from softgap.attention import Mechanism
 from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
-from softgap.calibration.fit import LayerText, landmark_maps
+from softgap.calibration.fit import LayerText, RowPlan, landmark_maps
 from softgap.calibration.held_out import HeldLayer, divergences
 from softgap.models import load_model
 from softgap.probe.layout import layer_rotations
 
-RECIPE = Recipe(steps=300)
+RECIPE = Recipe(steps=300, rows=RowPlan(moved=0.0))  # the texts are moved here
 OFFSETS = (0, 911, 2718, 5077)
 # How far held-out text is moved to see whether a map knows where it was fitted; no offset of the fit.
 MOVED = 4000

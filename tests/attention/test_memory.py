@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from softgap.attention import add_window, attend, new_state
-from softgap.attention.memory import equal_window, kept_numbers, keys_worth, split_keys
+from softgap.attention import ExactSet, add_window, attend, new_state, resolve
+from softgap.attention.memory import equal_window, features_worth, kept_numbers, keys_worth, split_keys, split_memory
 from softgap.errors import SoftgapError
 from support.linearize_cases import with_random_parameters
 
@@ -46,7 +46,27 @@ def test_a_window_of_equal_memory() -> None:
     assert split_keys(3) == (2, 1)
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (8, 8), (128, 32), (80, 96)])
+@pytest.mark.parametrize("keys", [16, 32, 67, 256])
+def test_maps_and_hybrids_of_a_given_memory(keys: int, dim: int, value_dim: int) -> None:
+    def worth(features: int, exact: ExactSet | None) -> float:
+        maps = {"weight": torch.zeros(1, 2, features, dim), "bias": torch.zeros(1, 2, features)}
+        parameters = {f"{side}_{name}": tensor for side in ("query", "key") for name, tensor in maps.items()}
+        fitted = resolve("fitted").with_parameters(**parameters, rate=torch.zeros(1, 2, features))
+        mechanism = fitted if exact is None else add_window(fitted, w=exact.recent, sinks=exact.sinks)
+        return keys_worth(mechanism, dim, value_dim, kv_heads=2)
+
+    assert worth(features_worth(keys, dim, value_dim), None) == pytest.approx(keys, rel=0.05)
+    for share in (0.25, 0.5, 0.75):
+        features, exact = split_memory(keys, share, dim, value_dim, sinks=4)
+        assert worth(features, exact) == pytest.approx(keys, rel=0.05)
+        assert features == pytest.approx(share * features_worth(keys, dim, value_dim), abs=1)
+        assert exact.sinks <= exact.recent
+
+
 def test_bad_input_is_one_sentence() -> None:
+    with pytest.raises(SoftgapError, match="the share of features must be above 0 and below 1, got 1; "):
+        split_memory(64, 1, 64)
     with pytest.raises(SoftgapError, match="'softmax' keeps every key and value"):
         equal_window("softmax", 64)
     with pytest.raises(SoftgapError, match="a window must keep at least 1 key, got 0"):

@@ -210,11 +210,122 @@ def test_each_key_is_drawn_once_and_counts_add_up() -> None:
     assert torch.allclose(counted, position + 1, atol=1e-3)
 
 
+def marked_texts(*lengths: int, generated: tuple[int, ...] = ()) -> list[LayerText]:
+    """Texts whose keys hold the text's number in their first dimension."""
+    texts = []
+    for number, length in enumerate(lengths):
+        rng = np.random.default_rng(number)
+        query, key = (torch.from_numpy(rng.standard_normal((n, length, DIM))).float() for n in (HEADS, KV_HEADS))
+        key[..., 0] = number
+        texts.append(LayerText(query, key, generated=number in generated))
+    return texts
+
+
+def drawn_texts(texts: list[LayerText], plan: RowPlan) -> np.ndarray:
+    rows = sample_rows(texts, plan, rng=np.random.default_rng(0))
+    return np.bincount(rows.key[:, 0, -1, 0].long().numpy(), minlength=len(texts)) / plan.blocks
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
+def test_generated_text_gets_its_share_of_the_blocks(share: float) -> None:
+    texts = marked_texts(300, 100, 60, 20, generated=(2, 3))
+    drawn = drawn_texts(texts, RowPlan(blocks=4000, rows=2, near=4, far=4, generated=share))
+    expected = [(1 - share) * 0.75, (1 - share) * 0.25, share * 0.75, share * 0.25]
+    assert drawn == pytest.approx(expected, abs=0.03)
+    assert drawn[2:].sum() == 0 if share == 0 else drawn[2:].min() > 0
+
+
+def test_texts_of_one_kind_are_drawn_by_their_length_whatever_the_share() -> None:
+    for generated in ((), (0, 1)):
+        texts = marked_texts(300, 100, generated=generated)
+        assert drawn_texts(texts, RowPlan(blocks=4000, rows=2, near=4, far=4)) == pytest.approx([0.75, 0.25], abs=0.03)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.3, 1.0])
+def test_blocks_are_moved_as_often_as_the_plan_says_and_never_too_far(moved: float) -> None:
+    texts = marked_texts(400, 100)
+    plan = RowPlan(blocks=600, rows=2, near=4, far=4, moved=moved)
+    turns = TurnTable(ROTATION, 400)
+    rows = sample_rows(texts, plan, turns=turns, rng=np.random.default_rng(0))
+    number = rows.key[:, 0, -1, 0].long()
+    # The second half of what features see is the vector before rotary embedding: a move leaves it alone.
+    assert torch.equal(rows.key_seen[..., DIM:], turns.before(rows.key, rows.key_position.long()))
+    # The nearest turned copy of the last key shows how far its block was moved.
+    candidates = torch.arange(301)
+    key, seen = rows.key[:, 0, -1], rows.key_seen[:, 0, -1, :DIM]
+    turned = ROTATION.turned(key[:, None].expand(-1, 301, -1), candidates)
+    distance = (turned - seen[:, None]).norm(dim=-1)
+    by = distance.argmin(dim=1)
+    assert float(distance.min(dim=1).values.max()) < 1e-4
+    assert bool((by[number == 0] == 0).all())  # the longest text has no room
+    short = by[number == 1]
+    assert float((short > 0).float().mean()) == pytest.approx(moved, abs=0.12)
+    if moved == 1:
+        assert short.min() < 40
+        assert short.max() > 260
+    # All rows and keys of a block move together, so that scores stay.
+    query = rows.query_seen[..., :DIM]
+    scores = torch.einsum("bkgrd,bknd->bkgrn", query, rows.key_seen[..., :DIM])
+    assert torch.allclose(scores, torch.einsum("bkgrd,bknd->bkgrn", rows.query, rows.key), atol=1e-3)
+
+
+def test_a_plan_without_moves_draws_what_it_drew_before_there_were_any() -> None:
+    texts, turns = [random_text(1), random_text(2)], TurnTable(ROTATION, LENGTH)
+    one, other = np.random.default_rng(0), np.random.default_rng(0)
+    for _ in range(2):  # the second draw shows that the first took no more random numbers
+        still = sample_rows(texts, replace(PLAN, moved=0.0), turns=turns, rng=one)
+        plain = sample_rows(texts, PLAN, rng=other)
+    assert torch.equal(still.key, plain.key)
+    assert torch.equal(still.key_seen[..., :DIM], plain.key_seen)
+    assert torch.equal(still.query_seen[..., :DIM], plain.query_seen)
+
+
+def test_a_map_that_saw_random_offsets_holds_there() -> None:
+    """Queries and keys that are alike before rotary embedding: at an offset a map that never saw one does worse."""
+    text = random_text(3, query_norm=3.0)
+    at = torch.arange(LENGTH)
+    short = LayerText(ROTATION.turned(text.query[:, :80], at[:80]), ROTATION.turned(text.key[:, :80], at[:80]))
+    long = LayerText(ROTATION.turned(text.query, at), ROTATION.turned(text.key, at))
+    plan = RowPlan(blocks=8, rows=4, near=32, far=16)
+    turns = TurnTable(ROTATION, LENGTH)
+    losses = []
+    for moved in (0.0, 1.0):
+        recipe = Recipe(features=8, steps=60, rows=replace(plan, moved=moved))
+        maps = fit_maps(
+            [short, replace(long, generated=True)],
+            replace(recipe, rows=replace(recipe.rows, generated=0.0)),
+            scale=SCALE,
+            rotation=ROTATION,
+        )
+        rows = sample_rows(
+            [short, replace(long, generated=True)],
+            replace(plan, blocks=64, moved=1.0, generated=0.0),
+            turns=turns,
+            rng=np.random.default_rng(5),
+        )
+        losses.append(weights_kl(softmax_scores(rows, SCALE), log_weights(maps, rows), rows).mean().item())
+    assert losses[1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generated": 1.0}, "the share of generated text must be at least 0 and below 1, got 1; 0 leaves it out"),
+        ({"generated": -0.1}, "the share of generated text must be at least 0 and below 1, got -0.1; 0 leaves it out"),
+        ({"moved": 1.5}, "the share of blocks at random offsets must be from 0 to 1, got 1.5; 0 leaves them out"),
+        ({"moved": float("nan")}, "the share of blocks at random offsets must be from 0 to 1, got nan; 0 leaves them"),
+    ],
+)
+def test_shares_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueInputError, match=f"^{message}"):
+        RowPlan(**settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"features": 1}, "features must be from 2 to 8192, got 1; 128 is usual"),
-        ({"steps": 0}, "steps must be at least 1, got 0; 300 is usual"),
+        ({"steps": 0}, "steps must be at least 1, got 0; 450 is usual"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:

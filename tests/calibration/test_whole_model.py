@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from softgap.calibration import (
     fit_maps,
     gap_closed,
     layers,
+    whole_model,
 )
-from softgap.calibration.fit import Maps
-from softgap.calibration.texts import corpus_of
+from softgap.calibration.fit import Maps, RowPlan
+from softgap.calibration.texts import Corpus, corpus_of, mix_generated
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
 from softgap.kinds import numbers_of_counts, stored_kinds
@@ -142,7 +144,9 @@ def test_the_report_says_how_it_does_elsewhere(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "tiny.safetensors").report() == found.report()
     passages = ["text of the fit", "held-out text", "after a BOS token", "at random offsets"]
     assert list(found.conditions) == [*passages, "prose", "dialogue", "code", "lists"]
-    assert list(found.curve) == ["16", "32", "64", "128", "256"]
+    assert found.memory_ladder is not None
+    assert list(found.curve) == [str(rung.fitted.features) for rung in found.memory_ladder.rungs]
+    assert list(found.curve) == ["23", "47", "93", "186", "372"]  # features worth 16 to 256 keys of 8 + 8 numbers
     rungs = {rung.mechanism: rung for rung in found.ladders.rungs}
     assert {"uniform", "elu1", "fitted"} < set(rungs)
     assert rungs["fitted"].features == 4
@@ -254,8 +258,8 @@ def test_progress_tells_layers_and_the_gap_closed_so_far(tmp_path: Path) -> None
     told: list[tuple[str, float]] = []
     made(tmp_path / "tiny.safetensors", progress=lambda stage, share: told.append((stage, share)))
     stages = list(dict.fromkeys(stage for stage, _ in told))
-    assert stages[:2] == ["the model reads", "fitted 0 of 2 layers"]
-    assert [re.sub(r"-?\d\.\d\d", "X", stage) for stage in stages[2:4]] == [
+    assert stages[:3] == ["the model writes text of many kinds", "the model reads", "fitted 0 of 2 layers"]
+    assert [re.sub(r"-?\d\.\d\d", "X", stage) for stage in stages[3:5]] == [
         f"fitted {n} of 2 layers, X of the gap closed" for n in (1, 2)
     ]
     assert [share for _, share in told] == sorted(share for _, share in told)
@@ -310,6 +314,60 @@ def test_the_same_settings_give_the_same_bytes_interrupted_or_not(
     assert not list(tmp_path.glob("*.parts"))
 
 
+def test_without_a_mix_the_corpus_is_the_given_text_alone(tmp_path: Path) -> None:
+    plain = replace(RECIPE, rows=RowPlan(generated=0.0, moved=0.0))
+    alone = calibrate(model(), TOKENIZER, [written()], recipe=plain, positions=256, out=tmp_path / "a.safetensors")
+    mixed = made(tmp_path / "b.safetensors")
+    corpus = corpus_of(model(), TOKENIZER, [written()], positions=256)
+    assert alone.metadata["tokens"] == corpus.digest != mixed.metadata["tokens"]
+    assert alone.metadata["generated_lengths"] == []
+    assert len(mixed.metadata["generated_lengths"]) == 24
+    assert mixed.metadata["recipe"]["rows"]["generated"] == RowPlan().generated > 0
+    assert mixed.metadata["recipe"]["rows"]["moved"] == RowPlan().moved > 0
+    # The baselines come from the given text, mixed or not; the maps do not.
+    for name in ("constant.mean", "profile.first", "profile.by_distance"):
+        assert torch.equal(alone.tensors[name], mixed.tensors[name])
+    assert not torch.equal(alone.tensors["fitted.key_weight"], mixed.tensors["fitted.key_weight"])
+
+
+def test_an_interrupted_calibration_does_not_write_its_text_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Corpus:
+        calls.append(kwargs["seed"])
+        return mix_generated(*args, **kwargs)
+
+    def stopped(*args: Any, **kwargs: Any) -> Maps:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(whole_model, "mix_generated", counted)
+    with monkeypatch.context() as context:
+        context.setattr(layers, "fit_maps", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path / "tiny.safetensors")
+    made(tmp_path / "tiny.safetensors")
+    assert calls == [0]
+
+
+def test_a_model_that_cannot_generate_is_calibrated_on_the_given_text(tmp_path: Path) -> None:
+    mute = model()
+    mute.can_generate = lambda: False  # type: ignore[method-assign]
+    path = tmp_path / "tiny.safetensors"
+    found = calibrate(mute, TOKENIZER, [written()], recipe=RECIPE, positions=256, out=path)
+    assert found.metadata["generated_lengths"] == []
+
+
+def test_a_quick_calibration_leaves_the_stability_of_kinds_out(tmp_path: Path) -> None:
+    quick, whole = (made(tmp_path / f"{x}.safetensors", stability=x).sufficiency for x in (False, True))
+    assert quick is not None
+    assert whole is not None
+    assert quick.stability == {}
+    assert whole.stability
+    assert quick.labels == whole.labels
+
+
 def test_parts_of_other_settings_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.safetensors"
 
@@ -341,6 +399,7 @@ def test_without_text_the_model_writes_its_own(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     found = calibrate(model(), TOKENIZER, recipe=RECIPE, positions=128, out=tmp_path / "own.safetensors")
     assert found.metadata["text"] == "written by the model"
+    assert found.metadata["generated_lengths"] == []  # nothing to mix it with
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from softgap.calibration import Calibration
 from softgap.cli import main
 from softgap.trajectories import load
 from support.cli_examples import contents, failure, without_progress
@@ -39,7 +40,7 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     assert main(["read", "short.txt", "--model", str(folder), "--out", "before"]) == 0
     assert main(["calibrate", str(folder), "--text", "boats.txt", *QUICK]) == 0
     shown = capsys.readouterr().out
-    assert "Fitted 4 features to every head in 3 steps, on the given text." in shown
+    assert "Fitted 4 features to every head in 3 steps, on the given text and on text of many kinds" in shown
     assert "gap to profile closed by fitted" in shown
     assert "energy explained by uniform, median head" in shown
     assert "On held-out text the calibration closes" in shown
@@ -72,6 +73,29 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
     assert load(str(here / "short")).mechanisms == ("fitted", "uniform")
 
 
+def test_the_ladder_is_shown_and_a_quick_calibration_says_what_it_left_out(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["calibrate", str(folder), "--text", "boats.txt", *QUICK, "--out", "c.safetensors"]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "on the given text and on text of many kinds that the model generated." in shown
+    assert "Share of the gap closed at equal memory" in shown
+    assert "Heads that keep their kind" in shown
+    assert main([*arguments, "--overwrite", "--no-mix", "--no-stability"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "in 3 steps, on the given text." in shown
+    assert "The stability of the kinds was not measured." in shown
+    found = Calibration.load("c.safetensors")
+    assert found.metadata["recipe"]["rows"]["generated"] == found.metadata["recipe"]["rows"]["moved"] == 0
+    assert found.metadata["generated_lengths"] == []
+    assert found.memory_ladder is not None
+    assert [rung.keys for rung in found.memory_ladder.rungs] == [16, 32, 64, 128, 256]
+    for rung in found.memory_ladder.rungs:
+        for entry in (rung.window, rung.fitted, rung.hybrid):
+            assert entry.keys_worth == pytest.approx(rung.keys, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -79,7 +103,7 @@ def test_json_is_one_document_and_the_file_is_where_it_says(
         (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
         (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' already exists; choose another file, or "),
         (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
-        (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 300 is usual"),
+        (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 450 is usual"),
         (
             ["--text", "boats.txt", "--positions", "4096"],
             "positions must be at most the model's context of 512, got 4096",

@@ -20,10 +20,12 @@ from softgap.errors import UnsupportedError, ValueInputError
 __all__ = [
     "SINKS",
     "equal_window",
+    "features_worth",
     "halve_features",
     "kept_numbers",
     "keys_worth",
     "split_keys",
+    "split_memory",
 ]
 
 SINKS = 4
@@ -86,6 +88,53 @@ def split_keys(keys: int, *, sinks: int = SINKS) -> tuple[int, int]:
     return keys - first, first
 
 
+def features_worth(keys: float, dim: int, value_dim: int | None = None) -> int:
+    """Features of a fitted map that keeps as much as so many keys with their values; at least 1.
+
+    Examples
+    --------
+    >>> features_worth(64, 64), features_worth(67, 64)
+    (122, 128)
+    """
+    value_dim = dim if value_dim is None else value_dim
+    return max(1, round(keys * (dim + value_dim) / _per_feature(value_dim)))
+
+
+def split_memory(
+    keys: float, share: float, dim: int, value_dim: int | None = None, *, sinks: int = SINKS
+) -> tuple[int, ExactSet]:
+    """Features of a hybrid, and its exact set, that together keep as much as so many keys.
+
+    Parameters
+    ----------
+    keys
+        The memory, in keys with their values.
+    share
+        The part of it that features get, above 0 and below 1.
+    dim, value_dim
+        Dimensions of keys and of values; None for equal ones.
+    sinks
+        First tokens that stay exact, at most half of the exact keys.
+
+    Examples
+    --------
+    >>> split_memory(64, 0.25, 64)
+    (31, ExactSet(recent=44, sinks=4))
+    """
+    if not 0 < share < 1:
+        raise ValueInputError(f"the share of features must be above 0 and below 1, got {share:g}; 0.5 is usual")
+    value_dim = dim if value_dim is None else value_dim
+    features = features_worth(share * keys, dim, value_dim)
+    exact = round(keys - features * _per_feature(value_dim) / (dim + value_dim))
+    recent, first = split_keys(max(1, exact), sinks=sinks)
+    return features, ExactSet(recent, first)
+
+
+def _per_feature(value_dim: int) -> int:
+    """Numbers per feature that is a logarithm: a sum of values and of ones, a scale and an age."""
+    return value_dim + 3
+
+
 def halve_features(features: int, dim: int, value_dim: int | None = None) -> tuple[int, ExactSet]:
     """Features of a hybrid, and its exact set, that together keep as much as a fitted map with so many features.
 
@@ -98,8 +147,7 @@ def halve_features(features: int, dim: int, value_dim: int | None = None) -> tup
     """
     value_dim = dim if value_dim is None else value_dim
     tail = max(1, features // 2)
-    # A sum of values and of ones, a scale and an age per feature, as kept_numbers counts them.
-    keys = max(1, round((features - tail) * (value_dim + 3) / (dim + value_dim)))
+    keys = max(1, round((features - tail) * _per_feature(value_dim) / (dim + value_dim)))
     recent, sinks = split_keys(keys)
     return tail, ExactSet(recent, sinks)
 

@@ -71,6 +71,13 @@ class TurnTable:
         shape = (len(at), *[1] * (x.dim() - 3), *at.shape[1:], x.shape[-1])
         return _rotate(x, self._turn, self._cos[at].view(shape), self._sin[at].view(shape))
 
+    def moved(
+        self, x: Float[Tensor, "block *lead time dim"], by: Int[Tensor, " block"]
+    ) -> Float[Tensor, "block *lead time dim"]:
+        """The vectors of each block moved by so many positions."""
+        shape = (len(by), *[1] * (x.dim() - 2), x.shape[-1])
+        return _rotate(x, self._turn, self._cos[by].view(shape), -self._sin[by].view(shape))
+
 
 def before_rotation(
     x: Float[Tensor, "batch head time dim"],

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from softgap.calibration.fit import Recipe, fit_maps
+from softgap.calibration.fit import Recipe, RowPlan, fit_maps
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, gap_closed
+from softgap.calibration.memory_ladder import MemoryLadder
 from softgap.calibration.rank_floor import Ladders, Rung, ladders
 from softgap.calibration.sufficiency import Sufficiency, label_heads
 from softgap.calibration.whole_model import Calibration, calibrate
@@ -15,7 +16,9 @@ __all__ = [
     "Closed",
     "HeldOut",
     "Ladders",
+    "MemoryLadder",
     "Recipe",
+    "RowPlan",
     "Rung",
     "Sufficiency",
     "calibrate",

@@ -113,10 +113,11 @@ class LayerSample:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """The texts as every layer saw them, and the means of its heads."""
+    """The texts as every layer saw them, the generated ones last, and the means of its heads over the others."""
 
     folder: Path
     texts: int
+    generated: int
     sites: tuple[LayerSite, ...]
     mean: Float[Tensor, "layer head value_dim"]
     first: Float[Tensor, "layer head"]
@@ -133,7 +134,8 @@ class Activations:
         texts = []
         for text in range(self.texts):
             both = torch.from_numpy(np.load(_path(self.folder, layer, text))).float()
-            texts.append(LayerText(both[:heads], both[heads:]))
+            written = text >= self.texts - self.generated
+            texts.append(LayerText(both[:heads], both[heads:], generated=written))
         return texts
 
 
@@ -144,6 +146,7 @@ def gather(
     *,
     sample: Sequence[int],
     distances: int,
+    generated: Sequence[Sequence[int]] = (),
     rotations: Sequence[Rotation] | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Activations:
@@ -153,23 +156,26 @@ def gather(
     ----------
     texts
         Token ids, one sequence at a time; the whole context of a sequence is seen.
-    shown
+    sample
         A short text that is not fitted on, to show progress by.
     distances
         How far the mean weight by distance reaches; the last entry serves everything beyond.
+    generated
+        Token ids of text that the model wrote; the means of the heads do not count it.
     rotations
         The rotary embedding of every layer, where it is known.
     report
         Called with the number of texts read so far.
     """
     sums: list[_Means] = []
-    for number, ids in enumerate(texts):
+    for number, ids in enumerate((*texts, *generated)):
 
         def visit(layer: LayerTensors, number: int = number) -> None:
             if layer.layer == len(sums):
                 rotation = None if rotations is None else rotations[layer.layer]
                 sums.append(_Means(_site(layer, rotation), layer, distances))
-            sums[layer.layer].add(layer)
+            if number < len(texts):
+                sums[layer.layer].add(layer)
             both = torch.cat([layer.query, layer.key]).half().cpu().numpy()
             np.save(_path(folder, layer.layer, number), both)
 
@@ -180,7 +186,8 @@ def gather(
     profiles = [means.profile.result() for means in sums]
     return Activations(
         folder=folder,
-        texts=len(texts),
+        texts=len(texts) + len(generated),
+        generated=len(generated),
         sites=tuple(means.site for means in sums),
         mean=torch.stack([means.output / means.count for means in sums]).float(),
         first=torch.stack([first for first, _ in profiles]).float(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,11 +33,20 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class LayerText:
-    """Queries and keys of one layer over one text, after rotary embedding; ``start`` is its first position."""
+    """Queries and keys of one layer over one text, after rotary embedding.
+
+    Attributes
+    ----------
+    start
+        The position of the first token, as rotary embedding counts it.
+    generated
+        Whether the model wrote the text, beside texts that were given.
+    """
 
     query: Float[Tensor, "head time dim"]
     key: Float[Tensor, "kv_head time dim"]
     start: int = 0
+    generated: bool = False
 
     @property
     def length(self) -> int:
@@ -57,6 +66,12 @@ class RowPlan:
         First keys, keys right before the block, and keys sampled in between.
     start
         Rows before this position are never drawn: they see few keys, and any mechanism does well there.
+    generated
+        Share of the blocks that come from text that the model wrote from beginnings of many kinds; the others come from
+        the given text. 0 leaves generated text out.
+    moved
+        Share of the blocks that are moved to a random offset: queries and keys are turned as if the text began there.
+        Only where the rotary embedding is known, and never beyond the longest text. 0 leaves every text where it is.
     """
 
     blocks: int = 8
@@ -65,6 +80,18 @@ class RowPlan:
     near: int = 64
     far: int = 64
     start: int = 16
+    generated: float = 1 / 3
+    moved: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.generated < 1:
+            raise ValueInputError(
+                f"the share of generated text must be at least 0 and below 1, got {self.generated:g}; 0 leaves it out"
+            )
+        if not 0 <= self.moved <= 1:
+            raise ValueInputError(
+                f"the share of blocks at random offsets must be from 0 to 1, got {self.moved:g}; 0 leaves them out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +134,10 @@ def sample_rows(
 ) -> Rows:
     """Draw blocks of rows, texts in proportion to their length and places within them evenly.
 
-    ``turns`` lets features see vectors before rotary embedding too.
+    Given and generated texts share the blocks as the plan says. ``turns`` lets features see vectors before rotary
+    embedding too, and the blocks that the plan moves as they would be at another offset. Scores do not depend on it.
     """
-    lengths = np.array([text.length for text in texts], dtype=float)
-    text_indices = rng.choice(len(texts), size=plan.blocks, p=lengths / lengths.sum())
+    text_indices = rng.choice(len(texts), size=plan.blocks, p=_probabilities(texts, plan.generated))
     blocks = [_block(texts[i], plan, rng) for i in text_indices]
     query, key, row, column, log_count = (torch.stack(part) for part in zip(*blocks, strict=True))
     distance = row[:, :, None] - column[:, None, :]
@@ -121,9 +148,31 @@ def sample_rows(
     query_seen, key_seen = query, key
     if turns is not None:
         start = torch.tensor([texts[i].start for i in text_indices])[:, None]
-        query_seen = torch.cat([query, turns.before(query, start + row.long())], dim=-1)
-        key_seen = torch.cat([key, turns.before(key, start + column.long())], dim=-1)
+        if plan.moved:
+            by = _offsets(texts, text_indices, plan.moved, rng)
+            query_seen, key_seen = turns.moved(query, by), turns.moved(key, by)
+        query_seen = torch.cat([query_seen, turns.before(query, start + row.long())], dim=-1)
+        key_seen = torch.cat([key_seen, turns.before(key, start + column.long())], dim=-1)
     return Rows(query, key, query_seen, key_seen, row - middle, column - middle, column, log_count, seen)
+
+
+def _probabilities(texts: Sequence[LayerText], generated: float) -> Float[np.ndarray, " text"]:
+    """How often each text is drawn: by length, and together the generated texts this share of the times."""
+    lengths = np.array([text.length for text in texts], dtype=float)
+    written = np.array([text.generated for text in texts])
+    if written.all() or not written.any():
+        return np.asarray(lengths / lengths.sum())
+    shares = np.where(written, generated, 1 - generated)
+    return np.asarray(shares * lengths / np.where(written, lengths[written].sum(), lengths[~written].sum()))
+
+
+def _offsets(
+    texts: Sequence[LayerText], drawn: Int[np.ndarray, " block"], moved: float, rng: np.random.Generator
+) -> Int[Tensor, " block"]:
+    """How far each block is moved: 0, or a random offset at which its text ends no later than the longest."""
+    ends = np.array([text.start + text.length for text in texts])
+    room = ends.max() - ends[drawn]
+    return torch.from_numpy(np.where(rng.random(len(drawn)) < moved, rng.integers(0, room + 1), 0))
 
 
 def _block(text: LayerText, plan: RowPlan, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -345,7 +394,7 @@ class Recipe:
     """
 
     features: int = 128
-    steps: int = 300
+    steps: int = 450
     learning_rate: float = 0.1
     sharpness: float = 1.0
     rows: RowPlan = field(default_factory=RowPlan)
@@ -357,7 +406,7 @@ class Recipe:
                 f"features must be from {FEWEST_FEATURES} to {MOST_FEATURES}, got {self.features}; 128 is usual"
             )
         if self.steps < 1:
-            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 300 is usual")
+            raise ValueInputError(f"steps must be at least 1, got {self.steps}; 450 is usual")
 
 
 @deprecated_keywords(wanted="target_scores")

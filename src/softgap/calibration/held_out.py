@@ -1,11 +1,10 @@
-"""Measure how far a calibration closes the gap on held-out text, and how that depends on the number of features."""
+"""Measure how far a calibration closes the gap on held-out text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 
 from softgap.attention import Mechanism, attend, compare_outputs
-from softgap.calibration.activations import Activations
-from softgap.calibration.fit import Recipe, fit_maps
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
@@ -33,7 +30,6 @@ __all__ = [
     "HeldOut",
     "divergences",
     "evaluate_held_out",
-    "feature_curve",
     "gap_closed",
     "held_layers",
     "measure_sequence",
@@ -301,13 +297,7 @@ def _rank_correlation(
     return float(spearmanr(closed_shares, energies).statistic)
 
 
-FEATURES = (16, 32, 64, 128, 256)
-
-
 LAYERS = 3
-
-
-STEPS = 75
 
 
 TEXTS, TOKENS = 3, 1024
@@ -327,7 +317,9 @@ def divergences(mechanism: str | Mechanism, texts: Sequence[LayerTensors]) -> tu
     return tuple(
         compare_outputs(
             x.output,
-            attend(mechanism, x.query[None], x.key[None], x.value[None], visible=x.visible, scale=x.scale).output[0],
+            attend(
+                mechanism, x.query[None], x.key[None], x.value[None], visible=x.visible, scale=x.scale, rule=x.rule
+            ).output[0],
         ).divergence.numpy()
         for x in texts
     )
@@ -350,54 +342,7 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
     return tuple(layer_list)
 
 
-def some_layers(model: Model, held_out: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
-    """Layers spread evenly over a model, on the beginnings of a few held-out texts."""
+def some_layers(model: Model, texts: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
+    """Layers spread evenly over a model, on the beginnings of a few texts."""
     numbers = sorted({int(x) for x in np.linspace(0, layers - 1, LAYERS + 2)[1:-1]})
-    return held_layers(model, [ids[:TOKENS] for ids in held_out[:TEXTS]], numbers)
-
-
-def feature_curve(
-    layers: Sequence[HeldLayer],
-    gathered: Activations,
-    recipe: Recipe,
-    *,
-    workers: int = 1,
-    report: Callable[[float], None] = lambda share: None,
-) -> Mapping[str, Interval]:
-    """The share of the gap closed on held-out text by number of features, in these layers.
-
-    It is for comparing numbers of features with each other: fits are short, of at most ``STEPS`` steps. ``workers`` of
-    them run at a time, the longest first.
-    """
-    short = replace(recipe, steps=min(recipe.steps, STEPS))
-
-    def divergences_of(layer: HeldLayer, features: int) -> tuple[np.ndarray, ...]:
-        site = gathered.sites[layer.number]
-        maps = fit_maps(
-            gathered.layer(layer.number),
-            replace(short, features=features),
-            scale=site.scale,
-            window=site.window,
-            softcap=site.softcap,
-            rotation=site.rotation,
-            layer=layer.number,
-        )
-        return divergences(maps.mechanism(site.rotation), layer.texts)
-
-    by_features: dict[int, list[Sequence[np.ndarray]]] = {features: [] for features in FEATURES}
-    fits = [(layer, features) for features, layer in product(reversed(FEATURES), layers)]
-    with ThreadPoolExecutor(workers) as pool:
-        for done, (fit, values) in enumerate(
-            zip(fits, pool.map(divergences_of, *zip(*fits, strict=True)), strict=True)
-        ):
-            by_features[fit[1]].append(values)
-            report((done + 1) / len(fits))
-    uniform = _by_text([layer.uniform for layer in layers])
-    rng = np.random.default_rng(recipe.seed)
-    closed = {str(features): gap_closed(_by_text(values), uniform, rng=rng) for features, values in by_features.items()}
-    return {name: values for name, values in closed.items() if values is not None}
-
-
-def _by_text(layers: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Layers of texts to texts of layers."""
-    return [np.stack(text) for text in zip(*layers, strict=True)]
+    return held_layers(model, [ids[:TOKENS] for ids in texts[:TEXTS]], numbers)

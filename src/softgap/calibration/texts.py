@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.models.loading import Model, Tokenizer
 from softgap.probe.capture import fixed_seed
 
-__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "generate_texts", "tokens_needed"]
+__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "generate_texts", "mix_generated", "tokens_needed"]
 
 
 # Share of the tokens that the fit never sees.
@@ -36,13 +38,30 @@ SHORTER = 4
 HELD_OUT_TEXTS, NEAR = 6, 1024
 
 
+# Tokens that the model writes beside the given text; a sequence shorter than the fewest shows a fit nothing.
+GENERATED_TOKENS, FEWEST_GENERATED = 3072, 32
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Token sequences to fit on, and others to judge the fit by, where there is text also one for far positions."""
+    """Token sequences to fit on, and others to judge the fit by.
+
+    Attributes
+    ----------
+    fitted
+        From the text that the calibration is for.
+    held_out
+        From its last quarter, which the fit never sees.
+    far
+        One sequence for far positions, where there is enough held-out text.
+    generated
+        What the model wrote, one sequence for each beginning; fitted on too, and never evaluated on.
+    """
 
     fitted: tuple[tuple[int, ...], ...]
     held_out: tuple[tuple[int, ...], ...]
     far: tuple[tuple[int, ...], ...] = ()
+    generated: tuple[tuple[int, ...], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -53,7 +72,7 @@ class Corpus:
     def digest(self) -> str:
         """Hash of all tokens, in their order."""
         hasher = hashlib.sha256()
-        for part in (self.fitted, self.held_out, self.far):
+        for part in (self.fitted, self.held_out, self.far, self.generated):
             for sequence in part:
                 hasher.update(np.asarray([len(sequence), *sequence], dtype=np.int64).tobytes())
         return hasher.hexdigest()[:32]
@@ -100,6 +119,26 @@ def corpus_of(
     return Corpus(_fit_sequences(ids[:split], positions), _held_out_sequences(held_out, positions), far)
 
 
+def mix_generated(
+    model: Model,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    *,
+    seed: int = 0,
+    report: Callable[[float], None] = lambda fraction: None,
+) -> Corpus:
+    """The same corpus with text that the model writes, half as much as is fitted on and at most ``GENERATED_TOKENS``.
+
+    A model that cannot generate leaves the corpus as it is.
+    """
+    if not model.can_generate():
+        return corpus
+    tokens = min(GENERATED_TOKENS, sum(map(len, corpus.fitted)) // 2)
+    written = generate_texts(model, tokenizer, tokens, seed=seed, report=report)
+    sequences = (tuple(tokenizer(text, verbose=False)["input_ids"][: corpus.longest]) for text in written)
+    return replace(corpus, generated=tuple(ids for ids in sequences if len(ids) >= FEWEST_GENERATED))
+
+
 def context_of(model: Model) -> int:
     """Tokens that the model can read, or that a fit would use where it does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
@@ -138,7 +177,8 @@ def _power_of_two(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-# Beginnings of many kinds: a fit learns only what its text shows.
+# Beginnings of many kinds: a fit learns only what its text shows. None of them is from the texts of
+# softgap.calibration.conditions, which are there to evaluate on. Long ones keep a small model at code or a list.
 BEGINNINGS = (
     "The history of the old harbour begins with",
     "In mathematics, a group is",
@@ -150,16 +190,92 @@ BEGINNINGS = (
     "Q: How does a heat pump work?\nA:",
     "Breaking news: the city council has decided",
     "Chapter 3. The properties of light",
-    "Anna: Did you hear that?\nTom:",
+    "Ruth: Did you hear that?\nBen:",
     "The species lives in rivers of",
     "1. Open the settings.\n2. ",
     "import numpy as np\n\nclass Grid:",
     "He played his first season for",
     "Abstract. We study the",
+    """\
+import json
+import os
+
+
+def load_settings(path):
+    \"\"\"Read settings from a JSON file.\"\"\"
+    with open(path) as file:
+        settings = json.load(file)
+    return settings
+
+
+def save_settings(path, settings):""",
+    """\
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("empty")
+        return self.items.pop()
+""",
+    """\
+function total(orders) {
+  let sum = 0;
+  for (const order of orders) {
+    sum += order.price * order.count;
+  }
+  return sum;
+}
+""",
+    """\
+#include <stdio.h>
+
+int largest(const int *numbers, int n) {
+    int best = numbers[0];
+    for (int i = 1; i < n; i++) {
+        if (numbers[i] > best) best = numbers[i];
+    }
+    return best;
+}
+
+int main(void) {""",
+    """\
+Guest: Is there a table for two?
+Waiter: There is one by the door.
+Guest: Could we sit outside?
+Waiter: It will rain in an hour, but as you like.
+Guest:""",
+    """\
+"Where were you?" she asked.
+"At the station," he said. "The train was late."
+"It is always late."
+"Not like this."
+""",
+    """\
+To do
+- call the plumber
+- pay the rent
+- 3 kg potatoes
+- water the plants
+
+Countries by population
+1. India, 1,428 million
+2.""",
+    """\
+Name, age, city
+Maria, 34, Lisbon
+Peter, 51, Graz
+John, 28, Leeds
+""",
 )
 
 
-ROWS = 16
+# New tokens per beginning and batch.
+FEWEST_NEW, MOST_NEW = 16, 512
 
 
 def generate_texts(
@@ -179,23 +295,45 @@ def generate_texts(
     report
         Called with the share that is done.
     """
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     texts: list[str] = []
-    written = 0
-    each = min(512, max(64, -(-tokens // ROWS)))
-    batch = 0
+    context = context_of(model)
+    # A model of short context reads no more than the first half of it.
+    rows = [tokenizer(text)["input_ids"][: context // 2] for text in BEGINNINGS]
+    longest = max(map(len, rows))
+    each = min(MOST_NEW, context - longest, max(FEWEST_NEW, -(-tokens // len(rows))))
+    written, batch = 0, 0
     while written < tokens:
-        rows = [tokenizer(text)["input_ids"] for text in BEGINNINGS]
-        longest = max(map(len, rows))
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
         with torch.inference_mode(), fixed_seed(seed + batch, model):
             write: Any = model.generate
             generated = write(
-                ids, attention_mask=mask, max_new_tokens=each, min_new_tokens=each, do_sample=True, pad_token_id=pad
+                ids,
+                attention_mask=mask,
+                max_new_tokens=each,
+                min_new_tokens=each,
+                do_sample=True,
+                pad_token_id=pad,
+                stopping_criteria=[_Listener(longest, partial(_report, report, written, len(rows), tokens))],
             )
-        texts += tokenizer.batch_decode(generated, skip_special_tokens=True)
+        whole = [row[longest - len(begin) :] for row, begin in zip(generated, rows, strict=True)]
+        texts += tokenizer.batch_decode(whole, skip_special_tokens=True)
         written += len(rows) * each
         batch += 1
-        report(min(1.0, written / tokens))
     return texts
+
+
+def _report(report: Callable[[float], None], written: int, rows: int, tokens: int, new: int) -> None:
+    report(min(1.0, (written + rows * new) / tokens))
+
+
+class _Listener:
+    """Tells a generation's new tokens per row, and never stops it."""
+
+    def __init__(self, begin: int, tell: Callable[[int], None]) -> None:
+        self._begin, self._tell = begin, tell
+
+    def __call__(self, ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        self._tell(ids.shape[1] - self._begin)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)

@@ -19,11 +19,21 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, gather
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
-from softgap.calibration.held_out import HeldOut, evaluate_held_out, feature_curve, some_layers
+from softgap.calibration.held_out import HeldOut, evaluate_held_out, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
+from softgap.calibration.memory_ladder import MemoryLadder, climb_memory
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.sufficiency import LIMIT, Sufficiency, check_limit, label_heads
-from softgap.calibration.texts import Corpus, check_positions, context_of, corpus_of, generate_texts, tokens_needed
+from softgap.calibration.texts import (
+    Corpus,
+    check_positions,
+    context_of,
+    corpus_of,
+    generate_texts,
+    mix_generated,
+    tokens_needed,
+)
+from softgap.checkpoints import Checkpoints, checkpoint_folder
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
@@ -68,6 +78,8 @@ class Calibration:
         The share of the gap closed by number of features, by short fits in a few layers.
     sufficiency
         The cheapest kind of substitute that suffices for each head; None in files of version 0.1.
+    memory_ladder
+        Window, fitted map and hybrid at equal memory, by short fits in a few layers; None in files of version 0.1.
     """
 
     tensors: Mapping[str, Tensor]
@@ -77,6 +89,7 @@ class Calibration:
     ladders: Ladders
     curve: Mapping[str, Interval]
     sufficiency: Sufficiency | None = None
+    memory_ladder: MemoryLadder | None = None
 
     elsewhere = DeprecatedAttribute("conditions")
 
@@ -158,7 +171,8 @@ class Calibration:
         -------
         dict
             ``summary``, ``held_out``, ``elsewhere`` (other conditions), ``ladders`` (the rank floor), ``curve`` (by
-            number of features) and ``sufficiency`` (the kind that each head needs).
+            number of features), ``sufficiency`` (the kind that each head needs) and ``memory_ladder`` (substitutes at
+            equal memory).
 
         Examples
         --------
@@ -167,7 +181,7 @@ class Calibration:
         >>> import softgap
         >>> report = softgap.Calibration.load("fitted.safetensors").report()
         >>> list(report)
-        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve', 'sufficiency']
+        ['summary', 'held_out', 'elsewhere', 'ladders', 'curve', 'sufficiency', 'memory_ladder']
         >>> report["summary"]["gap_closed"] <= 1
         True
         """
@@ -178,6 +192,7 @@ class Calibration:
             "ladders": self.ladders.to_json(),
             "curve": {name: share.to_json() for name, share in self.curve.items()},
             **({} if self.sufficiency is None else {"sufficiency": self.sufficiency.to_json()}),
+            **({} if self.memory_ladder is None else {"memory_ladder": self.memory_ladder.to_json()}),
         }
 
     @classmethod
@@ -217,6 +232,8 @@ class Calibration:
             metadata.pop("summary", None)
             labels = metadata.pop("sufficiency", None)
             suffices = None if labels is None else Sufficiency.from_json(labels)
+            rungs = metadata.pop("memory_ladder", None)
+            memory_ladder = None if rungs is None else MemoryLadder.from_json(rungs)
             conditions, curve = (
                 {key: Interval(**value) for key, value in metadata.pop(name).items()} for name in ("elsewhere", "curve")
             )
@@ -225,7 +242,7 @@ class Calibration:
                 f"'{path}' was written by another version of softgap: its report lacks or garbles {error}; calibrate "
                 "again"
             ) from None
-        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve, suffices)
+        return cls(stored.tensors, metadata, held_out, conditions, ladders, curve, suffices, memory_ladder)
 
 
 DISTANCES = 2048
@@ -259,6 +276,7 @@ def calibrate(
     minutes: float | None = None,
     positions: int | None = None,
     limit: float = LIMIT,
+    stability: bool = True,
     out: str | Path | None = None,
     progress: Progress = silent,
 ) -> Calibration:
@@ -280,6 +298,8 @@ def calibrate(
         The longest context to fit; None takes the longest that the text and the model allow, up to 8192.
     limit
         The share of the gap and of the output's energy that a substitute may leave and still suffice for a head.
+    stability
+        Whether to find out how many heads keep their kind on other text and at other lengths.
     out
         Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
         same call resumes after an interruption.
@@ -321,11 +341,14 @@ def calibrate(
         check_positions(model, positions)
         texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
+    target = calibration_path(model_fingerprint(model)) if out is None else Path(out).expanduser()
+    if source == "given" and recipe.rows.generated:
+        corpus = _mixed(model, tokenizer, corpus, recipe.seed, target, partial_progress(progress, 0, 0.08))
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
-    target = calibration_path(metadata["fingerprint"]) if out is None else Path(out).expanduser()
     settings = {**metadata, "recipe": asdict(recipe), "minutes": minutes}
     layers = FittedLayers(target, settings)
+    progress("the model reads", 0.08)
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
         gathered = gather(
             model,
@@ -334,7 +357,10 @@ def calibrate(
             sample=corpus.held_out[-1][:SHOWN_TOKENS],
             distances=min(DISTANCES, corpus.longest),
             rotations=rotations,
-            report=lambda n: progress("the model reads", 0.2 * n / len(corpus.fitted)),
+            generated=corpus.generated,
+            report=lambda n: progress(
+                "the model reads", 0.08 + 0.12 * n / (len(corpus.fitted) + len(corpus.generated))
+            ),
         )
         if minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
@@ -344,10 +370,14 @@ def calibrate(
         tails = FittedLayers(target, {**settings, "exact": asdict(exact)}, "tail")
         hybrid = fit_layers(gathered, tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
         tensors = _tensors(gathered, fitted, hybrid)
-        curve = _curve(model, gathered, recipe, corpus, progress)
+        memory_ladder = _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
     metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
     metadata["digest"] = digest_of(tensors)
-    calibration = _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, curve, limit, progress)
+    calibration = replace(
+        _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, limit, stability, progress),
+        curve=memory_ladder.curve,
+        memory_ladder=memory_ladder,
+    )
     calibration.save(target)
     layers.remove()
     return calibration
@@ -358,6 +388,19 @@ def _generate_texts(model: Model, tokenizer: Tokenizer, positions: int, seed: in
     n_tokens = int(2.2 * tokens_needed(positions))
     stage = "the model writes its own text"
     return generate_texts(model, tokenizer, n_tokens, seed=seed, report=lambda share: progress(stage, share))
+
+
+def _mixed(model: Model, tokenizer: Tokenizer, corpus: Corpus, seed: int, target: Path, progress: Progress) -> Corpus:
+    """The corpus with generated text; a calibration that resumes finds what was written beside its target."""
+    stage = "the model writes text of many kinds"
+    settings = {"tokens": corpus.digest, "fingerprint": model_fingerprint(model), "versions": library_versions()}
+
+    def write() -> dict[str, Any]:
+        mixed = mix_generated(model, tokenizer, corpus, seed=seed, report=lambda share: progress(stage, share))
+        return {"generated": mixed.generated}
+
+    written = Checkpoints(checkpoint_folder(target), settings).find_or_make(["generated", seed], write)
+    return replace(corpus, generated=tuple(tuple(ids) for ids in written["generated"]))
 
 
 def _tensors(gathered: Activations, fitted: Sequence[Maps], hybrid: Sequence[Maps]) -> dict[str, Tensor]:
@@ -393,6 +436,7 @@ def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
         "objective": "KL(softmax weights || fitted weights), sampled keys",
         "tokens": corpus.digest,
         "lengths": [len(sequence) for sequence in corpus.fitted],
+        "generated_lengths": [len(sequence) for sequence in corpus.generated],
         "threads": torch.get_num_threads(),
         "versions": library_versions(),
     }
@@ -405,8 +449,8 @@ def _evaluate(
     tensors: dict[str, Tensor],
     metadata: dict[str, Any],
     seed: int,
-    curve: Mapping[str, Interval],
     limit: float,
+    stability: bool,
     progress: Progress,
 ) -> Calibration:
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
@@ -436,6 +480,7 @@ def _evaluate(
         {name: kinds[name] for name in KINDS if name in kinds},
         far=corpus.far,
         limit=limit,
+        stability=stability,
         seed=seed,
         report=lambda share: progress("measuring which substitute suffices", 0.9 + 0.04 * share),
     )
@@ -446,15 +491,16 @@ def _evaluate(
         fitted,
         report=lambda n: progress("comparing weights", 0.94 + 0.06 * n / layers),
     )
-    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, curve, suffices)
+    return Calibration(tensors, metadata, held_out, conditions, rank_ladders, {}, suffices)
 
 
-def _curve(
+def _memory_ladder(
     model: Model, gathered: Activations, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> Mapping[str, Interval]:
-    stage = "fitting with fewer and more features"
-    layers = some_layers(model, corpus.held_out, len(gathered.sites))
+) -> MemoryLadder:
+    stage = "comparing substitutes at equal memory"
+    progress(stage, 0.0)
+    held_out, fit_text = (some_layers(model, texts, len(gathered.sites)) for texts in (corpus.held_out, corpus.fitted))
     with single_threaded_torch() as workers:
-        return feature_curve(
-            layers, gathered, recipe, workers=workers, report=lambda share: progress(stage, 0.7 + 0.12 * share)
+        return climb_memory(
+            held_out, fit_text, gathered, recipe, workers=workers, report=lambda share: progress(stage, share)
         )

@@ -16,6 +16,7 @@ from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.calibration import Calibration, Ladders
+    from softgap.calibration.memory_ladder import MemoryEntry, MemoryLadder
     from softgap.intervals import Interval
 
 __all__ = ["calibrate_command"]
@@ -37,7 +38,7 @@ def calibrate_command(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="300"
+            help="Training steps per layer. This setting is reproducible; --minutes is not.", show_default="450"
         ),
     ] = None,
     minutes: Annotated[
@@ -51,6 +52,20 @@ def calibrate_command(
         float,
         typer.Option(help="Share of the gap and of the energy that a substitute may leave and still suffice."),
     ] = 0.1,
+    mix: Annotated[
+        bool,
+        typer.Option(
+            "--mix/--no-mix",
+            help="Fit also on text of many kinds that the model writes, and on text at random offsets.",
+        ),
+    ] = True,
+    stability: Annotated[
+        bool,
+        typer.Option(
+            "--stability/--no-stability",
+            help="Measure how many heads keep their kind on other text and at other lengths.",
+        ),
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="File for the calibration.", show_default="in the cache, by the fingerprint of the model"),
@@ -74,7 +89,10 @@ def calibrate_command(
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [read_text_argument(name)[1] for name in text]
     options = {"dtype": dtype, "device": device, "attn": attn}
-    calibration, path = _fit(model, texts, settings, minutes, positions, limit, out, options)
+    if not mix:
+        settings["rows"] = {"generated": 0.0, "moved": 0.0}
+    report = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}
+    calibration, path = _fit(model, texts, settings, report, out, options)
     if as_json:
         output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
@@ -85,33 +103,30 @@ def _fit(
     model: str | None,
     texts: list[str] | None,
     settings: dict[str, Any],
-    minutes: float | None,
-    positions: int | None,
-    limit: float,
+    report: dict[str, Any],
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
-    from softgap.calibration import Recipe, calibrate
+    from softgap.calibration import Recipe, RowPlan, calibrate
     from softgap.calibration.sufficiency import check_limit
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
     from softgap.models.tensor_files import calibration_path
     from softgap.progress import show_progress
 
-    recipe = Recipe(**settings)
-    check_limit(limit)
+    rows = {"rows": RowPlan(**settings["rows"])} if "rows" in settings else {}
+    recipe = Recipe(**{**settings, **rows})
+    check_limit(report["limit"])
     loaded = load_model(model, **options)
-    with quiet_transformers(downloads=False), show_progress() as report:
+    with quiet_transformers(downloads=False), show_progress() as progress:
         try:
             calibration = calibrate(
                 *loaded,
                 texts,
                 recipe=recipe,
-                minutes=minutes,
-                positions=positions,
-                limit=limit,
+                **report,
                 out=out,
-                progress=report,
+                progress=progress,
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -132,7 +147,9 @@ def _show(calibration: Calibration, path: Path) -> None:
     held_out = calibration.held_out
     source = "text that the model generated" if calibration.metadata["text"] != "given" else "the given text"
     steps, features = (calibration.metadata["recipe"][name] for name in ("steps", "features"))
-    console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.")
+    if calibration.metadata.get("generated_lengths"):
+        source += " and on text of many kinds that the model generated"
+    console.print(f"Fitted {features} features to every head in {steps} steps, on {source}.", soft_wrap=True)
     console.print()
     if calibration.sufficiency is not None:
         show_kinds(console, calibration.sufficiency)
@@ -141,6 +158,8 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print()
     console.print(f"On {held_out.texts} held-out texts ({held_out.tokens:,} tokens), from position 64 on:")
     console.print(_table(calibration))
+    if calibration.memory_ladder is not None:
+        console.print(_memory_table(calibration.memory_ladder))
     console.print(_ladder_table(calibration.ladders))
     console.print(_capacity(calibration.ladders))
     values = np.array([[np.nan if x is None else 1 - x for x in row] for row in held_out.by_head])
@@ -175,9 +194,33 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(f"fitted, heads with {name}", *_cells(closed))
     for name, closed in calibration.conditions.items():
         table.add_row(f"fitted, {name}", *_cells(closed))
-    for name, closed in calibration.curve.items():
-        table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
+    if calibration.memory_ladder is None:
+        for name, closed in calibration.curve.items():
+            table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
     return table
+
+
+def _memory_table(ladder: MemoryLadder) -> Table:
+    """Window, fitted map and hybrid by memory: what each keeps, and the share of the gap that it closes."""
+    from softgap.calibration.memory_ladder import SUBSTITUTES
+
+    layers = ", ".join(map(str, ladder.layers))
+    title = f"Share of the gap closed at equal memory, short fits in layers {layers}, {ladder.texts} held-out texts"
+    table = Table(title=title, title_justify="left")
+    table.add_column("keys' worth per KV head", justify="right")
+    for name in SUBSTITUTES:
+        table.add_column(name)
+    for rung in ladder.rungs:
+        entries = (getattr(rung, name) for name in SUBSTITUTES)
+        table.add_row(str(rung.keys), *(_memory_cell(entry) for entry in entries))
+    return table
+
+
+def _memory_cell(entry: MemoryEntry) -> str:
+    counts = {"features": entry.features, "recent": entry.recent, "sinks": entry.sinks}
+    kept = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    value, interval = _cells(entry.gap_closed)
+    return f"{value} ({interval})\n{kept}"
 
 
 def _cells(closed: Interval) -> tuple[str, str]:
