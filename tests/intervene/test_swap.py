@@ -287,3 +287,20 @@ def test_a_listener_sees_what_the_model_passes_on_wherever_it_stands() -> None:
     for call in (around[0], inside[0]):
         assert torch.count_nonzero(call.output[:, :, 2]) == 0
         assert torch.count_nonzero(call.output[:, :, 1]) > 0
+
+
+@pytest.mark.parametrize("name", ["window:w=3,sinks=2", "elu1+window:w=3,sinks=2", "razor:w=3,sinks=2"])
+@pytest.mark.parametrize(("family", "settings"), [("mistral", {"sliding_window": 5}), ("gemma3", {})])
+def test_sinks_are_the_same_where_the_cache_of_a_layer_forgets(family: str, settings: Any, name: str) -> None:
+    """A sliding-window layer's cache hands over its last keys only; the first of them are no sinks."""
+    model = tiny_with(family, **settings).double()
+    ids = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(3))
+    heads = [(layer.number, head) for layer in attention_layers(model) for head in range(layer.heads)]
+    with torch.no_grad(), swap(model, heads, name):
+        truth = model(ids, use_cache=False).logits
+        cache, steps = None, []
+        for part in ids.split([9, 1, 1, 12, 1, 16], dim=1):
+            step = model(part, past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            steps.append(step.logits)
+    assert apart(torch.cat(steps, dim=1), truth) < DOUBLE
