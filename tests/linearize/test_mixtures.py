@@ -28,6 +28,7 @@ from softgap.linearize.plan import cache_bytes_at, memory_of
 from softgap.linearize.sequences import Sequences
 from softgap.models.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
+from softgap.report.figures import draw_plan, save_figure
 from support.linearize_cases import DOUBLE, SINGLE, apart, edited, sharp_llama, with_random_parameters
 from support.model_examples import tiny_llama
 
@@ -165,3 +166,11 @@ def test_heads_of_a_layer_come_in_ascending_order() -> None:
     layers = attention_layers(model)
     for layer, heads in heads_by_layer(layers, HEADS):
         assert swapped_layer(layer, heads, Mixture(PARTS), len(layers)).heads.tolist() == heads
+
+
+def test_the_picture_shows_every_kind(tmp_path: Path) -> None:
+    plan = plan_for(tiny_llama(), Mixture(PARTS))
+    drawn = save_figure(draw_plan(plan, [4, 4], [2, 2], [0, 1]), tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert "7 of 8 heads without softmax, 3 KV groups freed" in drawn
+    for word in ("constant 2", "window 2", "fitted 3", "softmax 1"):
+        assert word in drawn

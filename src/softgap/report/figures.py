@@ -381,7 +381,7 @@ _COLOURS = {KEPT: "#e5e7eb", SWAPPED: "#f59e0b", FREED: "#1d4ed8"}
 
 
 def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers: Sequence[int]) -> Figure:
-    """The model as a grid of heads, layers across: kept, swapped, freed.
+    """The model as a grid of heads, layers across: kept, swapped, freed; or by kind where a plan has several.
 
     Parameters
     ----------
@@ -391,6 +391,13 @@ def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    rise = f", {plan.expected['loss']} nats per token" if "loss" in plan.expected else ""
+    title = f"{len(plan.heads)} of {sum(heads)} heads without softmax, {len(plan.groups)} KV groups freed{rise}"
+    kinds = plan.kinds()
+    if len(set(kinds.values())) > 1 and set(kinds.values()) <= set(KINDS):
+        sizes = zip(numbers, heads, strict=True)
+        labels = [[kinds.get((number, head), "softmax") for head in range(n)] for number, n in sizes]
+        return draw_kinds(labels, numbers, title=title)
     grid = np.full((max(heads), len(numbers)), np.nan)
     for column, (number, n, groups) in enumerate(zip(numbers, heads, kv_heads, strict=True)):
         for head in range(n):
@@ -410,8 +417,7 @@ def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers
     axes.set(xlabel="layer", ylabel="head")
     legend = [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in _WORDS]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8)
-    rise = f", {plan.expected['loss']} nats per token" if "loss" in plan.expected else ""
-    axes.set_title(f"{len(plan.heads)} of {sum(heads)} heads without softmax, {len(plan.groups)} KV groups freed{rise}")
+    axes.set_title(title)
     return figure
 
 
