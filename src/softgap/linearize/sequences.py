@@ -158,18 +158,39 @@ def check_length(length: int) -> None:
 
 
 def recall_sequences(
-    model: Model, tokenizer: Tokenizer, n: int, *, pairs: int = PAIRS, seed: int = 0, skip: int = 0
+    model: Model,
+    tokenizer: Tokenizer,
+    n: int,
+    *,
+    pairs: int = PAIRS,
+    seed: int = 0,
+    skip: int = 0,
+    filler: Sequence[int] = (),
+    distance: int = 0,
 ) -> Sequences:
     """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
 
     They can be known only from the first time. Sequences are filled up at the end, where causal attention of what
-    counts does not see it. ``skip`` leaves out the first lists of this seed, so that further ones are others.
+    counts does not see it.
+
+    Parameters
+    ----------
+    n, skip
+        So many lists, without the first ones of this seed, so that further ones are others.
+    filler, distance
+        Put ``distance`` tokens of other text between the two times, from a random place of ``filler``: then every
+        value lies at least so far behind its question, and no shorter window holds it.
     """
     if n < 1:
         raise ValueInputError(f"associative recall needs at least 1 list, got {n}")
-    drawn = [
-        _recall_sequence(tokenizer, pairs, np.random.default_rng([seed, number])) for number in range(skip, skip + n)
-    ]
+    if distance < 0 or distance > len(filler):
+        raise ValueInputError(
+            f"distance must be from 0 to the {len(filler)} tokens of other text that there are, got {distance}"
+        )
+    drawn = []
+    for number in range(skip, skip + n):
+        rng = np.random.default_rng([seed, number])
+        drawn.append(_recall_sequence(tokenizer, pairs, rng, filler, distance))
     longest = max(len(ids) for ids, _, _ in drawn)
     context = context_of(model)
     if context and longest > context:
@@ -198,11 +219,12 @@ def digest_of_sequences(*sequences: Sequences) -> str:
 
 
 def _recall_sequence(
-    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator
+    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator, filler: Sequence[int] = (), distance: int = 0
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens, the places of those that count, and of the first token of every answer."""
     words = draw_pairs(pairs, "words", rng=rng)
-    ids: list[int] = list(tokenizer("Words and their partners.\n")["input_ids"])
+    heading = "Words and their partners.\n"
+    ids: list[int] = list(tokenizer(heading)["input_ids"])
     answers: list[int] = []
     beginnings: list[int] = []
     for turn in range(2):
@@ -214,6 +236,9 @@ def _recall_sequence(
                 beginnings.append(len(ids))
                 answers += range(len(ids), len(ids) + len(answer))
             ids += [*answer, *_token_ids(tokenizer, "\n")]
+        if distance and not turn:
+            start = int(rng.integers(len(filler) - distance + 1))
+            ids += [*filler[start : start + distance], *_token_ids(tokenizer, f"\n{heading}")]
     return ids, answers, beginnings
 
 
