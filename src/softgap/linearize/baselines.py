@@ -155,8 +155,8 @@ class Baselines:
         notes.append(f"Loss is measured on sequences that the search never saw ({texts}){lists}.")
         if self.lists and self.difference:
             notes.append(
-                "Recall lists are short: a window may hold most of what they ask for, so its recall says little about "
-                "recall across long text."
+                "A window holds every answer that lies nearer than its keys. Its recall says little about longer "
+                "distances than the lists ask across."
             )
         notes += [f"Not evaluated at {length:,} tokens: {reason}." for length, reason in self.left_out.items()]
         return notes

@@ -35,12 +35,12 @@ def n_checked(n_sequences: int) -> int:
     return max(1, n_sequences // 4)
 
 
-def split_text(sequences: Sequences, recall: Sequences | None) -> SearchText:
+def split_text(sequences: Sequences) -> SearchText:
     """Half of the sequences to fit on, a quarter to choose on, the last quarter to check on."""
     half, quarter = len(sequences) // 2, n_checked(len(sequences))
     bounds = ((0, half), (half, len(sequences) - quarter), (len(sequences) - quarter, None))
     fit, choose, check = (sequences.part(slice(*bound)) for bound in bounds)
-    return SearchText(fit, choose, check, recall)
+    return SearchText(fit, choose, check)
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,8 @@ class Plan:
         texts and recall lists, on text and lists that the search for the plan never saw. Recall is the share of
         answers whose first token is right.
     recall
-        How well recall is known: ``lists`` and ``questions`` that were asked, and the half-widths of the 95 % intervals
+        How well recall is known: ``lists`` and ``questions`` that were asked, the ``distance`` in tokens between a list
+        and its questions, and the half-widths of the 95 % intervals
         of its change (``half_width``) and of the model's own (``half_width_original``); ``decided_on`` other lists,
         where recall was limited. Empty in plans of version 0.1, whose recall was scored over all tokens of the answers.
     memory
@@ -89,9 +90,11 @@ class Plan:
         """On how many questions recall rests and how far it may be off, as one sentence; "" where it is not known."""
         if not self.recall:
             return ""
+        distance = self.recall.get("distance", 0)
+        across = f" across {distance:,.0f} tokens of other text" if distance else ""
         return (
-            f"Recall rests on {self.recall['lists']:,.0f} lists ({self.recall['questions']:,.0f} questions); the 95 % "
-            f"half-width of its change is {self.recall['half_width']:.3f}, that of the model's own recall "
+            f"Recall rests on {self.recall['lists']:,.0f} lists ({self.recall['questions']:,.0f} questions){across}; "
+            f"the 95 % half-width of its change is {self.recall['half_width']:.3f}, that of the model's own recall "
             f"{self.recall['half_width_original']:.3f}."
         )
 

@@ -70,6 +70,8 @@ LONGEST = 2048
 BUDGET = 0.1
 # Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
+RECALL_DISTANCE = 600
+"""Tokens of other text between a recall list and its questions: more than the windows of the default options hold."""
 # Of the time, where baselines are evaluated after the search.
 SEARCH_SHARE = 0.6
 # Lists of each kind are drawn from a seed of their own.
@@ -94,6 +96,7 @@ def find_plan(
     length: int | None = None,
     tokens: int | None = TOKENS,
     recalls: int | None = None,
+    recall_distance: int | None = None,
     baselines: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -139,6 +142,9 @@ def find_plan(
     recalls
         Recall lists that the plan is checked on, and as many others to choose on where recall is limited. None asks
         as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
+    recall_distance
+        Tokens of other text between a recall list and its questions, so that no shorter window holds the answers. None
+        takes ``RECALL_DISTANCE``, or as many as text and context allow.
     baselines
         Whether to evaluate the baselines of the plan as well (``softgap.linearize.baselines``): the same heads with
         windows of equal memory and with a constant, and random heads; at 512, 2,048 and 8,192 tokens and at
@@ -190,8 +196,12 @@ def find_plan(
     if length is None:
         length = default_length(model, tokenizer, texts) if several else LENGTH
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
-    lists = _RecallLists(model, tokenizer, recalls, seed)
-    text = split_text(sequences, None if recall_budget is None else lists.fit())
+    text = split_text(sequences)
+    distance = _recall_distance(model, tokenizer, text, recall_distance) if recalls != 0 else 0
+    lists = _RecallLists(model, tokenizer, recalls, seed, text, distance)
+    # A search with several mechanisms always counts recall: heads that text hardly misses may be all of it.
+    if recalls != 0 and (several or recall_budget is not None):
+        text = replace(text, fit_recall_lists=lists.fit())
     options = _options(model, mechanism, text.fit, several)
     settings = _settings(
         model, sequences, options, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
@@ -210,7 +220,7 @@ def find_plan(
     else:
         found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
     provenance = {**settings, "budget": limits.loss, "recall_budget": recall_budget, **about}
-    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), searching)
+    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), distance, searching)
     if not baselines:
         return plan
     ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
@@ -240,9 +250,14 @@ class _RecallLists:
     tokenizer: Tokenizer
     recalls: int | None
     seed: int
+    text: SearchText
+    distance: int
 
     def draw(self, use: int, skip: int, n: int) -> Sequences:
-        return recall_sequences(self.model, self.tokenizer, n, seed=3 * self.seed + use, skip=skip)
+        filler = (self.text.check, self.text.choose, self.text.fit)[use].ids.flatten().tolist()
+        return recall_sequences(
+            self.model, self.tokenizer, n, seed=3 * self.seed + use, skip=skip, filler=filler, distance=self.distance
+        )
 
     def fit(self) -> Sequences:
         return self.draw(FIT, 0, FIT_LISTS if self.recalls is None else self.recalls)
@@ -256,6 +271,16 @@ class _RecallLists:
         if self.recalls == 0:
             return None
         return RecallTest(self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed)
+
+
+def _recall_distance(model: Model, tokenizer: Tokenizer, text: SearchText, given: int | None) -> int:
+    """Tokens between a recall list and its questions: as given, or as many as text and context allow."""
+    if given is not None:
+        return given
+    context = context_of(model)
+    # Lists differ somewhat in their length.
+    room = RECALL_DISTANCE if context is None else context - 5 * recall_sequences(model, tokenizer, 4).ids.shape[1] // 4
+    return max(0, min(RECALL_DISTANCE, room, *(part.ids.numel() for part in (text.fit, text.choose, text.check))))
 
 
 def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
@@ -391,6 +416,7 @@ def _evaluate_plan(
     costs: CandidateCosts,
     provenance: dict[str, Any],
     recall: RecallTest | None,
+    distance: int,
     progress: Progress,
 ) -> Plan:
     """The plan of a candidate, with what it costs on text that the search never saw.
@@ -411,6 +437,7 @@ def _evaluate_plan(
         recall_record = {
             "lists": len(before.recall),
             "questions": len(before.recall) * PAIRS,
+            "distance": distance,
             "half_width": widths["change"],
             "half_width_original": widths["original"],
             **({"decided_on": decided_on} if decided_on else {}),
