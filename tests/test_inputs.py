@@ -216,6 +216,9 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("confirmation_split", "ids"): refused(lambda model: confirmation_split),
     ("doctor", "gates"): wrong(lambda model: lambda given: softgap.doctor(model, gates=given)),
     ("explorer", "samples"): wrong(lambda model: lambda given: _explored(given)),
+    ("find_plan", "mechanism"): wrong(
+        lambda model: lambda given: find_plan(model, byte_tokenizer(), [TEXT], given, budget=1, length=64, recalls=0)
+    ),
     ("find_plan", "texts"): arrived(
         "linearize.search", "head_scores", lambda model: lambda given: _planned(model, given)
     ),

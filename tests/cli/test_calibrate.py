@@ -45,7 +45,7 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     assert "energy explained by uniform, median head" in shown
     assert "On held-out text the calibration closes" in shown
     assert "rank correlation" in shown
-    assert main(["read", "short.txt", "--model", str(folder), "--out", "after"]) == 0
+    assert main(["read", "short.txt", "--model", str(folder), "--out", "after", "--map", "both"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "share of the gap that the fitted map leaves, by head" in shown
     assert "On held-out text the calibration closes" in shown

@@ -27,7 +27,6 @@ from softgap.cli.options import (
 )
 from softgap.cli.render import output
 from softgap.errors import StoreError, ValueInputError
-from softgap.kinds import LETTERS
 
 if TYPE_CHECKING:
     from softgap.linearize import Plan
@@ -65,6 +64,8 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
         console.print(plan.cache_words())
     if plan.baselines is not None:
         _show_baselines(console, plan.baselines)
+    from softgap.kinds import LETTERS
+
     kinds = dict.fromkeys(plan.kinds().values())
     legend = "o swapped, # swapped and KV group freed"
     if len(kinds) > 1:
@@ -99,6 +100,8 @@ def _show_baselines(console: Console, baselines: Baselines) -> None:
 
 
 def _grid(plan: Plan, layers: Sequence[AttentionLayer]) -> list[str]:
+    from softgap.kinds import LETTERS
+
     cells = np.full((max(x.heads for x in layers), len(layers)), " ")
     kinds = plan.kinds()
     several = len(set(kinds.values())) > 1

@@ -183,6 +183,8 @@ def find_plan(
     ['accuracy', 'loss']
     """
     check_measurable(model)
+    if mechanism is not None and not isinstance(mechanism, str | Mechanism | Substitute) and len(mechanism) == 1:
+        mechanism = mechanism[0]
     several = mechanism is None or not isinstance(mechanism, str | Mechanism | Substitute)
     by = by or ("groups" if several else "heads")
     limits = check_search(
