@@ -37,6 +37,8 @@ from softgap.models import load_model
 LENGTHS = {512: 8, 2048: 4, 8192: 3}
 FIT_LENGTH, FIT_TEXTS = 2048, 4
 MIXED = "mixed"
+# A kind that costs so many times what the mixed plan costs at one length is not read at longer ones.
+HOPELESS = 5
 
 
 def say(*words: object) -> None:
@@ -60,11 +62,16 @@ class Losses:
     def __init__(self, model: Any, texts: dict[int, Sequences], checkpoints: Checkpoints) -> None:
         self._model, self._texts, self._checkpoints = model, texts, checkpoints
 
-    def rises(self, allocations: Allocations, step: int) -> dict[int, np.ndarray]:
-        """Rise in loss by length, one number per text."""
+    def rises(self, allocations: Allocations, step: int, mixed: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Rise in loss by length, one number per text; up to the length where it is hopeless against the mixed plan."""
         chosen = allocations.candidate(step)
-        swapped = {length: self._loss(length, chosen.heads, chosen.plain, chosen.key) for length in self._texts}
-        return {length: loss - self._loss(length, (), None, []) for length, loss in swapped.items()}
+        rises: dict[int, np.ndarray] = {}
+        for length in self._texts:
+            loss = self._loss(length, chosen.heads, chosen.plain, chosen.key)
+            rises[length] = loss - self._loss(length, (), None, [])
+            if mixed and rises[length].mean() > HOPELESS * mixed[length].mean():
+                break
+        return rises
 
     def _loss(self, length: int, heads: Any, plain: Any, key: Any) -> np.ndarray:
         texts = self._texts[length]
@@ -92,9 +99,13 @@ def budget_rows(menu: Menu, scores: np.ndarray, losses: Losses, share: float) ->
         step = allocations.within(share * menu.original_bytes)
         if step is None:
             continue
-        rises[kind] = losses.rises(allocations, step)
+        rises[kind] = losses.rises(allocations, step, rises.get(MIXED, {}))
         cells = []
-        for length, rise in rises[kind].items():
+        for length in rises[MIXED]:
+            if length not in rises[kind]:
+                cells.append("")
+                continue
+            rise = rises[kind][length]
             more = rise - rises[MIXED][length]
             interval = interval_of(more, rng=np.random.default_rng(0))
             behind = "" if kind == MIXED else f" ({interval.low:+.3f} to {interval.high:+.3f})"
@@ -119,7 +130,8 @@ def write(rows: Sequence[str], options: argparse.Namespace, texts: dict[int, Seq
         "KV groups of a budget (share of the model's KV cache at 8,192 tokens) are allocated among all kinds, or among "
         f"one kind alone with no more bytes, by the Fisher curvature over {FIT_TEXTS} sequences of {FIT_LENGTH:,} "
         f"tokens; no output is corrected. Rise in loss in nats per token on unseen text (sequences: {lengths} tokens), "
-        "and in parentheses the 95 % interval over texts of how much more it is than that of the mixed plan.\n\n"
+        "and in parentheses the 95 % interval over texts of how much more it is than that of the mixed plan. A kind that "
+        f"costs more than {HOPELESS} times as much as the mixed plan is not read at longer lengths.\n\n"
         + header
         + "\n".join(rows),
         page=FINDINGS,
@@ -146,8 +158,10 @@ def main() -> None:
     checkpoints = Checkpoints(options.parts, settings)
     scores = scored(model, fit, menu, checkpoints)
     losses = Losses(model, texts, checkpoints)
-    rows = [row for share in options.budgets for row in budget_rows(menu, scores, losses, share)]
-    write(rows, options, texts)
+    rows: list[str] = []
+    for share in options.budgets:
+        rows += budget_rows(menu, scores, losses, share)
+        write(rows, options, texts)
 
 
 if __name__ == "__main__":
