@@ -130,8 +130,8 @@ def write(rows: Sequence[str], options: argparse.Namespace, texts: dict[int, Seq
         "KV groups of a budget (share of the model's KV cache at 8,192 tokens) are allocated among all kinds, or among "
         f"one kind alone with no more bytes, by the Fisher curvature over {FIT_TEXTS} sequences of {FIT_LENGTH:,} "
         f"tokens; no output is corrected. Rise in loss in nats per token on unseen text (sequences: {lengths} tokens), "
-        "and in parentheses the 95 % interval over texts of how much more it is than that of the mixed plan. A kind that "
-        f"costs more than {HOPELESS} times as much as the mixed plan is not read at longer lengths.\n\n"
+        "and in parentheses the 95 % interval over texts of how much more it is than that of the mixed plan. A kind "
+        f"that costs more than {HOPELESS} times as much as the mixed plan is not read at longer lengths.\n\n"
         + header
         + "\n".join(rows),
         page=FINDINGS,
