@@ -14,7 +14,7 @@ each step moves one group along the lower convex hull of its options, the step t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -267,7 +267,10 @@ def score_options(
     progress: Progress,
     seed: int,
 ) -> Float[np.ndarray, "option unit"]:
-    """What every option costs in every unit, by the text and, where recall is limited, by the recall lists as well."""
+    """What every option costs in every unit: by the text, and by the recall lists where there are some.
+
+    Both count the same: scores of the lists are scaled so that over all options and units they have the same sum.
+    """
 
     def scored(sequences: Sequences, share: tuple[float, float]) -> np.ndarray:
         told = partial_progress(progress, *share)
@@ -279,7 +282,9 @@ def score_options(
     def make() -> dict[str, Any]:
         scores = scored(text.fit, (0.0, 0.3 if text.fit_recall_lists is None else 0.2))
         if text.fit_recall_lists is not None:
-            recall = scored(text.fit_recall_lists, (0.2, 0.3))
+            # The first token of an answer asks for recall; the others may follow from it.
+            lists = text.fit_recall_lists
+            recall = scored(lists if lists.first is None else replace(lists, scored=lists.first), (0.2, 0.3))
             scores = scores + recall * np.abs(scores).sum() / max(np.abs(recall).sum(), np.finfo(float).tiny)
         return {"scores": scores.tolist()}
 
