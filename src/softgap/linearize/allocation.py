@@ -350,10 +350,13 @@ def _step_within(allocations: Allocations, budget_bytes: float) -> int:
 
 
 def pure_plans(menu: Menu, scores: Float[np.ndarray, "option unit"], plan: Plan) -> dict[str, Swaps]:
-    """For every kind of substitute the allocation of that kind alone that keeps no more bytes than the plan."""
+    """For every kind of substitute the allocation of that kind alone that keeps no more bytes than the plan.
+
+    Constants are left out: they have a row with the plan's own groups, and cost a hundred times as much.
+    """
     own = cache_bytes_at(plan.memory, menu.context)
     plans = {}
-    for kind in dict.fromkeys(menu.kinds):
+    for kind in dict.fromkeys(kind for kind in menu.kinds if kind != "constant"):
         pure = menu.allocations(scores, kind)
         step = pure.within(own)
         if step:

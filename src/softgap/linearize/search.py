@@ -70,6 +70,8 @@ LONGEST = 2048
 BUDGET = 0.1
 # Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
+# Lists of every baseline's row: each asks across a distance, and there are ten rows.
+BASELINE_LISTS = 48
 RECALL_DISTANCE = 600
 """Tokens of other text between a recall list and its questions: more than the windows of the default options hold."""
 # Of the time, where baselines are evaluated after the search.
@@ -267,7 +269,7 @@ class _RecallLists:
     def check(self) -> Sequences | None:
         if self.recalls == 0:
             return None
-        return self.draw(CHECK, 0, FEWEST_LISTS if self.recalls is None else self.recalls)
+        return self.draw(CHECK, 0, BASELINE_LISTS if self.recalls is None else self.recalls)
 
     def test(self, use: int, checkpoints: Checkpoints) -> RecallTest | None:
         if self.recalls == 0:
