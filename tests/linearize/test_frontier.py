@@ -259,6 +259,7 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lists(
     monkeypatch.setattr("softgap.linearize.recall.read_swapped", watched)
     monkeypatch.setattr("softgap.linearize.search.head_scores", scored)
     settings: dict[str, Any] = {"budget": 10.0, "length": 64, "score": "divergence", "correct": False, "recalls": 2}
+    settings["recall_distance"] = 0
     plan = find_plan(small, byte_tokenizer(), [TEXT], "elu1", recall_budget=0.5, **settings)
     assert (plan.provenance["budget"], plan.provenance["recall_budget"]) == (10.0, 0.5)
     assert torch.equal(scored_on[0], fit)

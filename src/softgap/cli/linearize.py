@@ -189,7 +189,8 @@ def linearize_command(
     window: Annotated[
         int | None,
         typer.Option(
-            help="Keep softmax on the N most recent keys: short for --mechanism MECHANISM+window:w=N,sinks=0.",
+            help="Keep softmax on the N most recent keys: short for --mechanism MECHANISM+window:w=N,sinks=0. The "
+            "mechanism is fitted if the model is calibrated, else elu1.",
             show_default=False,
         ),
     ] = None,
@@ -278,22 +279,25 @@ def _search(
     from softgap.linearize.search import check_search, find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import calibrated_mechanisms
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
-    several = len(mechanisms) != 1
-    if several and window is not None:
+    if len(mechanisms) > 1 and window is not None:
         raise ValueInputError("--window needs one --mechanism to add it to; give MECHANISM+window:w=N for each instead")
+    # A window without a mechanism is added to the fitted map, or to elu1 where there is none.
+    several = len(mechanisms) != 1 and window is None
     limits = {name: value for name, value in settings.items() if name not in ("seed", "baselines")}
     check_search(**limits, budget_bytes=None if size is None else size[0], several=several)
-    for name in mechanisms:
+    for name in (None, *mechanisms):
         check_substitute(name, window)
     loaded, tokenizer = load_model(model, **options)
     if size is not None:
         settings["budget_bytes"] = size[0] * (original_cache_bytes(loaded, settings["context"]) if size[1] else 1.0)
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
-        single = None if several else substitute(mechanisms[0], loaded, window=window)
+        default = (*calibrated_mechanisms(loaded), "elu1")[:1]
+        single = None if several else substitute((*mechanisms, *default)[0], loaded, window=window)
         try:
             plan = find_plan(
                 loaded, tokenizer, texts, single or mechanisms or None, folder=parts, progress=report, **settings

@@ -294,7 +294,7 @@ def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> 
     length = LENGTH
     while 2 * length <= longest and 4 * FEWEST * length <= n_tokens:
         length *= 2
-    return min(length, longest)
+    return length
 
 
 def _options(model: Model, mechanism: Any, fit: Sequences, several: bool) -> list[Substitute]:
@@ -346,6 +346,8 @@ def check_search(
         raise ValueInputError(f"the byte budget must be at least 0 and finite, got {budget_bytes:g}")
     if context is not None and context < 1:
         raise ValueInputError(f"context must be at least 1 token, got {context}; {CONTEXT:,} is usual")
+    if score not in SCORES:
+        raise unknown_name("score", score, SCORES)
     if several and by != "groups":
         raise ValueInputError(f"several mechanisms are chosen for whole KV groups, got by='{by}'; use by='groups'")
     if several and score != DEFAULT_SCORE:
@@ -354,8 +356,6 @@ def check_search(
         raise ValueInputError(
             "a byte budget needs several mechanisms to choose among, got one; name several, or leave the mechanism out"
         )
-    if score not in SCORES:
-        raise unknown_name("score", score, SCORES)
     if distil < 0 or (distil and not correct):
         raise ValueInputError(
             f"distillation takes 0 steps or more and needs the output correction, got distil={distil} and "
