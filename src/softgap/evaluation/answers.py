@@ -56,7 +56,7 @@ def score_answers(model: Model, context: Context) -> list[Entry]:
 def generate_answers(
     model: Model, tokenizer: Tokenizer, context: Context, cache: Any = None, questions: int | None = None
 ) -> list[Entry]:
-    """Answer the questions of a context in turn by greedy decoding, each after the model's own answers before it.
+    """Answer questions of a context in turn by greedy decoding, each after the model's own answers before it.
 
     ``generated_first`` is 1 where the first new token is the first one of the answer. ``generated_whole`` is 1 where
     the new text, up to its first line break, holds every word of the answer.
@@ -66,13 +66,18 @@ def generate_answers(
     cache
         An empty KV cache; None takes the model's own.
     questions
-        Ask only the first so many; None asks all.
+        Ask at most so many, spread over all; the others are given with their answers. None asks all.
     """
-    asked = context.questions[:questions]
-    pending = list(context.ids[: asked[0].asked])
+    total = len(context.questions)
+    stride = 1 if questions is None else -(-total // questions)
+    # The offset differs between contexts, so that together they ask early and late questions alike.
+    asked = context.questions[sum(context.ids) % min(stride, total) :: stride]
     entries: list[Entry] = []
+    pending: list[int] = []
+    begin = 0
     for question in asked:
-        pending += context.ids[question.asked : question.start]
+        pending += context.ids[begin : question.start]
+        begin = question.stop
         answer = context.ids[question.start : question.stop]
         new, cache, pending = _decode(model, tokenizer, pending, cache, len(answer) + MORE_TOKENS)
         first, whole = question.chance

@@ -251,70 +251,104 @@ def _multi_query(draw: Draw) -> Context:
     return _needles(draw, keys=NEEDLES, asked=NEEDLES)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Lines to scatter over filler, a question about them, the words of its answer, and which lines are its sources.
+
+    The middle part of a line is what the answer repeats.
+    """
+
+    lines: tuple[tuple[str, str, str], ...]
+    question: str
+    items: tuple[str, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def answer(self) -> str:
+        return " " + ", ".join(self.items)
+
+    @property
+    def parts(self) -> list[str]:
+        return [part for line in self.lines for part in line]
+
+
+def _scattered(draw: Draw, example: _Form, form: _Form, chance: tuple[float, float], setting: str) -> Context:
+    """A short example of the task, then its lines between sentences of filler, and the question."""
+    draw.write(f"Here is an example.{''.join(example.parts)}{example.question}{example.answer}.\n\nHere is a text.")
+    spans = draw.scatter(form.lines, draw.free(form.question, form.answer, *form.parts))
+    draw.ask(form.question, form.answer, [spans[i] for i in form.sources], items=form.items, chance=chance)
+    return draw.context(setting)
+
+
 def _needles(draw: Draw, keys: int, asked: int) -> Context:
-    """Sentences with a word for each key, scattered over filler; some keys are asked for in one question."""
-    pairs = _different(draw, keys)
-    lines = [(f" The secret word of the {key} is", f" {value}", ".") for key, value in pairs]
+    """Sentences with a word for each key; some keys are asked for in one question."""
+    words = _words(draw, 2 * keys + 2 * asked)
+
+    def form(keys: Sequence[str], values: Sequence[str], chosen: Sequence[int]) -> _Form:
+        lines = tuple(
+            (f" The secret word of the {key} is", f" {value}", ".") for key, value in zip(keys, values, strict=True)
+        )
+        names = [f"the {keys[i]}" for i in chosen]
+        question = f"\nThe secret word of {names[0]} is"
+        if asked > 1:
+            question = f"\nThe secret words of {', '.join(names[:-1])} and {names[-1]} are, in this order,"
+        return _Form(lines, question, tuple(values[i] for i in chosen), tuple(chosen))
+
+    rest = words[2 * keys :]
+    example = form(rest[:asked], rest[asked:], range(asked))
     chosen = [int(i) for i in draw.rng.permutation(keys)[:asked]]
-    names = [f"the {pairs[i][0]}" for i in chosen]
-    values = [pairs[i][1] for i in chosen]
-    question = "\nThe secret word of " + names[0] + " is"
-    if asked > 1:
-        question = f"\nThe secret words of {', '.join(names[:-1])} and {names[-1]} are, in this order,"
-    answer = " " + ", ".join(values)
-    spans = draw.scatter(lines, draw.free(question, answer, *(part for line in lines for part in line)))
     candidates = keys if keys > 1 else len(WORDS)
-    whole = 1 / math.perm(candidates, asked)
-    draw.ask(question, answer, [spans[i] for i in chosen], items=values, chance=(1 / candidates, whole))
-    return draw.context(f"{keys} needle{'s' * (keys > 1)}, {asked} asked")
+    chance = (1 / candidates, 1 / math.perm(candidates, asked))
+    setting = f"{keys} needle{'s' * (keys > 1)}, {asked} asked"
+    return _scattered(draw, example, form(words[:keys], words[keys : 2 * keys], chosen), chance, setting)
 
 
 def _multi_value(draw: Draw) -> Context:
     """Several words for one key; all are asked for, in the order of the text."""
-    words = [str(word) for word in draw.rng.permutation(WORDS)[: NEEDLES + 1]]
-    key, values = words[0], words[1:]
-    lines = [(f" One secret word of the {key} is", f" {value}", ".") for value in values]
-    question = f"\nThe secret words of the {key} are, in the order of the text,"
-    answer = " " + ", ".join(values)
-    spans = draw.scatter(lines, draw.free(question, answer, *(part for line in lines for part in line)))
+
+    def form(key: str, *values: str) -> _Form:
+        lines = tuple((f" One secret word of the {key} is", f" {value}", ".") for value in values)
+        question = f"\nThe secret words of the {key} are, in the order of the text,"
+        return _Form(lines, question, values, tuple(range(len(values))))
+
+    words = _words(draw, 2 * (NEEDLES + 1))
     chance = (1 / len(WORDS), 1 / math.perm(len(WORDS), NEEDLES))
-    draw.ask(question, answer, spans, items=values, chance=chance)
-    return draw.context(f"{NEEDLES} values")
-
-
-def _different(draw: Draw, n: int) -> list[tuple[str, str]]:
-    """Keys and values of which no word comes twice."""
-    words = [str(word) for word in draw.rng.permutation(WORDS)[: 2 * n]]
-    return list(zip(words[:n], words[n:], strict=True))
+    return _scattered(draw, form(*words[NEEDLES + 1 :]), form(*words[: NEEDLES + 1]), chance, f"{NEEDLES} values")
 
 
 def _variables(draw: Draw) -> Context:
     """Chains of names that take each other's value; all names of one chain are asked for."""
-    names = [str(word) for word in draw.rng.permutation(WORDS)[: CHAINS * (HOPS + 1)]]
-    numbers = draw.rng.choice(9000, size=CHAINS, replace=False) + 1000
-    chains = [names[c::CHAINS] for c in range(CHAINS)]
-    order = [c for _ in range(HOPS + 1) for c in draw.rng.permutation(CHAINS)]
-    lines, owners = [], []
-    steps = [0] * CHAINS
-    for c in order:
-        step = steps[c]
-        value = str(numbers[c]) if step == 0 else f"the value of {chains[c][step - 1]}"
-        lines.append((" Let", f" {chains[c][step]}", f" be {value}."))
-        owners.append(c)
-        steps[c] += 1
-    chosen = int(draw.rng.integers(CHAINS))
-    question = f"\nThe names whose value is {numbers[chosen]} are, in the order of the text,"
-    answer = " " + ", ".join(chains[chosen])
-    spans = draw.scatter(lines, draw.free(question, answer, *(part for line in lines for part in line)))
-    chance = (1 / len(names), 1 / math.comb(len(names), HOPS + 1))
-    sources = [span for span, owner in zip(spans, owners, strict=True) if owner == chosen]
-    draw.ask(question, answer, sources, items=chains[chosen], chance=chance)
-    return draw.context(f"{CHAINS} chains of {HOPS} steps")
+
+    def form(chains: Sequence[Sequence[str]], numbers: Sequence[int], chosen: int) -> _Form:
+        steps = [0] * len(chains)
+        lines: list[tuple[str, str, str]] = []
+        sources: list[int] = []
+        for c in (int(c) for _ in chains[0] for c in draw.rng.permutation(len(chains))):
+            value = f"the value of {chains[c][steps[c] - 1]}" if steps[c] else str(numbers[c])
+            sources += [len(lines)] if c == chosen else []
+            lines.append((" Let", f" {chains[c][steps[c]]}", f" be {value}."))
+            steps[c] += 1
+        question = f"\nThe names whose value is {numbers[chosen]} are, in the order of the text,"
+        return _Form(tuple(lines), question, tuple(chains[chosen]), tuple(sources))
+
+    size = HOPS + 1
+    words = _words(draw, (CHAINS + 1) * size)
+    numbers = [int(x) for x in draw.rng.choice(9000, size=CHAINS + 1, replace=False) + 1000]
+    example = form([words[CHAINS * size :]], numbers[CHAINS:], 0)
+    chains = [words[c * size : (c + 1) * size] for c in range(CHAINS)]
+    asked = form(chains, numbers, int(draw.rng.integers(CHAINS)))
+    chance = (1 / (CHAINS * size), 1 / math.comb(CHAINS * size, size))
+    return _scattered(draw, example, asked, chance, f"{CHAINS} chains of {HOPS} steps")
+
+
+def _words(draw: Draw, n: int) -> list[str]:
+    """Different words."""
+    return [str(word) for word in draw.rng.permutation(WORDS)[:n]]
 
 
 def _common_words(draw: Draw) -> Context:
     """A list of words, some of which come ten times as often as the others."""
-    words = [str(word) for word in draw.rng.permutation(WORDS)]
+    words = _words(draw, len(WORDS) - 2 * COMMON)
     common = words[:COMMON]
 
     def counts(n: int) -> list[int]:
@@ -323,9 +357,9 @@ def _common_words(draw: Draw) -> Context:
         others = len(words) - COMMON
         return [often] * COMMON + [rest // others + (i < rest % others) for i in range(others)]
 
-    listed = _listed(draw, words, counts)
-    ordered = sorted(common, key=listed.index)
-    return _ask_words(draw, listed, ordered, "The most common words of the list are, in the order of the list,")
+    question = "The most common words of the list are, in the order of the list,"
+    listed = _listed(draw, words, counts, question)
+    return _ask_words(draw, listed, sorted(common, key=listed.index), question)
 
 
 def _frequent_words(draw: Draw) -> Context:
@@ -344,15 +378,15 @@ def _frequent_words(draw: Draw) -> Context:
             found[rank - 1] = max(found[rank - 1], found[rank] + 1)
         return [int(count) for count in found]
 
-    listed = _listed(draw, words, counts)
-    return _ask_words(draw, listed, words[:COMMON], "The most frequent words of the list are, from the first on,")
+    question = "The most frequent words of the list are, from the first on,"
+    return _ask_words(draw, _listed(draw, words, counts, question), words[:COMMON], question)
 
 
-def _listed(draw: Draw, words: Sequence[str], counts: Callable[[int], list[int]]) -> list[str]:
+def _listed(draw: Draw, words: Sequence[str], counts: Callable[[int], list[int]], question: str) -> list[str]:
     """As many words as fit, each as often as ``counts`` says, in random order."""
     cost = [len(draw.encode(f" {word}")) for word in words]
-    longest = sum(sorted(cost)[-COMMON:]) * 2 + 64
-    free = draw.free() - longest
+    longest = 10 * COMMON * max(len(draw.encode(f" {word},")) for word in (*words, *WORDS)) // 2 + 16
+    free = draw.free(" ".join([question] * 2), tokens=longest)
     n = max(1, int(free / np.mean(cost)))
     times = counts(n)
     while sum(c * t for c, t in zip(cost, times, strict=True)) > free:
@@ -367,7 +401,10 @@ def _listed(draw: Draw, words: Sequence[str], counts: Callable[[int], list[int]]
 
 
 def _ask_words(draw: Draw, listed: Sequence[str], answers: Sequence[str], question: str) -> Context:
-    draw.write("A list of words:")
+    unlisted = [word for word in WORDS if word not in listed][: 2 * COMMON]
+    often, once = unlisted[:COMMON], unlisted[COMMON:]
+    example = " ".join([*often, *once[:1], *often, *once[1:], *often])
+    draw.write(f"A list of words: {example}\n{question} {', '.join(often)}.\n\nA list of words:")
     for word in listed:
         draw.write(f" {word}")
     candidates = len(set(listed))
@@ -424,24 +461,30 @@ def _induction(draw: Draw) -> Context:
 
 def _instructions(draw: Draw) -> Context:
     """An instruction, filler, and a request to follow it; the outcome can be checked word by word."""
-    a, b, c = (str(word) for word in draw.rng.permutation(WORDS)[:3])
-    forms = (
-        ("repeat", f"write the word{{}} {a}{{}} three times", [a, a, a]),
-        ("reverse", f"write the words{{}} {a}, {b}, {c}{{}} in reverse order", [c, b, a]),
-        ("capitals", f"write the word{{}} {a}{{}} in capital letters", [a.upper()]),
-        ("second", f"write only the second one of the words{{}} {a}, {b}, {c}{{}}", [b]),
-    )
-    name, form, words = forms[draw.number % len(forms)]
-    before, middle, after = form.split("{}")
-    opening, cue = " When the text ends, ", "\nThe text ends here. As the instruction asks:"
-    answer = " " + " ".join(words)
-    free = draw.free(opening + before, middle, f"{after}.\n", cue, answer)
-    draw.write(opening + before)
+
+    def form(a: str, b: str, c: str) -> tuple[str, str, str, str, list[str]]:
+        forms = (
+            ("repeat", "write the word", f" {a}", " three times", [a, a, a]),
+            ("reverse", "write the words", f" {a}, {b}, {c}", " in reverse order", [c, b, a]),
+            ("capitals", "write the word", f" {a}", " in capital letters", [a.upper()]),
+            ("second", "write only the second one of the words", f" {a}, {b}, {c}", "", [b]),
+        )
+        return forms[draw.number % len(forms)]
+
+    words = _words(draw, 6)
+    _, before, middle, after, items = form(*words[3:])
+    cue = "\nThe text ends here. As the instruction asks:"
+    shown = f"{before}{middle}{after}.\nA text.{cue} {' '.join(items)}"
+    draw.write(f"Here is an example. When the text ends, {shown}.\n\n")
+    name, before, middle, after, items = form(*words[:3])
+    opening, answer = f"When the text ends, {before}", " " + " ".join(items)
+    free = draw.free(opening, middle, f"{after}.\n", cue, answer)
+    draw.write(opening)
     source = draw.write(middle)
     draw.write(f"{after}.\n")
     draw.fill(free)
-    chance = (1 / len(WORDS), 1 / math.perm(len(WORDS), len(set(words))))
-    draw.ask(cue, answer, [source], items=words, chance=chance)
+    chance = (1 / len(WORDS), 1 / math.perm(len(WORDS), len(set(items))))
+    draw.ask(cue, answer, [source], items=items, chance=chance)
     return draw.context(name)
 
 
