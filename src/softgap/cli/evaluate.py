@@ -209,7 +209,8 @@ def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = F
     headings = ["task", "tokens", *(["distance or position"] if spans else []), "metric", "floor", "original"]
     headings += [*(["change", "margin"] if changed else []), "contexts", "verdict" if changed else "measurable"]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("task", "metric", "verdict") else "right")
+        left = heading in ("task", "metric", "verdict", "measurable")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading == "verdict")
     for row in listed:
         span = "" if row.distance is None else f"{row.distance[0]:,} to {row.distance[1] - 1:,}"
         cells = [f"{row.task}, {row.setting}" if row.setting else row.task, f"{row.length:,}"]

@@ -79,7 +79,10 @@ def generate_answers(
         pending += context.ids[begin : question.start]
         begin = question.stop
         answer = context.ids[question.start : question.stop]
-        new, cache, pending = _decode(model, tokenizer, pending, cache, len(answer) + MORE_TOKENS)
+        # Where the text goes on behind the answer, more tokens would be no part of it.
+        ends = question.stop == len(context.ids) or "\n" in str(tokenizer.decode([context.ids[question.stop]]))
+        most = len(answer) + (MORE_TOKENS if ends and question.items else 0)
+        new, cache, pending = _decode(model, tokenizer, pending, cache, most)
         first, whole = question.chance
         entries += [
             ("generated_first", question.distance, float(new[:1] == list(answer[:1])), first),

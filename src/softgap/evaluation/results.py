@@ -166,7 +166,7 @@ class Evaluation:
         """Read what ``save`` wrote."""
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"'{path}' does not hold an evaluation ({error}); give a file of softgap evaluate"
+                f"'{path}' holds no evaluation ({error}); give a file that softgap evaluate wrote"
             ) from error

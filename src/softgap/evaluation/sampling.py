@@ -22,7 +22,7 @@ from softgap.checkpoints import Checkpoints
 from softgap.errors import ValueInputError, unknown_name
 from softgap.evaluation.answers import Entry, generate_answers, loss_by_position, new_cache, score_answers
 from softgap.evaluation.results import FORMAT, LOSSES, METRICS, Evaluation, Row
-from softgap.inputs import as_items, check_count
+from softgap.inputs import as_items, check_count, refuse_string
 from softgap.intervals import Interval, interval_of
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
@@ -142,6 +142,7 @@ def evaluate(
         check_count("contexts", contexts)
     if folder is not None and under is not None and not label:
         raise ValueInputError("a change needs a label where a folder is given, got none; name it with label=")
+    refuse_string("questions", questions, "pairs of a prompt and its answer")
     own = tuple((prompt, answer) for prompt, answer in questions)
     sampler = _Sampler(
         model, tokenizer, under, label or ("changed" if under else ""), window, tuple(as_items(texts)), own,

@@ -132,7 +132,13 @@ class Draw:
     ) -> None:
         """Append a question and its answer."""
         asked, start = self.append(self.encode(question) if isinstance(question, str) else question)
-        _, stop = self.append(self.encode(answer) if isinstance(answer, str) else answer)
+        tokens = list(self.encode(answer) if isinstance(answer, str) else answer)
+        # Where a space is a token of its own, it belongs to the question: it tells nothing about the answer.
+        space = self.encode(" ") if items else []
+        if space and len(tokens) > len(space) and tokens[: len(space)] == space:
+            _, start = self.append(space)
+            tokens = tokens[len(space) :]
+        _, stop = self.append(tokens)
         nearest = max((last - 1 for _, last in sources), default=None)
         distance = None if nearest is None else start - nearest
         self.questions.append(Question(asked, start, stop, distance, tuple(items), chance))
