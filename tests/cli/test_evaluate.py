@@ -12,7 +12,8 @@ from softgap.attention import resolve
 from softgap.cli import main
 from softgap.cli.evaluate import largest_window, parse_counts
 from softgap.errors import ValueInputError
-from softgap.evaluation import Evaluation, sampling
+from softgap.evaluation import Evaluation
+from softgap.evaluation.answers import loss_by_position
 from softgap.linearize import Mixture, Plan, Substitute
 from softgap.models import load_model
 from softgap.models.fingerprint import model_fingerprint
@@ -69,16 +70,15 @@ def test_an_interrupted_command_resumes(
 ) -> None:
     arguments = ["evaluate", str(folder), *QUICK, "--out", "found.json"]
     scored: list[Any] = []
-    loss = sampling.loss_by_position
 
     def stop(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sampling, "loss_by_position", stop)
+    monkeypatch.setattr("softgap.evaluation.sampling.loss_by_position", stop)
     assert main(arguments) == 130
     assert "run the same command again to resume" in capsys.readouterr().err
-    monkeypatch.setattr(sampling, "loss_by_position", loss)
-    monkeypatch.setattr(sampling, "score_answers", lambda *given: scored.append(given))
+    monkeypatch.setattr("softgap.evaluation.sampling.loss_by_position", loss_by_position)
+    monkeypatch.setattr("softgap.evaluation.sampling.score_answers", lambda *given: scored.append(given))
     assert main(arguments) == 0
     assert scored == [], "answers that were scored before the interruption are not scored again"
     assert {row.task for row in Evaluation.load("found.json").rows} == {"recall", "needle", "loss"}

@@ -16,6 +16,7 @@ import softgap
 from softgap.attention import resolve
 from softgap.errors import SoftgapError, UnsupportedError
 from softgap.evaluation import TASKS, sampling
+from softgap.evaluation.answers import new_cache, score_answers
 from softgap.evaluation.sampling import _narrow, _octave
 from softgap.intervals import Interval
 from softgap.intervene.swap import swap
@@ -51,8 +52,7 @@ def test_a_perfect_oracle_scores_one(model: Any, tokenizer: Any, task: str, monk
         found = quick(model, tokenizer, task, lengths=[1024])
     for metric in ACCURACIES:
         (row,) = found.select(metric=metric, distance=None)
-        assert (row.original.value, row.original.low, row.contexts) == (1, 1, 2)
-        assert row.measurable
+        assert (row.original.value, row.original.high, row.contexts) == (1, 1, 2)
     assert found.select(metric="answer_loss", distance=None)[0].original.value < 0.1
 
 
@@ -125,6 +125,19 @@ def test_rows_by_distance_hold_every_answer_once(model: Any, tokenizer: Any, mon
 
 
 @pytest.mark.parametrize(
+    ("interval", "low", "wider"),
+    [
+        ((1.0, 1.0, 1.0), 0.0, (1.0, 0.97, 1.0)),
+        ((0.0, 0.0, 0.0), 0.0, (0.0, 0.0, 0.03)),
+        ((0.0, 0.0, 0.0), -1.0, (0.0, -0.03, 0.03)),
+        ((0.5, 0.4, 0.6), 0.0, (0.5, 0.4, 0.6)),
+    ],
+)
+def test_answers_that_all_agree_leave_three_over_their_number(interval: Any, low: float, wider: Any) -> None:
+    assert sampling.rule_of_three(Interval(*interval), 100, low) == Interval(*wider)
+
+
+@pytest.mark.parametrize(
     ("place", "octave"), [(0, (0, 128)), (127, (0, 128)), (128, (128, 256)), (255, (128, 256)), (2048, (2048, 4096))]
 )
 def test_octaves(place: int, octave: tuple[int, int]) -> None:
@@ -152,12 +165,14 @@ def forgetting(model: Any, patch: Any, contexts: list[Context], share: float) ->
 def test_a_change_is_paired_with_the_original(
     model: Any, tokenizer: Any, share: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settings = {"contexts": 40, "generation": False, "label": "x"}
     with oracle(model, monkeypatch) as made:
-        found = quick(model, tokenizer, under=lambda: forgetting(model, monkeypatch, made.contexts, share), label="x")
+        found = quick(model, tokenizer, under=lambda: forgetting(model, monkeypatch, made.contexts, share), **settings)
     (row,) = found.select(metric="first", distance=None)
-    assert row.original == Interval(1, 1, 1)
-    assert row.changed == Interval(1 - share, 1 - share, 1 - share)
-    assert row.change == Interval(-share, -share, -share)
+    far = 3 / 160
+    assert row.original == Interval(1, 1 - far, 1)
+    assert row.changed == Interval(1 - share, 1 - share - far, min(1, 1 - share + far))
+    assert row.change == Interval(-share, -share - far, -share + far)
     assert (row.verdict, row.margin, found.label) == (verdict, 0.02, "x")
 
 
@@ -197,8 +212,10 @@ def test_generation_under_a_plan_uses_its_cache(model: Any, tokenizer: Any, monk
         found = quick(model, tokenizer, under=under, label="x")
     assert len(caches) == 2
     assert {id(cache) for _, cache in made.calls if cache is not None} >= set(map(id, caches))
-    assert found.select(metric="generated_whole", distance=None)[0].changed == Interval(1, 1, 1)
-    assert sampling.new_cache(None) is None
+    (row,) = found.select(metric="generated_whole", distance=None)
+    assert row.changed is not None
+    assert row.changed.value == 1
+    assert new_cache(None) is None
 
 
 def test_a_real_plan_is_evaluated_with_and_without_a_streaming_cache(model: Any, tokenizer: Any) -> None:
@@ -220,17 +237,16 @@ def test_an_interrupted_evaluation_resumes(
     model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[Context] = []
-    score = sampling.score_answers
 
     def counting(model: Any, context: Context) -> Any:
         if len(scored) == 9:
             raise KeyboardInterrupt
         scored.append(context)
-        return score(model, context)
+        return score_answers(model, context)
 
     settings = {"contexts": 12, "generation": False, "folder": tmp_path / "parts"}
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "score_answers", counting)
+        patch.setattr("softgap.evaluation.sampling.score_answers", counting)
         with pytest.raises(KeyboardInterrupt):
             quick(model, tokenizer, **settings)
         scored.clear()
@@ -257,7 +273,12 @@ def test_contexts_are_drawn_until_the_intervals_are_narrow(
 ) -> None:
     with oracle(model, monkeypatch):
         sure = quick(model, tokenizer, contexts=None, generation=False)
-    assert sure.select(metric="first", distance=None)[0].contexts == sampling.FEWEST
+        one_each = quick(model, tokenizer, "needle", contexts=None, generation=False)
+    (row,) = sure.select(metric="first", distance=None)
+    assert (row.contexts, row.questions) == (sampling.FEWEST, 64)
+    (row,) = one_each.select(metric="first", distance=None)
+    assert row.contexts == 32, "32 answers that agree leave 3 / 32 on one side"
+    assert row.measurable
     rng = np.random.default_rng(0)
     with oracle(model, monkeypatch, guess(rng)):
         unsure = quick(model, tokenizer, pairs=[2], contexts=40, generation=False)

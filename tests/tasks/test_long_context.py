@@ -61,8 +61,8 @@ def drawn(task: str, seed: int, length: int = 1024, number: int = 0, pairs: int 
 
 def read(context: Context, tokens: WordTokens, question: Question) -> tuple[str, str, str]:
     """What stands before a question, the question, and its answer, decoded."""
-    parts = (context.ids[1 : question.asked], context.ids[question.asked : question.start])
-    return (*(tokens.decode(part) for part in parts), tokens.decode(context.ids[question.start : question.stop]))
+    before, asked = context.ids[1 : question.asked], context.ids[question.asked : question.start]
+    return tokens.decode(before), tokens.decode(asked), tokens.decode(context.ids[question.start : question.stop])
 
 
 def after_example(text: str) -> str:

@@ -64,7 +64,7 @@ def evaluate_command(
         typer.Option(
             min=1,
             help="Largest number of contexts per task and length.",
-            show_default="200 for recall up to 2,048 tokens, else 48",
+            show_default="200 for recall up to 2,048 tokens, else 64",
         ),
     ] = None,
     out: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from softgap.models.loading import Model, Tokenizer
 from softgap.probe.token_scores import forward_then_logits, score
 from softgap.tasks.long_context import Context, Question
 
-__all__ = ["Entry", "generate_answers", "loss_by_position", "score_answers"]
+__all__ = ["Entry", "generate_answers", "loss_by_position", "new_cache", "score_answers"]
 
 Entry = tuple[str, int | None, float, float]
 """A metric, the distance of its answer or the position of its token, its value, and what chance gives."""
@@ -45,10 +46,11 @@ def score_answers(model: Model, context: Context) -> list[Entry]:
         part = slice(begin, begin + question.stop - question.start)
         begin = part.stop
         first, whole = question.chance
+        n = len(losses[part])
         entries += [
             ("first", question.distance, float(right[part.start]), first),
             ("whole", question.distance, float(all(right[part])), whole),
-            ("answer_loss", question.distance, sum(losses[part]) / len(losses[part]), float("nan")),
+            ("answer_loss", question.distance, sum(losses[part]) / n, -math.log(whole) / n if whole else math.nan),
         ]
     return entries
 

@@ -46,7 +46,8 @@ class Row:
     contexts, questions
         How many contexts the intervals rest on, and how many answers were scored in them.
     floor
-        What chance gives: a guess that knows the candidates but not the context. NaN where that is not defined.
+        What chance gives: a guess that knows the candidates but not the context; for ``loss``, all tokens alike. NaN
+        where that is not defined.
     original, changed
         The original model, which is the ceiling, and the changed one; None without a change.
     change

@@ -46,7 +46,7 @@ HALF_WIDTH = 0.05
 LOSS_MARGIN = 0.03
 BLOCK = 8
 FEWEST = 16
-MOST = 48
+MOST = 64
 HEADLINE_MOST = 200
 # Questions that are answered by generation, of each context.
 GENERATED = 4
@@ -100,7 +100,7 @@ def evaluate(
     generation
         Whether to answer by generation too.
     contexts
-        The most contexts per task and length; by default 200 for recall up to 2,048 tokens and 48 elsewhere.
+        The most contexts per task and length; by default 200 for recall up to 2,048 tokens and 64 elsewhere.
     seed
         Every context follows from it.
     folder
@@ -282,7 +282,7 @@ class _Sampler:
             octaves = sorted({_octave(place) for place in places if place is not None})
             groups += [(octave, lambda place, octave=octave: _inside(place, octave)) for octave in octaves]  # type: ignore[misc]
             for octave, belongs in groups:
-                row = self._row(kept, others, belongs)
+                row = self._row(kept, others, belongs, share=metric not in LOSSES)
                 if row is None:
                     continue
                 sourced = metric != "loss" and any(place is not None for place in places)
@@ -291,7 +291,9 @@ class _Sampler:
                                 long_range=long_range))  # fmt: skip
         return rows
 
-    def _row(self, kept: Any, others: Any, belongs: Callable[[int | None], bool]) -> dict[str, Any] | None:
+    def _row(
+        self, kept: Any, others: Any, belongs: Callable[[int | None], bool], *, share: bool
+    ) -> dict[str, Any] | None:
         """Means over the contexts that have such answers, with intervals over contexts."""
 
         def chosen(contexts: Any) -> list[list[tuple[float, float]]]:
@@ -303,18 +305,17 @@ class _Sampler:
             return None
         first, second = (np.array([np.mean([v for v, _ in each]) for each in x]) for x in (original, changed))
         floors = [floor for each in original for _, floor in each]
-        found = {
-            "contexts": len(original),
-            "questions": len(floors),
-            "floor": float(np.mean(floors)),
-            "original": self._interval(first),
-        }
-        if len(second):
-            found |= {"changed": self._interval(second), "change": self._interval(second - first)}
-        return found
+        n = len(floors)
 
-    def _interval(self, values: np.ndarray) -> Interval:
-        return interval_of(values, rng=np.random.default_rng(self.seed))
+        def interval(values: np.ndarray, low: float) -> Interval:
+            found = interval_of(values, rng=np.random.default_rng(self.seed))
+            return rule_of_three(found, n, low) if share else found
+
+        found: dict[str, Any] = {"contexts": len(original), "questions": n, "floor": float(np.mean(floors))}
+        found["original"] = interval(first, 0.0)
+        if len(second):
+            found |= {"changed": interval(second, 0.0), "change": interval(second - first, -1.0)}
+        return found
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -380,6 +381,17 @@ def _lengths(model: Model, lengths: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(
         check_count("lengths", length, least=SHORTEST, most=limit, remedy=remedy) for length in as_items(lengths)
     )
+
+
+def rule_of_three(interval: Interval, n: int, low: float = 0.0) -> Interval:
+    """An interval of a share in which n answers all agree, from its ends at ``low`` and 1; others stay as they are.
+
+    Resampling contexts that all agree gives an interval without width. What never happened in n answers has a chance
+    of up to 3 / n, at a level of 95 %.
+    """
+    if interval.low < interval.high:
+        return interval
+    return Interval(interval.value, max(low, interval.value - 3 / n), min(1.0, interval.value + 3 / n))
 
 
 def _narrow(rows: Iterable[Row], headline: bool) -> bool:

@@ -305,7 +305,7 @@ def _needles(draw: Draw, keys: int, asked: int) -> Context:
     chosen = [int(i) for i in draw.rng.permutation(keys)[:asked]]
     candidates = keys if keys > 1 else len(WORDS)
     chance = (1 / candidates, 1 / math.perm(candidates, asked))
-    setting = f"{keys} needle{'s' * (keys > 1)}, {asked} asked"
+    setting = f"{asked} of {keys} keys" if keys > 1 else ""
     return _scattered(draw, example, form(words[:keys], words[keys : 2 * keys], chosen), chance, setting)
 
 
