@@ -103,8 +103,10 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_plan_of_another_model_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before anything is scored."""
+    monkeypatch.setattr("softgap.evaluation.evaluate", None)
     other = save_folder(tmp_path_factory.mktemp("other") / "tiny", attending_llama(1, max_position_embeddings=512))
     capsys.readouterr()
     assert "the plan is for the model" in failure(["evaluate", str(other), "--plan", "plan.json", *QUICK], capsys)

@@ -16,13 +16,14 @@ import softgap
 from softgap.attention import resolve
 from softgap.errors import SoftgapError, UnsupportedError
 from softgap.evaluation import TASKS, sampling
-from softgap.evaluation.answers import new_cache, score_answers
+from softgap.evaluation.answers import _decode, new_cache, score_answers
 from softgap.evaluation.sampling import _narrow, _octave
 from softgap.intervals import Interval
 from softgap.intervene.swap import swap
 from softgap.linearize import Plan, Substitute, apply
 from softgap.models import model_fingerprint
 from softgap.tasks.long_context import Context
+from support.linearize_cases import sharp_llama
 from support.model_examples import attending_llama, byte_tokenizer
 from support.oracles import END, Oracle, guess, oracle
 
@@ -233,22 +234,44 @@ def test_a_real_plan_is_evaluated_with_and_without_a_streaming_cache(model: Any,
     assert quick(model, tokenizer, "needle", under=lambda: apply(model, top), label="top", contexts=1).rows
 
 
+@pytest.mark.parametrize("name", ["elu1", "window:w=32,sinks=2"])
+def test_the_cache_of_a_plan_generates_what_the_model_s_own_does(tokenizer: Any, name: str) -> None:
+    model = sharp_llama(max_position_embeddings=512, tie_word_embeddings=False)
+    heads = tuple((layer, head) for layer in (0, 1) for head in range(4))[:7]
+    groups = ((0, 0), (0, 1), (1, 0))
+    plan = Plan("tiny", model_fingerprint(model), heads, groups, (), Substitute(resolve(name)))
+    ids = tokenizer("The sailor kept the old drum. " * 8)["input_ids"]
+    with torch.inference_mode():
+        alone = _decode(model, tokenizer, ids, None, 30)[0]
+        with apply(model, plan) as applied:
+            cache = new_cache(applied)
+            streamed, used, _ = _decode(model, tokenizer, ids, cache, 30)
+            whole = _decode(model, tokenizer, ids, None, 30)[0]
+    assert used is cache
+    assert streamed == whole
+    assert len(whole) > 1
+    assert whole != alone
+
+
 def test_an_interrupted_evaluation_resumes(
     model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[Context] = []
 
+    limit = [9]
+
     def counting(model: Any, context: Context) -> Any:
-        if len(scored) == 9:
-            raise KeyboardInterrupt
+        if len(scored) == limit[0]:
+            raise InterruptedError
         scored.append(context)
         return score_answers(model, context)
 
     settings = {"contexts": 12, "generation": False, "folder": tmp_path / "parts"}
     with monkeypatch.context() as patch:
         patch.setattr("softgap.evaluation.sampling.score_answers", counting)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(InterruptedError):
             quick(model, tokenizer, **settings)
+        limit[0] = 99
         scored.clear()
         found = quick(model, tokenizer, **settings)
     assert len(scored) == 4, "a finished block of 8 is not scored again"

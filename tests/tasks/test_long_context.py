@@ -174,8 +174,8 @@ def test_variables_are_those_that_reach_the_number(seed: int) -> None:
 
 
 @pytest.mark.parametrize("task", ["common-words", "frequent-words"])
-@settings(max_examples=15)
-@given(seed=SEEDS, length=LENGTHS)
+@settings(max_examples=25)
+@given(seed=SEEDS, length=st.one_of(st.integers(160, 300), LENGTHS))
 def test_common_and_frequent_words_are_those_that_come_most_often(task: str, seed: int, length: int) -> None:
     context, tokens = drawn(task, seed, length)
     (question,) = context.questions
@@ -192,6 +192,22 @@ def test_common_and_frequent_words_are_those_that_come_most_often(task: str, see
     else:
         assert [counts[word] for word in answers] == sorted({counts[word] for word in answers}, reverse=True)
     assert question.distance is None
+
+
+def test_frequent_words_differ_in_their_counts_in_the_shortest_lists_too() -> None:
+    differ = []
+    for length in range(60, 160):
+        try:
+            context, tokens = drawn("frequent-words", length, length)
+        except SoftgapError:
+            continue
+        before, _, answer = read(context, tokens, context.questions[0])
+        counts = Counter(after_example(before).split())
+        top = [counts[word] for word in answer.strip().split(", ")]
+        rest = [count for word, count in counts.items() if word not in answer and len(word) == 4]
+        differ.append(top[0] > top[1] > top[2] > max(rest))
+    assert len(differ) > 10
+    assert all(differ)
 
 
 @settings(max_examples=25)
