@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from softgap.cli.evaluate import largest_window, parse_counts
 from softgap.errors import ValueInputError
 from softgap.evaluation import Evaluation
 from softgap.evaluation.answers import loss_by_position
-from softgap.linearize import Mixture, Plan, Substitute
+from softgap.linearize import Mixture, Plan, Substitute, load_plan
 from softgap.models import load_model
 from softgap.models.fingerprint import model_fingerprint
 from support.cli_examples import failure, script, without_progress
@@ -54,6 +55,15 @@ def test_a_plan_is_compared_with_the_original(folder: Path, here: Path, capsys: 
     assert row.change.value != 0
 
 
+def test_two_plans_are_compared(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = load_plan("plan.json")
+    replace(plan, substitute=Substitute(resolve("window:w=48,sinks=2"))).save("other.json")
+    arguments = ["evaluate", str(folder), "--plan", "plan.json", "--against", "other.json", *QUICK, "--json"]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["window"], document["against"].split()[0]) == (48, "other.json")
+
+
 def test_the_script_prints_one_document(folder: Path, here: Path) -> None:
     mine = '{"prompt": "The capital of France is", "answer": "Paris"}'
     (here / "mine.jsonl").write_text(mine + "\n" + mine + "\n", encoding="utf-8")
@@ -90,6 +100,7 @@ def test_an_interrupted_command_resumes(
         (["--tasks", "recal"], "unknown task 'recal'; did you mean 'recall'?"),
         (["--lengths", "1k,x"], "--lengths takes whole numbers between commas, such as 512,1k, got '1k,x'"),
         (["--lengths", "4k"], "lengths must be a whole number from 64 to 1024, got 4096; the model's own context is"),
+        (["--against", "plan.json"], "--against needs a plan to compare, got none; give one with --plan"),
         (["--pairs", "0"], "--pairs takes whole numbers between commas, such as 512,1k, got '0'"),
         (["--questions", "none.jsonl"], "cannot read 'none.jsonl': No such file or directory"),
         (["--plan", "none.json"], "none.json"),

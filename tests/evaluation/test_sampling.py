@@ -281,6 +281,26 @@ def test_an_interrupted_evaluation_resumes(
     assert found.to_json() == quick(model, tokenizer, contexts=12, generation=False).to_json()
 
 
+def test_two_changes_are_compared_with_each_other(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    def under(name: str) -> Any:
+        return lambda: swap(model, [(0, 0), (1, 2)], name)
+
+    settings = {"generation": False, "folder": tmp_path}
+    alone = [
+        quick(model, tokenizer, "needle", under=under(name), label=name, **settings) for name in ("elu1", "uniform")
+    ]
+    both = quick(
+        model, tokenizer, "needle", under=under("elu1"), label="elu1",
+        against=under("uniform"), against_label="uniform", **settings,
+    )  # fmt: skip
+    first, second = (found.select(metric="answer_loss", distance=None)[0] for found in alone)
+    (row,) = both.select(metric="answer_loss", distance=None)
+    assert (row.changed, row.original) == (first.changed, second.changed)
+    assert (both.label, both.against, alone[0].against) == ("elu1", "uniform", "")
+    assert row.change is not None
+    assert row.change.value == pytest.approx(first.changed.value - second.changed.value)
+
+
 def test_finished_work_of_another_change_is_not_used(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     def under(name: str) -> Any:
         return lambda: swap(model, [(0, 0), (1, 2)], name)

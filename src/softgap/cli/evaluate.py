@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -33,6 +34,10 @@ def evaluate_command(
     plan: Annotated[
         Path | None,
         typer.Option(help="Plan of softgap linearize (JSON) to compare with the original model.", show_default=False),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another plan, in the place of the original model.", show_default=False),
     ] = None,
     tasks: Annotated[
         str,
@@ -85,6 +90,8 @@ def evaluate_command(
     """
     from softgap.tasks.long_context import read_questions
 
+    if against is not None and plan is None:
+        raise ValueInputError("--against needs a plan to compare, got none; give one with --plan")
     if out is not None:
         check_new(out, overwrite)
     settings: dict[str, Any] = {
@@ -97,7 +104,7 @@ def evaluate_command(
         "contexts": contexts,
         "seed": seed,
     }
-    found = _evaluate(model, plan, settings, out, {"dtype": dtype, "device": device, "attn": attn})
+    found = _evaluate(model, (plan, against), settings, out, {"dtype": dtype, "device": device, "attn": attn})
     if as_json:
         output.write_json(found.to_json())
     else:
@@ -120,7 +127,11 @@ def parse_counts(text: str, option: str) -> list[int]:
 
 
 def _evaluate(
-    name: str | None, plan_file: Path | None, settings: dict[str, Any], out: Path | None, options: dict[str, Any]
+    name: str | None,
+    files: tuple[Path | None, Path | None],
+    settings: dict[str, Any],
+    out: Path | None,
+    options: dict[str, Any],
 ) -> Evaluation:
     from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.evaluation import evaluate
@@ -129,16 +140,14 @@ def _evaluate(
     from softgap.models.loading import quiet_transformers
     from softgap.progress import show_progress
 
-    plan = None if plan_file is None else load_plan(plan_file)
+    plans = {file: load_plan(file) for file in files if file is not None}
     loaded, tokenizer = load_model(name, **options)
-    change: dict[str, Any] = {}
-    if plan is not None and plan_file is not None:
-        plan.check(loaded)
-        change = {
-            "under": lambda: apply(loaded, plan),
-            "label": f"{plan_file.name} ({_digest(plan_file)})",
-            "window": largest_window(plan),
-        }
+    change: dict[str, Any] = {"window": max(map(largest_window, plans.values()), default=0)}
+    for file, (under, label) in zip(files, (("under", "label"), ("against", "against_label")), strict=True):
+        if file is not None:
+            plans[file].check(loaded)
+            change[under] = functools.partial(apply, loaded, plans[file])
+            change[label] = f"{file.name} ({_digest(file)})"
     parts = None if out is None else checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
         try:
@@ -194,8 +203,9 @@ def _sentence(found: Evaluation) -> str:
         return words
     counts = {name: sum(row.verdict == name for row in measurable) for name in ("equivalent", "worse", "better")}
     undecided = len(measurable) - sum(counts.values())
+    base = found.against or "the original"
     return (
-        f"{words} Under {found.label}, {counts['equivalent']} are equivalent to the original within their margin, "
+        f"{words} Under {found.label}, {counts['equivalent']} are equivalent to {base} within their margin, "
         f"{counts['worse']} are worse, {counts['better']} are better and {undecided} are undecided."
     )
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,8 @@ class Evaluation:
         One per task, length, distance and metric.
     notes
         What was left out, and why.
+    against
+        What stands in the place of the original model; "" for the model itself.
     """
 
     model: str
@@ -139,7 +141,8 @@ class Evaluation:
     seed: int
     window: int
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    against: str = ""
 
     def select(self, **values: Any) -> tuple[Row, ...]:
         """The rows whose fields have these values."""

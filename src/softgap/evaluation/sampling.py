@@ -62,6 +62,8 @@ def evaluate(
     *,
     under: Under | None = None,
     label: str | None = None,
+    against: Under | None = None,
+    against_label: str | None = None,
     window: int = 0,
     lengths: Sequence[int] | None = None,
     pairs: Sequence[int] = (12,),
@@ -87,6 +89,10 @@ def evaluate(
         KV cache. None evaluates the model alone.
     label
         A name for the change. ``folder`` needs one, to tell finished work on one change from another's.
+    against
+        A second change, in the place of the original model: ``under`` is then compared with it.
+    against_label
+        A name for the second change.
     window
         Recent keys that the changed heads see exactly. Only answers at larger distances count as long-range.
     lengths
@@ -140,12 +146,13 @@ def evaluate(
     check_count("window", window, least=0)
     if contexts is not None:
         check_count("contexts", contexts)
-    if folder is not None and under is not None and not label:
+    if folder is not None and ((under is not None and not label) or (against is not None and not against_label)):
         raise ValueInputError("a change needs a label where a folder is given, got none; name it with label=")
     refuse_string("questions", questions, "pairs of a prompt and its answer")
     own = tuple((prompt, answer) for prompt, answer in questions)
     sampler = _Sampler(
-        model, tokenizer, under, label or ("changed" if under else ""), window, tuple(as_items(texts)), own,
+        model, tokenizer, under, label or ("changed" if under else ""), against,
+        against_label or ("another change" if against else ""), window, tuple(as_items(texts)), own,
         generation, contexts, seed,
     )  # fmt: skip
     settings = {
@@ -177,6 +184,7 @@ def evaluate(
         window,
         tuple(rows),
         tuple(notes),
+        sampler.against_label,
     )
 
 
@@ -192,6 +200,8 @@ class _Sampler:
     tokenizer: Tokenizer
     under: Under | None
     label: str
+    against: Under | None
+    against_label: str
     window: int
     texts: tuple[str, ...]
     own: tuple[tuple[str, str], ...]
@@ -235,11 +245,13 @@ class _Sampler:
             raise _DoesNotFit(str(error)) from error
 
     def _score(self, who: str, task: str, pairs: int, length: int, block: Sequence[Context]) -> list[list[Entry]]:
-        name = who if who == "original" else f"changed: {self.label}"
+        label = self.label if who == "changed" else self.against_label
+        change = self.under if who == "changed" else self.against
+        name = f"changed: {label}" if change else "original"
         digest = _digest(",".join(map(str, context.ids)) for context in block)
 
         def make() -> dict[str, Any]:
-            changed = self.under() if self.under and who == "changed" else nullcontext()
+            changed = change() if change else nullcontext()
             with torch.inference_mode(), changed as applied:
                 return {"contexts": [self._entries(task, context, applied) for context in block]}
 
