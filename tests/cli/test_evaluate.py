@@ -42,7 +42,7 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_is_compared_with_the_original(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(folder), "--plan", "plan.json", *QUICK, "--out", "found.json"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "numbers can be measured with" in shown
+    assert "scores can be measured with" in shown
     assert "All distances above the window of 32 keys" in shown
     assert "recall, 4 pairs" in shown
     assert "not measurable with this model" in shown

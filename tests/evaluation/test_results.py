@@ -35,21 +35,23 @@ def test_the_verdict_follows_from_the_interval_and_the_margin(
 
 
 @pytest.mark.parametrize(
-    ("metric", "floor", "original", "measurable"),
+    ("metric", "floor", "original", "verdict"),
     [
-        ("first", 0.25, (0.5, 0.36, 0.7), True),
-        ("first", 0.25, (0.5, 0.34, 0.7), False),
-        ("loss", 5.0, (4.0, 3.9, 4.1), True),
-        ("loss", 5.0, (4.9, 4.7, 5.1), False),
-        ("first", 0.95, (1.0, 1.0, 1.0), True),
+        ("first", 0.25, (0.5, 0.36, 0.7), "equivalent"),
+        ("first", 0.25, (0.5, 0.34, 0.7), "too few contexts"),
+        ("first", 0.25, (0.3, 0.26, 0.7), "not measurable with this model"),
+        ("loss", 5.0, (4.0, 3.9, 4.1), "equivalent"),
+        ("loss", 5.0, (4.9, 4.7, 5.1), "too few contexts"),
+        ("loss", 5.0, (5.1, 4.9, 5.3), "not measurable with this model"),
+        ("first", 0.95, (1.0, 1.0, 1.0), "equivalent"),
     ],
 )
 def test_a_model_that_is_no_better_than_chance_is_not_measured(
-    metric: str, floor: float, original: tuple[float, float, float], measurable: bool
+    metric: str, floor: float, original: tuple[float, float, float], verdict: str
 ) -> None:
     row = replace(ROW, metric=metric, floor=floor, original=Interval(*original), change=Interval(0, 0, 0))
-    assert row.measurable is measurable
-    assert row.verdict == ("equivalent" if measurable else "not measurable with this model")
+    assert row.measurable is (verdict == "equivalent")
+    assert row.verdict == verdict
 
 
 def test_an_evaluation_is_saved_and_read_back(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_two_changes_are_compared_with_each_other(model: Any, tokenizer: Any, tm
     ]
     both = quick(
         model, tokenizer, "needle", under=under("elu1"), label="elu1",
-        against=under("uniform"), against_label="uniform", **settings,
+        against=under("uniform"), against_label="uniform", generation=False,
     )  # fmt: skip
     first, second = (found.select(metric="answer_loss", distance=None)[0] for found in alone)
     (row,) = both.select(metric="answer_loss", distance=None)

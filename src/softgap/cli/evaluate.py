@@ -198,7 +198,7 @@ def _sentence(found: Evaluation) -> str:
     """How many of the numbers can be measured, and what the change does to them."""
     rows = [row for row in found.rows if row.distance is None and row.metric != "answer_loss"]
     measurable = [row for row in rows if row.measurable]
-    words = f"{len(measurable)} of {len(rows)} numbers can be measured with {found.model}."
+    words = f"{len(measurable)} of {len(rows)} scores can be measured with {found.model}."
     if not found.label:
         return words
     counts = {name: sum(row.verdict == name for row in measurable) for name in ("equivalent", "worse", "better")}
@@ -216,7 +216,7 @@ def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = F
     listed = list(rows)
     changed = any(row.change is not None for row in listed)
     table = Table(title=title, title_justify="left")
-    headings = ["task", "tokens", *(["distance or position"] if spans else []), "metric", "floor", "original"]
+    headings = ["task", "tokens", "distance or position" if spans else "metric", "floor", "original"]
     headings += [*(["change", "margin"] if changed else []), "contexts", "verdict" if changed else "measurable"]
     for heading in headings:
         left = heading in ("task", "metric", "verdict", "measurable")
@@ -224,8 +224,8 @@ def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = F
     for row in listed:
         span = "" if row.distance is None else f"{row.distance[0]:,} to {row.distance[1] - 1:,}"
         cells = [f"{row.task}, {row.setting}" if row.setting else row.task, f"{row.length:,}"]
-        cells += [span + (" (in window)" if row.long_range is False else "")] if spans else []
-        cells += [METRICS[row.metric], "" if math.isnan(row.floor) else f"{row.floor:.3f}", _shown(row.original)]
+        cells += [span + (" (in window)" if row.long_range is False else "") if spans else METRICS[row.metric]]
+        cells += ["" if math.isnan(row.floor) else f"{row.floor:.3f}", _shown(row.original)]
         cells += [*([_shown(row.change, "+"), f"{row.margin:g}"] if changed else []), str(row.contexts)]
         table.add_row(*cells, row.verdict if changed else "yes" if row.measurable else row.verdict)
     console.print(table)

@@ -75,17 +75,24 @@ class Row:
     @property
     def measurable(self) -> bool:
         """Whether the original model itself is better than chance, by the end of its interval."""
+        return self._above_chance(self.original.high if self.metric in LOSSES else self.original.low)
+
+    def _above_chance(self, value: float) -> bool:
         if math.isnan(self.floor):
             return True
         if self.metric in LOSSES:
-            return self.original.high < self.floor
-        return self.original.low >= min(1.0, self.floor + LEAST_ABOVE_CHANCE)
+            return value < self.floor
+        return value >= min(1.0, self.floor + LEAST_ABOVE_CHANCE)
 
     @property
     def verdict(self) -> str:
-        """In words: ``equivalent``, ``worse``, ``better``, ``undecided``, ``not measurable with this model`` or ""."""
+        """In words: ``equivalent``, ``worse``, ``better`` or ``undecided``; "" without a change.
+
+        Where the original model itself is not measurable: ``not measurable with this model``, or ``too few contexts``
+        if its value is above chance and only its interval is too wide.
+        """
         if not self.measurable:
-            return "not measurable with this model"
+            return "too few contexts" if self._above_chance(self.original.value) else "not measurable with this model"
         if self.change is None:
             return ""
         if -self.margin <= self.change.low and self.change.high <= self.margin:
