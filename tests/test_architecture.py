@@ -43,6 +43,7 @@ LAYERS = [
     "intervene",
     "gates",
     "calibration",
+    "evaluation",
     "linearize",
     "theory",
     "study",

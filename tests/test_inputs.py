@@ -39,7 +39,7 @@ UNTYPED: Any = softgap  # for calls that the type checker would refuse
 # Made by softgap out of what it measured: nobody types these.
 RESULTS = {
     "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity", "Study",
-    "unknown_name", "Document", "Sufficiency",
+    "unknown_name", "Document", "Evaluation", "Sufficiency",
 }  # fmt: skip
 
 
@@ -215,6 +215,18 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ),
     ("confirmation_split", "ids"): refused(lambda model: confirmation_split),
     ("doctor", "gates"): wrong(lambda model: lambda given: softgap.doctor(model, gates=given)),
+    ("evaluate", "questions"): refused(
+        lambda model: lambda given: softgap.evaluate(model, byte_tokenizer(), [], questions=given)
+    ),
+    ("evaluate", "tasks"): wrong(
+        lambda model: lambda given: softgap.evaluate(model, byte_tokenizer(), given, lengths=[128], contexts=1)
+    ),
+    ("evaluate", "texts"): same(
+        lambda model: (
+            lambda given: softgap.evaluate(model, byte_tokenizer(), "loss", texts=given, lengths=[128], contexts=1).rows
+        ),
+        TEXT,
+    ),
     ("explorer", "samples"): wrong(lambda model: lambda given: _explored(given)),
     ("find_plan", "mechanism"): wrong(
         lambda model: lambda given: find_plan(model, byte_tokenizer(), [TEXT], given, budget=1, length=64, recalls=0)

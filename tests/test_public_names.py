@@ -29,6 +29,7 @@ COMMANDS = [
     "study",
     "lab",
     "linearize",
+    "evaluate",
     "report",
     "serve",
     "mechanisms",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         attention,
         calibration,
         errors,
+        evaluation,
         gates,
         intervene,
         linearize,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from softgap.attention.attend import attend  # by its file: the package has a module of that name too
     from softgap.calibration import Calibration, calibrate
     from softgap.errors import SoftgapError
+    from softgap.evaluation import Evaluation, evaluate
     from softgap.gates import Diagnosis, doctor
     from softgap.models import load_model
     from softgap.probe import Recording, generate, read, record
@@ -42,6 +44,7 @@ __version__ = version("softgap")
 __all__ = [
     "Calibration",
     "Diagnosis",
+    "Evaluation",
     "Mechanism",
     "Recording",
     "SoftgapError",
@@ -55,6 +58,8 @@ __all__ = [
     "compare_outputs",
     "doctor",
     "errors",
+    "evaluate",
+    "evaluation",
     "gates",
     "generate",
     "intervene",
@@ -82,6 +87,7 @@ _PACKAGES = (
     "attention",
     "calibration",
     "errors",
+    "evaluation",
     "gates",
     "intervene",
     "linearize",
@@ -99,6 +105,7 @@ _NAMES_BY_PACKAGE = {
     "attention": ("Mechanism", "attend", "compare_outputs", "mechanisms", "register_mechanism"),
     "calibration": ("Calibration", "calibrate"),
     "errors": ("SoftgapError",),
+    "evaluation": ("Evaluation", "evaluate"),
     "gates": ("Diagnosis", "doctor"),
     "models": ("load_model",),
     "probe": ("Recording", "generate", "read", "record"),

@@ -34,6 +34,8 @@ NAMES = [
     "softgap.theory.focus.sparsity",
     "softgap.linearize.swap",
     "softgap.linearize.impact",
+    "softgap.evaluate",
+    "softgap.Evaluation",
 ]
 
 
@@ -59,6 +61,7 @@ EXPLAINED = [
     "softgap.Trajectories.to_xarray",
     "softgap.Trajectories.to_frame",
     "softgap.Trajectories.save",
+    "softgap.evaluate",
     "softgap.linearize.find_plan",
     "softgap.linearize.head_scores",
     "softgap.linearize.impact",

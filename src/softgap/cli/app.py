@@ -11,6 +11,7 @@ from softgap.cli.analyze import analyze_command
 from softgap.cli.calibrate import calibrate_command
 from softgap.cli.compare import compare_command
 from softgap.cli.doctor import doctor_command
+from softgap.cli.evaluate import evaluate_command
 from softgap.cli.lab_focus import focus_command
 from softgap.cli.lab_injectivity import injectivity_command
 from softgap.cli.lab_position import position_command
@@ -76,7 +77,10 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
         ("analyze", analyze_command, "runs/letter --transform diff --order 4"),
         ("compare", compare_command, "runs/recall --by label --stratum difficulty"),
     ),
-    "Act": (("linearize", linearize_command, "--text book.txt --budget 0.1 --out plan.json"),),
+    "Act": (
+        ("linearize", linearize_command, "--text book.txt --budget 0.1 --out plan.json"),
+        ("evaluate", evaluate_command, "smollm2-135m --plan plan.json --tasks recall,needles --lengths 512,1k"),
+    ),
     "Look up": (
         ("models", models_command, "--json"),
         ("mechanisms", mechanisms_command, "--measure"),

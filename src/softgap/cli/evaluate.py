@@ -1,0 +1,237 @@
+"""``softgap evaluate``: scores a model on tasks with known answers, and what a plan costs on them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from softgap.cli.options import Attn, Device, Dtype, Json, check_new, plain_text, read_text_argument
+from softgap.cli.render import output
+from softgap.errors import ValueInputError
+
+if TYPE_CHECKING:
+    from softgap.evaluation import Evaluation, Row
+    from softgap.intervals import Interval
+    from softgap.linearize import Plan
+
+__all__ = ["evaluate_command", "parse_counts"]
+
+
+def evaluate_command(
+    *,
+    model: Annotated[
+        str | None, typer.Argument(help="Model, as for --model of run.", show_default="smollm2-135m")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Plan of softgap linearize (JSON) to compare with the original model.", show_default=False),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another plan, in the place of the original model.", show_default=False),
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks, separated by commas: loss, recall, needle, multi-key, multi-value, multi-query, variables, "
+            "common-words, frequent-words, copying, induction, instructions; needles and all stand for several."
+        ),
+    ] = "loss,recall,needles",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Numbers of tokens of the contexts, such as 512,1k,8k.", show_default="512,1k,2k"),
+    ] = None,
+    pairs: Annotated[str, typer.Option(help="Numbers of pairs in the lists of associative recall.")] = "12",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text file for loss by position; may be repeated.", show_default="generated sentences"),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help='Your own questions: a JSON lines file with {"prompt": ..., "answer": ...}.', show_default=False
+        ),
+    ] = None,
+    generation: Annotated[
+        bool, typer.Option("--generation/--no-generation", help="Also answer by generation, not by likelihood alone.")
+    ] = True,
+    contexts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest number of contexts per task and length.",
+            show_default="200 for recall up to 2,048 tokens, else 64",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the result (JSON). An interrupted evaluation resumes.", show_default=False),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed that contexts are drawn from.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    attn: Attn = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a model on tasks with known answers, and the cost of a plan on them.
+
+    Tasks need no download: softgap generates them from --seed. Answers are scored by likelihood and by generation.
+    With --plan, the change from the original model is paired by context. softgap.evaluate is the same in Python.
+    """
+    from softgap.tasks.long_context import read_questions
+
+    if against is not None and plan is None:
+        raise ValueInputError("--against needs a plan to compare, got none; give one with --plan")
+    if out is not None:
+        check_new(out, overwrite)
+    settings: dict[str, Any] = {
+        "tasks": [name.strip() for name in tasks.split(",")],
+        "lengths": None if lengths is None else parse_counts(lengths, "--lengths"),
+        "pairs": parse_counts(pairs, "--pairs"),
+        "texts": [plain_text(*read_text_argument(name)) for name in text or ()],
+        "questions": () if questions is None else read_questions(str(questions)),
+        "generation": generation,
+        "contexts": contexts,
+        "seed": seed,
+    }
+    found = _evaluate(model, (plan, against), settings, out, {"dtype": dtype, "device": device, "attn": attn})
+    if as_json:
+        output.write_json(found.to_json())
+    else:
+        show_evaluation(output.console(), found, out)
+
+
+def parse_counts(text: str, option: str) -> list[int]:
+    """Whole numbers between commas; k stands for 1,024.
+
+    >>> parse_counts("512,1k,8k", "--lengths")
+    [512, 1024, 8192]
+    """
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(k?)\s*", part, re.IGNORECASE)
+        if match is None or not int(match.group(1)):
+            raise ValueInputError(f"{option} takes whole numbers between commas, such as 512,1k, got '{text}'")
+        counts.append(int(match.group(1)) * (1024 if match.group(2) else 1))
+    return counts
+
+
+def _evaluate(
+    name: str | None,
+    files: tuple[Path | None, Path | None],
+    settings: dict[str, Any],
+    out: Path | None,
+    options: dict[str, Any],
+) -> Evaluation:
+    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
+    from softgap.evaluation import evaluate
+    from softgap.linearize import apply, load_plan
+    from softgap.models import load_model
+    from softgap.models.loading import quiet_transformers
+    from softgap.progress import show_progress
+
+    plans = {file: load_plan(file) for file in files if file is not None}
+    loaded, tokenizer = load_model(name, **options)
+    change: dict[str, Any] = {"window": max(map(largest_window, plans.values()), default=0)}
+    for file, (under, label) in zip(files, (("under", "label"), ("against", "against_label")), strict=True):
+        if file is not None:
+            plans[file].check(loaded)
+            change[under] = functools.partial(apply, loaded, plans[file])
+            change[label] = f"{file.name} ({_digest(file)})"
+    parts = None if out is None else checkpoint_folder(out)
+    with quiet_transformers(downloads=False), show_progress() as report:
+        try:
+            found = evaluate(loaded, tokenizer, **settings, **change, folder=parts, progress=report)
+        except KeyboardInterrupt:
+            hint = "run the same command again to resume" if out else "with --out an evaluation can resume"
+            raise KeyboardInterrupt(f"interrupted; {hint}") from None
+    if out is not None and parts is not None:
+        found.save(out)
+        remove_checkpoints(parts)
+    return found
+
+
+def largest_window(plan: Plan) -> int:
+    """Recent keys that a swapped head of the plan sees exactly, at most."""
+    return max((part.window or 0 for _, part in plan.substitute.swaps(plan.heads)), default=0)
+
+
+def _digest(plan_file: Path) -> str:
+    """A hash of the plan and of its parameters."""
+    digest = hashlib.sha256(plan_file.read_bytes())
+    parameters = plan_file.with_suffix(".safetensors")
+    if parameters.exists():
+        digest.update(parameters.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def show_evaluation(console: Console, found: Evaluation, out: Path | None) -> None:
+    """Print all distances together, then the first tokens of answers by distance and loss by position, and notes."""
+    changed = bool(found.label)
+    console.print(_sentence(found))
+    every = [row for row in found.rows if row.distance is None]
+    _table(console, every, "All distances" + (f" above the window of {found.window} keys" if found.window else ""))
+    by_distance = [row for row in found.rows if row.distance is not None and row.metric in ("first", "loss")]
+    if by_distance:
+        _table(console, by_distance, "By distance of the answer (first token), and loss by position", spans=True)
+    console.print(
+        "Floor: a guess that knows the candidates. Intervals (95 %) are over contexts"
+        + ("; the change is paired by context." if changed else ".")
+    )
+    for note in found.notes:
+        console.print(f"Note: {note}")
+    if out is not None:
+        console.print(f"Saved to {out}", soft_wrap=True)
+
+
+def _sentence(found: Evaluation) -> str:
+    """How many of the numbers can be measured, and what the change does to them."""
+    rows = [row for row in found.rows if row.distance is None and row.metric != "answer_loss"]
+    measurable = [row for row in rows if row.measurable]
+    words = f"{len(measurable)} of {len(rows)} scores can be measured with {found.model}."
+    if not found.label:
+        return words
+    counts = {name: sum(row.verdict == name for row in measurable) for name in ("equivalent", "worse", "better")}
+    undecided = len(measurable) - sum(counts.values())
+    base = found.against or "the original"
+    return (
+        f"{words} Under {found.label}, {counts['equivalent']} are equivalent to {base} within their margin, "
+        f"{counts['worse']} are worse, {counts['better']} are better and {undecided} are undecided."
+    )
+
+
+def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = False) -> None:
+    from softgap.evaluation import METRICS
+
+    listed = list(rows)
+    changed = any(row.change is not None for row in listed)
+    table = Table(title=title, title_justify="left")
+    headings = ["task", "tokens", "distance or position" if spans else "metric", "floor", "original"]
+    headings += [*(["change", "margin"] if changed else []), "contexts", "verdict" if changed else "measurable"]
+    for heading in headings:
+        left = heading in ("task", "metric", "verdict", "measurable")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading == "verdict")
+    for row in listed:
+        span = "" if row.distance is None else f"{row.distance[0]:,} to {row.distance[1] - 1:,}"
+        cells = [f"{row.task}, {row.setting}" if row.setting else row.task, f"{row.length:,}"]
+        cells += [span + (" (in window)" if row.long_range is False else "") if spans else METRICS[row.metric]]
+        cells += ["" if math.isnan(row.floor) else f"{row.floor:.3f}", _shown(row.original)]
+        cells += [*([_shown(row.change, "+"), f"{row.margin:g}"] if changed else []), str(row.contexts)]
+        table.add_row(*cells, row.verdict if changed else "yes" if row.measurable else row.verdict)
+    console.print(table)
+
+
+def _shown(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return ""
+    return f"{interval.value:{sign}.3f} ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
