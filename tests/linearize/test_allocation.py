@@ -86,6 +86,7 @@ def test_a_byte_budget_is_kept_and_the_best_kind_taken(small: Any, tmp_path: Pat
     rises = plan.provenance["rise_by_kind"]
     assert set(rises) == {"mixed", "window", "elu1"}
     assert rises[plan.provenance["chosen"]] == min(rises.values())
+    assert plan.provenance["score"] == "fisher"
     assert "instead of" in plan.cache_words()
     assert load_plan(plan.save(tmp_path / "plan.json")).cache_words() == plan.cache_words()
     assert plan.baselines is not None
@@ -128,7 +129,7 @@ def test_what_no_search_can_do_is_one_sentence(small: Any, monkeypatch: pytest.M
     refused("the byte budget must be at least 0", budget_bytes=-1)
     refused("a byte budget needs several mechanisms", "elu1", budget_bytes=1000)
     refused("chosen for whole KV groups", by="heads", budget=1)
-    refused("ranked by gradient", score="divergence", budget=1)
+    refused("ranked by the Fisher curvature of KV groups, got 'divergence'", score="divergence", budget=1)
     refused("keeps every key", ["top_k:k=3", "elu1"], budget=1)
     monkeypatch.setattr(CandidateCosts, "change", lambda self, candidate: {"loss": 0.5})
     half = 0.5 * original_cache_bytes(small, 256)

@@ -125,7 +125,7 @@ class SearchOptions:
         int | None,
         typer.Option(min=1, help="Context length at which bytes are counted.", show_default="8192"),
     ] = None
-    score: Annotated[str, typer.Option(help="Score that ranks the heads.")] = "gradient+fisher"
+    score: Annotated[str, typer.Option(help="Score that ranks the heads, with one --mechanism.")] = "gradient+fisher"
     correct: Annotated[
         bool, typer.Option("--correct/--no-correct", help="Refit the output of swapped heads (output correction).")
     ] = True

@@ -308,11 +308,11 @@ class _Sampler:
     ) -> dict[str, Any] | None:
         """Means over the contexts that have such answers, with intervals over contexts."""
 
-        def chosen(contexts: Any) -> list[list[tuple[float, float]]]:
+        def matching(contexts: Any) -> list[list[tuple[float, float]]]:
             return [[(value, floor) for place, value, floor in each if belongs(place)] for each in contexts]
 
-        original = [each for each in chosen(kept) if each]
-        changed = [each for each in chosen(others) if each]
+        original = [each for each in matching(kept) if each]
+        changed = [each for each in matching(others) if each]
         if not original:
             return None
         first, second = (np.array([np.mean([v for v, _ in each]) for each in x]) for x in (original, changed))

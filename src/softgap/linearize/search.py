@@ -25,7 +25,7 @@ from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervene.state_cache import bounded_layers
-from softgap.intervene.substitute import Substitute, substitute
+from softgap.intervene.substitute import Substitute, Swaps, substitute
 from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.allocation import CONTEXT, Menu, choose_allocation, default_options, pure_plans, score_options
 from softgap.linearize.baselines import LENGTHS, evaluate_baselines, sequences_by_length
@@ -130,7 +130,8 @@ def find_plan(
     by
         ``heads`` or ``groups``; None for heads with one mechanism and for groups with several.
     score
-        What ranks the heads; see ``SCORES``. Several mechanisms are ranked by ``gradient+fisher`` of whole groups.
+        What ranks the heads where there is one mechanism; see ``SCORES``. Several are ranked by the Fisher curvature of
+        whole KV groups.
     correct
         Whether swapped heads get an output correction.
     distil
@@ -207,8 +208,9 @@ def find_plan(
     if recalls != 0 and (several or recall_budget is not None):
         text = replace(text, fit_recall_lists=lists.fit())
     options = _options(model, mechanism, text.fit, several)
+    ranked_by = "fisher" if several else score
     settings = _settings(
-        model, sequences, options, length=length, by=by, score=score, repair=correct, tune=distil, seed=seed
+        model, sequences, options, length=length, by=by, score=ranked_by, repair=correct, tune=distil, seed=seed
     )
     checkpoints = Checkpoints(folder, settings)
     searching, comparing = (partial_progress(progress, *x) for x in ((0.0, SEARCH_SHARE), (SEARCH_SHARE, 1.0)))
@@ -228,20 +230,37 @@ def find_plan(
     if not baselines:
         return plan
     ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
+    pure = {} if menu is None else pure_plans(menu, scores, plan)
+    return _with_baselines(plan, model, text, ids, lists.check(), pure, settings, checkpoints, comparing)
+
+
+def _with_baselines(
+    plan: Plan,
+    model: Model,
+    text: SearchText,
+    ids: Sequence[int],
+    recall_lists: Sequences | None,
+    pure: dict[str, Swaps],
+    settings: dict[str, Any],
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> Plan:
+    """The plan with its baselines, on ``ids`` that the search never saw."""
+    length = settings["length"]
     by_length, left_out = sequences_by_length(model, ids, [length, *LENGTHS], text.check.tokens)
     evaluated = evaluate_baselines(
         model,
         plan.substitute.swaps(plan.heads),
         # At the length of the search the texts are those that the plan was checked on.
         dict(sorted({**by_length, length: text.check}.items())),
-        lists.check(),
+        recall_lists,
         fit=text.fit,
-        units=units_of(model, by),
-        pure={} if menu is None else pure_plans(menu, scores, plan),
-        seed=seed,
+        units=units_of(model, settings["by"]),
+        pure=pure,
+        seed=settings["seed"],
         left_out=left_out,
         checkpoints=checkpoints,
-        progress=comparing,
+        progress=progress,
     )
     return replace(plan, baselines=evaluated)
 
@@ -351,7 +370,9 @@ def check_search(
     if several and by != "groups":
         raise ValueInputError(f"several mechanisms are chosen for whole KV groups, got by='{by}'; use by='groups'")
     if several and score != DEFAULT_SCORE:
-        raise ValueInputError(f"several mechanisms are ranked by {DEFAULT_SCORE}, got '{score}'; leave the score out")
+        raise ValueInputError(
+            f"several mechanisms are ranked by the Fisher curvature of KV groups, got '{score}'; leave the score out"
+        )
     if not several and (budget_bytes is not None or context is not None):
         raise ValueInputError(
             "a byte budget needs several mechanisms to choose among, got one; name several, or leave the mechanism out"
