@@ -245,12 +245,11 @@ class LayerTensors:
 
 
 def visit_layers(
-    model: PreTrainedModel, token_ids: Sequence[int], visit: Callable[[LayerTensors], Result], *, offset: int = 0
+    model: PreTrainedModel, token_ids: Sequence[int], visit: Callable[[LayerTensors], Result]
 ) -> list[Result]:
     """Run a model once over a text and hand every layer's tensors to ``visit``, one layer at a time.
 
-    Only what ``visit`` returns is kept, so memory does not grow with the number of layers. The first token is at
-    position ``offset``.
+    Only what ``visit`` returns is kept, so memory does not grow with the number of layers.
     """
     if not len(token_ids):
         raise ValueInputError("a text must hold at least one token, got none")
@@ -278,8 +277,6 @@ def visit_layers(
 
     with torch.inference_mode(), observe_attention(model, listen):
         inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
-        if offset:
-            inputs["position_ids"] = offset + torch.arange(len(token_ids), device=model.device)[None]
         # The logits of a long text would be the largest tensor of all, and nobody asks for them.
         forward_then_logits(model, inputs, len(token_ids))
     return results
