@@ -14,9 +14,10 @@ from support.linearize_cases import with_random_parameters
 
 FITTED = with_random_parameters("fitted", 1, 4, 2, 8, 5)
 STATES = ["elu1", "hedgehog", "uniform", "window:w=9,sinks=3", "razor:w=9,sinks=3", "elu1+window:w=4,sinks=1", FITTED]
+FAR = ["window:w=9,sinks=3,far=4", "razor:w=4,sinks=0,far=7", add_window(FITTED, w=9, sinks=2, far=5)]
 
 
-@pytest.mark.parametrize("mechanism", [*STATES, add_window(FITTED, w=9, sinks=2)], ids=str)
+@pytest.mark.parametrize("mechanism", [*STATES, *FAR, add_window(FITTED, w=9, sinks=2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_counted_are_bytes_allocated(mechanism: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

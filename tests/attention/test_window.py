@@ -30,6 +30,17 @@ HYBRIDS: list[str | Mechanism] = [
     add_window(FITTED, w=9, sinks=0),
 ]
 WITHOUT_STATE = ["top_k:k=4+window:w=5,sinks=2", "self_token+window:w=5,sinks=2"]
+FAR: list[str | Mechanism] = [
+    "window:w=9,sinks=3,far=5",
+    "window:w=1,sinks=0,far=1",
+    "razor:w=9,sinks=3,far=5",
+    "elu1+window:w=9,sinks=3,far=5",
+    "decay:lam=0.8+window:w=9,sinks=2,f=0.5,far=7",
+    "taylor2+window:w=9,sinks=3,far=2",
+    "cosformer:context=128+window:w=9,sinks=3,far=3",
+    "uniform+window:w=20,sinks=1,far=60",
+    add_window(FITTED, w=9, sinks=3, f=0.5, far=6),
+]
 T = 70
 PADDED = torch.arange(T)[None].expand(2, T) >= torch.tensor([[0], [7]])
 
@@ -79,6 +90,19 @@ def test_every_form_is_the_formula(mechanism: Any, padded: bool) -> None:
     assert apart(streamed(mechanism, cuts, PADDED if padded else None), truth) < DOUBLE
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mechanism", FAR, ids=str)
+def test_far_keys_are_the_formula_in_every_form(mechanism: Any, padded: bool) -> None:
+    q, k, v = tensors()
+    visible = Visible(key_valid=PADDED if padded else None)
+    truth = by_loops(mechanism, visible)
+    for form in ("auto", "quadratic", "chunked"):
+        answer = attend(mechanism, q, k, v, visible=visible, form=form, dtype=torch.float64)
+        assert apart(answer.output, truth) < DOUBLE
+    cuts = [(0, 3), *((t, t + 1) for t in range(3, 40)), (40, 65), (65, 66), (66, T)]
+    assert apart(streamed(mechanism, cuts, PADDED if padded else None), truth) < DOUBLE
+
+
 @pytest.mark.parametrize("mechanism", WITHOUT_STATE)
 def test_a_tail_without_a_state_has_the_quadratic_form(mechanism: str) -> None:
     q, k, v = tensors()
@@ -95,9 +119,10 @@ def test_a_tail_without_a_state_has_the_quadratic_form(mechanism: str) -> None:
     start=st.integers(0, 9),
     holes=st.booleans(),
     name=st.sampled_from(["window", "razor", "elu1+window"]),
+    far=st.one_of(st.just(0), st.integers(1, 80)),
 )
 def test_blocks_of_any_size_give_the_same(
-    w: int, sinks: int, steps: list[int], start: int, holes: bool, name: str
+    w: int, sinks: int, steps: list[int], start: int, holes: bool, name: str, far: int
 ) -> None:
     bounds = [0]
     for step in steps:
@@ -107,7 +132,7 @@ def test_blocks_of_any_size_give_the_same(
     valid = torch.arange(T)[None].expand(2, T) >= torch.tensor([[0], [start]])
     if holes:
         valid = valid & (torch.arange(T) % 5 != 3)
-    mechanism = f"{name}:w={w},sinks={sinks}"
+    mechanism = f"{name}:w={w},sinks={sinks},far={far}"
     q, k, v = tensors()
     truth = attend(
         mechanism, q, k, v, visible=Visible(key_valid=valid), form="quadratic", dtype=torch.float64, check=False
@@ -138,7 +163,7 @@ def test_a_window_much_longer_than_the_text_takes_no_memory_for_it() -> None:
 
 def test_single_precision_is_enough() -> None:
     q, k, v = tensors()
-    for mechanism in HYBRIDS:
+    for mechanism in (*HYBRIDS, *FAR):
         truth = attend(mechanism, q, k, v, form="quadratic", dtype=torch.float64).output
         assert apart(attend(mechanism, q.float(), k.float(), v.float()).output, truth) < 2e-5
 
@@ -154,7 +179,7 @@ def test_softcap_and_learned_sinks_belong_to_the_exact_keys() -> None:
     for form in ("quadratic", "chunked"):
         answer = attend(f"window:w={T}", q, k, v, form=form, rule=rule, dtype=torch.float64)
         assert apart(answer.output, truth) < DOUBLE
-    for mechanism in HYBRIDS:
+    for mechanism in (*HYBRIDS, *FAR):
         whole, cut = (
             attend(mechanism, q, k, v, form=form, rule=rule, dtype=torch.float64).output
             for form in ("quadratic", "chunked")
@@ -200,7 +225,7 @@ def test_a_map_that_gives_recent_keys_nothing_is_flagged() -> None:
         assert apart(answer.output[:, :, 24:], alone[:, :, 24:]) < DOUBLE
 
 
-@pytest.mark.parametrize("mechanism", HYBRIDS, ids=str)
+@pytest.mark.parametrize("mechanism", [*HYBRIDS, *FAR[:-2], FAR[-1]], ids=str)
 def test_the_state_does_not_grow(mechanism: Any) -> None:
     state = new_state(mechanism)
     q, k, v = (x.float() for x in tensors())
@@ -231,12 +256,40 @@ def test_bad_input_is_one_sentence() -> None:
         ("window:w=0", "w must be a whole number of keys from 1 on, got 0"),
         ("window:w=2.5", "w must be a whole number of keys from 1 on, got 2.5"),
         ("window:sinks=-1", "sinks must be a whole number of keys from 0 on, got -1"),
+        ("window:far=-1", "far must be a whole number of keys from 0 on, got -1"),
+        ("window:far=1.5", "far must be a whole number of keys from 0 on, got 1.5"),
+        ("window:w=1000000,far=4", "with far keys, a window's w must be at most 65536, got 1e"),
         ("elu1+window:w=4,f=1.5", "f must be from 0 to 1, got 1.5"),
         ("elu1+windows:w=4", "a hybrid is written TAIL"),
         ("window:width=4", "option of mechanism 'window'"),
     ):
         with pytest.raises(SoftgapError, match=message):
             resolve(name)
+
+
+def test_far_keys_replace_a_window_that_misses_them() -> None:
+    """One far key that every query asks for: the window loses it, a far key of the same memory keeps it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(1, 1, 60, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q[..., 0], k[:, :, 10, 0] = 10, 10
+    truth = attend("softmax", q, k, v, dtype=torch.float64).output[:, :, 30:]
+    near, far = (
+        attend(name, q, k, v, dtype=torch.float64).output[:, :, 30:]
+        for name in ("window:w=9,sinks=0", "window:w=8,sinks=0,far=1")
+    )
+    assert apart(far, truth) < 1e-6 < 0.01 < apart(near, truth)
+
+
+def test_far_keys_need_the_queries_that_chose_them() -> None:
+    q, k, v = tensors()
+    for form in ("auto", "quadratic", "chunked"):
+        with pytest.raises(SoftgapError, match="got queries from position 69 on without the earlier ones"):
+            attend("window:w=9,sinks=3,far=5", q[:, :, -1:], k, v, form=form)
+    with pytest.raises(SoftgapError, match="no state under a sliding window of the model"):
+        new_state("window:w=9,sinks=3,far=5", window=12)
+    sliding = Visible(window=30)
+    answer = attend("window:w=5,sinks=0,far=3", q, k, v, visible=sliding, dtype=torch.float64).output
+    assert apart(answer, by_loops("window:w=5,sinks=0,far=3", sliding)) < DOUBLE
 
 
 @pytest.mark.parametrize("name", ["window:w=3,sinks=4", "razor:w=3,sinks=4", "elu1+window:w=3,sinks=4"])

@@ -95,6 +95,7 @@ def attend(
     resolved = resolve(mechanism)
     q, k, v, shown = _check_inputs(q, k, v, visible, dtype, values=check)
     scaling = _scaling(scale, q.shape[-1])
+    _check_far(resolved, shown, q.shape[2])
     if _resolve_form(resolved, form, q.shape[-1], shown, k.shape[2]) == "quadratic":
         return quadratic(resolved, q, k, v, visible=shown, scale=scaling, rule=rule)
     stop = (shown.offset or 0) + q.shape[2]
@@ -138,7 +139,8 @@ def has_state(mechanism: Mechanism, d: int, *, window: int | None = None) -> boo
 
     Under such a window the keys of a tail come and go.
     """
-    return mechanism.streams(d) and (window is None or mechanism.tail is None)
+    bare = mechanism.tail is None and not mechanism.options.get("far")
+    return mechanism.streams(d) and (window is None or bare)
 
 
 def stacked_states(states: Sequence[LinearState | HybridState], mechanism: Mechanism) -> LinearState | HybridState:
@@ -207,6 +209,16 @@ def _resolve_form(mechanism: Mechanism, form: str, d: int, visible: Visible, n_k
     if form == "quadratic":
         return "quadratic"
     raise unknown_name("form", form, ("auto", "chunked", "quadratic"))
+
+
+def _check_far(mechanism: Mechanism, visible: Visible, n_queries: int) -> None:
+    """Far keys are chosen by the queries of the whole sequence."""
+    offset = visible.offset or 0
+    if mechanism.options.get("far") and offset and offset + n_queries > mechanism.options["w"]:
+        raise UnsupportedError(
+            f"mechanism '{mechanism.label}' chooses far keys by the queries that saw them, got queries from position "
+            f"{offset} on without the earlier ones; use its state, or generate with the cache of a plan"
+        )
 
 
 def _scaling(scale: float | None, d: int) -> float:

@@ -129,7 +129,9 @@ def _check_context(options: Options) -> None:
 
 def check_window(options: Options) -> None:
     """Refuse a window of no keys, and a factor of the tail that is no share."""
-    ExactSet.of(options)
+    exact = ExactSet.of(options)
+    # The priorities of all keys in the window are held from the beginning.
+    _require(not exact.far or exact.recent <= 2**16, "with far keys, a window's w must be at most 65536", exact.recent)
     if "f" in options:
         _require(0 <= options["f"] <= 1, "a hybrid's f must be from 0 to 1", options["f"])
 
@@ -362,7 +364,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         kind="hybrid",
         needs=_FITTED.needs,
         accepts=(*_FITTED.accepts, "tail_factor"),
-        options=_options(w=30, sinks=4, f=1),
+        options=_options(w=30, sinks=4, f=1, far=0),
         check=check_window,
         tail=_FITTED,
     ),
@@ -381,7 +383,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         formula="softmax on the first sinks and the last w keys",
         paper="Xiao et al. 2023, arXiv:2309.17453",
         kind="window",
-        options=_options(w=60, sinks=4),
+        options=_options(w=60, sinks=4, far=0),
         check=check_window,
     ),
     Mechanism(
@@ -389,7 +391,7 @@ BUILT_IN: tuple[Mechanism, ...] = (
         formula="the same with one more key: the mean of the others, its logit raised by the log of their number",
         paper="Tang et al. 2024, arXiv:2407.15891",
         kind="hybrid",
-        options=_options(w=60, sinks=4),
+        options=_options(w=60, sinks=4, far=0),
         check=check_window,
         tail=Mechanism(name="mean_key", formula="the mean key", paper="arXiv:2407.15891", kind="mean_key"),
     ),

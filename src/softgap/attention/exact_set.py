@@ -18,28 +18,35 @@ __all__ = ["ExactRows", "ExactSet", "ScoreRule"]
 
 @dataclass(frozen=True)
 class ExactSet:
-    """The keys that softmax sees: the first ``sinks`` of a sequence, and the last ``recent`` with the query's own."""
+    """The keys that softmax sees: the first ``sinks`` of a sequence, and the last ``recent`` with the query's own.
+
+    ``far`` more of the keys between stay exact (``softgap.attention.far_keys``).
+    """
 
     recent: int
     sinks: int = 0
+    far: int = 0
 
     def __post_init__(self) -> None:
         if self.recent < 1 or self.recent % 1:
             raise ValueInputError(f"a window's w must be a whole number of keys from 1 on, got {self.recent:g}")
         if self.sinks < 0 or self.sinks % 1:
             raise ValueInputError(f"a window's sinks must be a whole number of keys from 0 on, got {self.sinks:g}")
+        if self.far < 0 or self.far % 1:
+            raise ValueInputError(f"a window's far must be a whole number of keys from 0 on, got {self.far:g}")
         object.__setattr__(self, "recent", int(self.recent))
+        object.__setattr__(self, "far", int(self.far))
         object.__setattr__(self, "sinks", int(self.sinks))
 
     @classmethod
     def of(cls, options: Mapping[str, float]) -> ExactSet:
         """From the options of a window or a hybrid."""
-        return cls(options["w"], options["sinks"])  # type: ignore[arg-type]
+        return cls(options["w"], options["sinks"], options.get("far", 0))  # type: ignore[arg-type]
 
     @property
     def size(self) -> int:
         """Keys that are kept."""
-        return self.recent + self.sinks
+        return self.recent + self.sinks + self.far
 
     def rows(self, visible: Visible, start: int, stop: int, keys: tuple[int, int], device: torch.device) -> ExactRows:
         """The sets of the queries start..stop-1 over a range of keys; a mask's sinks are the first keys it shows."""

@@ -96,7 +96,7 @@ def cosformer(x: Vectors, site: Site) -> FeatureVectors:
             f"cosformer is defined for positions below its context M = {context:g}, got position "
             f"{int(site.positions.max())}; set a larger one with configure(context=...)"
         )
-    angle = (site.positions.to(x.dtype) * (math.pi / (2 * context)))[:, None]
+    angle = (site.positions.to(x.dtype) * (math.pi / (2 * context)))[..., None]
     r = functional.relu(x)
     return torch.cat([r * angle.cos(), r * angle.sin()], dim=-1)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from softgap.attention.chunked import Carry, empty_carry
 from softgap.attention.exact_set import ExactSet, ScoreRule
+from softgap.attention.far_keys import Dropped, FarKeys, Span
 from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads
@@ -36,6 +37,9 @@ from softgap.attention.window import NO_ORDINAL, ExactSums, WindowState
 from softgap.errors import ShapeError, UnsupportedError
 
 __all__ = ["HybridState"]
+
+# New keys at a time where far keys are chosen: candidates are compared in pairs.
+FAR_POSITIONS = 64
 
 
 class HybridState:
@@ -69,12 +73,13 @@ class HybridState:
         self.dtype = dtype
         self._scale = scale
         exact, tail = ExactSet.of(self.mechanism.options), self.mechanism.tail_with_parameters()
-        if tail is not None and window is not None:
+        if (tail is not None or exact.far) and window is not None:
             raise UnsupportedError(
                 f"mechanism '{self.mechanism.name}' has no state under a sliding window of the model; use "
                 "attend(..., form='quadratic')"
             )
         self._window = WindowState(exact, window=window, scale=scale, rule=rule, dtype=dtype)
+        self._far = FarKeys(exact) if exact.far else None
         self._tail: _MeanTail | _FeatureTail | None = None
         if tail is not None:
             self._tail = _MeanTail(rule) if tail.kind == "mean_key" else _FeatureTail(tail, exact.recent, origin)
@@ -82,7 +87,7 @@ class HybridState:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the state holds."""
-        return self._window.nbytes + (0 if self._tail is None else self._tail.nbytes)
+        return sum(part.nbytes for part in (self._window, self._far, self._tail) if part is not None)
 
     @property
     def length(self) -> int:
@@ -113,40 +118,44 @@ class HybridState:
     ) -> Attention:
         """Append keys, then answer the queries, which stand at the last of these keys."""
         q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        if self._tail is None:
+        if self._tail is None and self._far is None:
             return self._window.attend(q, k, v, key_valid)
         ahead = k.shape[2] - q.shape[2]
         if ahead < 0:
             raise ShapeError(f"queries stand at the last appended keys: got {q.shape[2]} queries for {k.shape[2]} keys")
         parts = []
         # Blocks are short, so that what their features take does not grow with the text.
-        bounds = [*range(0, ahead, BLOCK_POSITIONS), *range(ahead, k.shape[2], BLOCK_POSITIONS), k.shape[2]]
+        step = BLOCK_POSITIONS if self._far is None else FAR_POSITIONS
+        bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
         for start, stop in itertools.pairwise(bounds):
             valid = None if key_valid is None else key_valid[:, start:stop]
             queries = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
-            parts.append(self._block(self._tail, queries, k[:, :, start:stop], v[:, :, start:stop], valid))
+            parts.append(self._block(queries, k[:, :, start:stop], v[:, :, start:stop], valid))
         output, seen, flagged = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
         valid_rows = seen.any(dim=1)[..., 0]
         return Attention(output, valid_rows, flagged[..., 0] & valid_rows[:, None])
 
-    def _block(
-        self, tail: _MeanTail | _FeatureTail, q: Tensor, k: Tensor, v: Tensor, key_valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, key_valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of one block, which of them see anything, and which lack a normaliser for the tail."""
         if key_valid is not None:
             k, v = (x.masked_fill(~key_valid[:, None, :, None], 0) for x in (k, v))
-        if self.length + k.shape[2] <= self._window.exact.recent:  # nothing has left the window yet
-            exact = self._window.sums(q, k, v, key_valid)
-            return exact.output, exact.totals > 0, torch.zeros_like(exact.totals, dtype=torch.bool)
+        if self._far is None and self.length + k.shape[2] <= self._window.exact.recent:  # nothing has left the window
+            return _alone(self._window.sums(q, k, v, key_valid))
         span = self._span(k, v, key_valid)
         exact = self._window.sums(q, k, v, key_valid)
+        dropped = span.dropped
+        if self._far is not None:
+            scores, values, dropped = self._far.take(q, span, self._window.scores)
+            exact = _add_exact(exact, scores, values)
+        if self._tail is None:
+            return _alone(exact)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        far, recent = tail.sums(q, span, scale)
+        far, recent = self._tail.sums(q, span, dropped, scale)
         if q.shape[2] == 0:
             return exact.values, exact.totals > 0, exact.totals > 0
         return _join(exact, far, recent, self.mechanism.tail_factor(q))
 
-    def _span(self, k: Tensor, v: Tensor, key_valid: Tensor | None) -> _Span:
+    def _span(self, k: Tensor, v: Tensor, key_valid: Tensor | None) -> Span:
         """The new keys behind those of the window: as many leave it as come."""
         buffer, exact, n = self._window.buffer, self._window.exact, k.shape[2]
         start = buffer.length
@@ -160,7 +169,7 @@ class HybridState:
         k, v = (functional.pad(x, (0, 0, missing, 0)) for x in (k, v))
         ordinals = functional.pad(ordinals, (missing, 0), value=NO_ORDINAL)
         positions = torch.arange(start - exact.recent, start + n, device=k.device)
-        return _Span(k, v, ordinals, positions, leaving=n, sinks=exact.sinks)
+        return Span(k, v, ordinals, positions, leaving=n, sinks=exact.sinks)
 
     @classmethod
     def stacked(cls, states: Sequence[HybridState], mechanism: Mechanism) -> HybridState:
@@ -169,6 +178,8 @@ class HybridState:
         window = first._window
         whole = cls(mechanism, window=window.window, scale=first._scale, rule=window.rule, dtype=first.dtype)
         whole._window = WindowState.stacked([state._window for state in states])
+        if first._far is not None:
+            whole._far = FarKeys.stacked([state._far for state in states if state._far is not None])
         if whole._tail is not None:
             rows = 0 if first._window.buffer.keys is None else len(first._window.buffer.keys)
             whole._tail.join([state._tail for state in states], rows)
@@ -177,8 +188,31 @@ class HybridState:
     def split_into(self, states: Sequence[HybridState]) -> None:
         """Hand each part of a stacked state back to the state it came from."""
         self._window.split_into([state._window for state in states])
+        if self._far is not None:
+            self._far.split_into([state._far for state in states if state._far is not None])
         if self._tail is not None:
             self._tail.split_into([state._tail for state in states])
+
+
+def _alone(exact: ExactSums) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of an exact set without a tail."""
+    return exact.output, exact.totals > 0, torch.zeros_like(exact.totals, dtype=torch.bool)
+
+
+def _add_exact(
+    exact: ExactSums,
+    scores: Float[Tensor, "batch head query key"],
+    values: Float[Tensor, "batch kv_head key value_dim"],
+) -> ExactSums:
+    """The sums with more keys in the exact set, which are not recent; scores of -inf count nothing."""
+    if scores.shape[2] == 0:
+        return exact
+    top = torch.maximum(exact.scale, scores.amax(dim=-1, keepdim=True))
+    weights, own = (scores - top).exp(), (exact.scale - top).exp()
+    grouped = weights.unflatten(1, (values.shape[1], -1)).flatten(2, 3)
+    added = (grouped @ values).reshape(*weights.shape[:3], values.shape[-1])
+    totals = exact.totals * own + weights.sum(dim=-1, keepdim=True)
+    return ExactSums(exact.values * own + added, totals, exact.recent * own, top)
 
 
 def _join(exact: ExactSums, far: Sums, recent: Sums | None, factor: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,26 +234,6 @@ def _join(exact: ExactSums, far: Sums, recent: Sums | None, factor: float | Tens
     return values / totals.masked_fill(totals == 0, 1), seen, lost & (far.totals > 0)
 
 
-class _Span(NamedTuple):
-    """Consecutive keys and values: the window before a block of new keys, then the block.
-
-    The first ``leaving`` of them leave the window while the block comes, one for each new key. ``ordinals`` count the
-    keys of a sequence without its padding, where they are -1.
-    """
-
-    k: Tensor
-    v: Tensor
-    ordinals: Int[Tensor, "batch key"]
-    positions: Int[Tensor, " key"]
-    leaving: int
-    sinks: int
-
-    @property
-    def dropped(self) -> Bool[Tensor, "batch leaving"]:
-        """Which of the leaving keys nothing keeps: no sinks, no padding."""
-        return self.ordinals[:, : self.leaving] >= self.sinks
-
-
 class _MeanTail:
     """The compensation token: sums of the keys and values that were dropped, and their number."""
 
@@ -231,10 +245,10 @@ class _MeanTail:
     def nbytes(self) -> int:
         return 0 if self._sums is None else self._sums.nbytes
 
-    def sums(self, q: Tensor, span: _Span, scale: float) -> tuple[Sums, None]:
+    def sums(self, q: Tensor, span: Span, dropped: Dropped, scale: float) -> tuple[Sums, None]:
         """Weight and weighted value of the compensation token for each query."""
-        d, (k, v) = q.shape[-1], (x[:, :, : span.leaving] for x in (span.k, span.v))
-        each = torch.cat([k, v, torch.ones_like(k[..., :1])], dim=-1) * span.dropped[:, None, :, None].to(k.dtype)
+        d, k, v = q.shape[-1], dropped.k, dropped.v
+        each = torch.cat([k, v, torch.ones_like(k[..., :1])], dim=-1) * dropped.present[..., None].to(k.dtype)
         running = each.cumsum(dim=2)
         if self._sums is not None:
             running = running + self._sums[:, :, None]
@@ -270,23 +284,44 @@ class _FeatureTail:
     def nbytes(self) -> int:
         return 0 if self._carry is None else carry_bytes(self._carry)
 
-    def sums(self, q: Tensor, span: _Span, scale: float) -> tuple[Sums, Sums | None]:
+    def sums(self, q: Tensor, span: Span, dropped: Dropped, scale: float) -> tuple[Sums, Sums | None]:
         """The mechanism's sums over the dropped keys and, without values, over the recent ones."""
         features = self._features(q, span, scale)
-        absent = LOG_ZERO if features.log else 0.0
-        key = features.key[:, :, : span.leaving].masked_fill(~span.dropped[:, None, :, None], absent)
+        key = features.key[:, :, : span.leaving] if dropped.late is None else self._late(dropped, features.rate, scale)
+        present = dropped.present
+        if present.shape[1] not in (1, key.shape[1]):  # one key map per query head
+            present = present.repeat_interleave(key.shape[1] // present.shape[1], dim=1)
+        key = key.masked_fill(~present[..., None], LOG_ZERO if features.log else 0.0)
         query = features.query
         if features.rate is not None and q.shape[2]:
             # The state counts distances from the newest dropped key.
             group = query.shape[1] // key.shape[1]
             query = query - self._recent * features.rate.repeat_interleave(group, dim=1)[:, :, None]
-        values = span.v[:, :, : span.leaving]
-        far, self._carry = weighted_sums(replace(features, query=query, key=key), values, self._carry)
+        far, self._carry = weighted_sums(replace(features, query=query, key=key), dropped.v, self._carry)
         if q.shape[2] == 0:
             return far, None
         return _per_head(far, q.shape[1]), _per_head(self._recent_sums(features, span), q.shape[1])
 
-    def _recent_sums(self, features: Features, span: _Span) -> Sums:
+    def _late(self, dropped: Dropped, rate: Tensor | None, scale: float) -> Tensor:
+        """Features of keys that enter the state late, decayed as if they had entered when they left the window."""
+        turned = dropped.ordinals
+        if self._origin is not None:
+            turned = turned + self._origin.to(turned.device)[:, None, None]
+        features = featurise(
+            self._mechanism,
+            dropped.k[:, :, :0],
+            dropped.k,
+            scale=scale,
+            query_positions=dropped.positions[0, 0, :0],
+            key_positions=dropped.positions,
+            key_turned=turned,
+        )
+        if rate is None or dropped.late is None:
+            return features.key
+        late = dropped.late.repeat_interleave(rate.shape[1] // dropped.late.shape[1], dim=1)
+        return features.key - rate[:, :, None] * late[..., None]
+
+    def _recent_sums(self, features: Features, span: Span) -> Sums:
         """Sums over the window of each query: what came before the block is carried by its features."""
         before, first = self._recent - 1, self._recent
         flat = features.key.flatten(0, 1)
@@ -295,7 +330,7 @@ class _FeatureTail:
         block = replace(features, key=features.key[:, :, first:])
         return weighted_sums(block, span.v[:, :, first:, :0], carry, self._recent)[0]
 
-    def _features(self, q: Tensor, span: _Span, scale: float) -> Features:
+    def _features(self, q: Tensor, span: Span, scale: float) -> Features:
         """Features of the queries, which stand at the last of the keys, and of all keys."""
         turned = span.ordinals.clamp(min=0)
         if self._origin is not None:

@@ -124,7 +124,7 @@ class Mechanism:
             object.__setattr__(self, name, as_items(getattr(self, name)))
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{key}={value:g}" for key, value in self.options.items())
+        options = ", ".join(f"{key}={value:g}" for key, value in self.options.items() if key != "far" or value)
         return f"Mechanism({self.name}{': ' + options if options else ''})"
 
     def feature_dim(self, d: int) -> int | None:
@@ -147,7 +147,8 @@ class Mechanism:
         """Its name, for windows and hybrids with the numbers that tell one from another."""
         if self.kind not in ("window", "hybrid"):
             return self.name
-        options = ",".join(f"{key}={value:g}" for key, value in self.options.items() if key != "f" or value != 1)
+        usual = {"f": 1, "far": 0}
+        options = ",".join(f"{key}={value:g}" for key, value in self.options.items() if value != usual.get(key))
         return f"{self.name}:{options}"
 
     def tail_with_parameters(self) -> Mechanism | None:

@@ -2,6 +2,7 @@
 
     constant, zero      0
     window              (sinks + w) (d + d_v)
+    far keys            far (d + d_v + 3), and w: their priorities, positions and ordinals, and the window's priorities
     razor               the same, and d + d_v + 1: sums of the dropped keys and values, and their number
     features            r (d_v + 1), and r scales and r ages where features are logarithms
     TAIL+window         the sum of the two
@@ -59,7 +60,10 @@ def kept_numbers(
     if resolved.kind == "constant":
         return 0
     if resolved.kind in ("window", "hybrid"):
-        exact = ExactSet.of(resolved.options).size * (dim + value_dim)
+        exact_set = ExactSet.of(resolved.options)
+        exact = exact_set.size * (dim + value_dim)
+        if exact_set.far:
+            exact += 3 * exact_set.far + exact_set.recent
         tail = resolved.tail_with_parameters()
         return exact if tail is None else exact + kept_numbers(tail, dim, value_dim, kv_heads=kv_heads)
     if resolved.kind == "mean_key":

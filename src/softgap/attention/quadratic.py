@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.exact_set import ExactRows, ExactSet, ScoreRule
+from softgap.attention.far_keys import far_priorities, far_rows
 from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, divide
@@ -104,9 +105,20 @@ def _window_blocks(
     else:
         tail_blocks = weight_blocks(tail, q, k, visible=visible, scale=scale)
         blocks = ((block.rows, block.keys, block.weights) for block in tail_blocks)
+
+    def scores(rows: slice, keys: slice) -> Tensor:
+        return rule.cap(_products(q[:, :, rows], k[:, :, keys]) * scale)
+
+    priorities = None
+    if exact.far:
+        shape = (q.shape[0], q.shape[2], k.shape[2])
+        priorities = far_priorities(scores, exact, visible, shape, k.shape[1], q.device)
     for rows, keys, tail_weights in blocks:
         raw = _products(q[:, :, rows], k[:, :, keys]) * scale
         sets = exact.rows(visible, rows.start, rows.stop, (keys.start, keys.stop), q.device)
+        if priorities is not None:
+            far = far_rows(priorities[:, :, keys], exact, sets.seen & ~sets.exact, q.shape[1])
+            sets = sets._replace(exact=sets.exact | (far & sets.seen))
         yield WeightBlock(rows, keys, *_window_weights(mechanism, raw, sets, tail_weights, rule))
 
 

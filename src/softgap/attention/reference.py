@@ -29,7 +29,7 @@ class Row:
     """One query with the keys it sees, the distance t - j to each, and the numbers of its mechanism and head.
 
     ``turned_by`` and ``keys_turned_by`` are the positions that rotary embedding knew; ``ordinals`` count the keys of
-    the sequence, padding left out.
+    the sequence, padding left out; ``far`` marks the keys between sinks and window that stay exact.
     """
 
     q: Vector
@@ -44,6 +44,7 @@ class Row:
     parameters: dict[str, np.ndarray]
     softcap: float | None = None
     sink_logit: float | None = None
+    far: Bool[np.ndarray, " n"] | None = None
 
     @property
     def s(self) -> Vector:
@@ -78,6 +79,7 @@ def reference_attention(
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))
     places = torch.arange(max(k.shape[2], offset + n_queries)).expand(batch, -1) if turned_by is None else turned_by
+    priorities = _priorities(mechanism, q, k, seen, scale, offset, softcap) if mechanism.options.get("far") else {}
     for b in range(batch):
         for h in range(heads):
             kv = h // (heads // k.shape[1])
@@ -104,6 +106,8 @@ def reference_attention(
                     softcap=softcap,
                     sink_logit=None if sink_logits is None else float(sink_logits[h]),
                 )
+                if mechanism.options.get("far"):
+                    row = replace(row, far=_far_keys(row, visible, priorities[b, kv]))
                 output[b, h, t] = reference_weights(mechanism, row) @ values[visible]
     return torch.from_numpy(output)
 
@@ -162,6 +166,8 @@ def _window(mechanism: Mechanism, row: Row) -> Vector:
     top = scores.max()
     weights = np.exp(scores - top)
     dropped = ~recent & (row.ordinals >= row.options["sinks"])
+    if row.far is not None:
+        dropped &= ~row.far
     tail = np.zeros_like(weights)
     if mechanism.tail is not None and mechanism.tail.kind == "mean_key" and dropped.any():
         logit = row.capped(row.scale * row.k[dropped].mean(axis=0) @ row.q)
@@ -175,6 +181,36 @@ def _window(mechanism: Mechanism, row: Row) -> Vector:
     weights = np.where(dropped, factor * tail, weights)
     total = weights.sum() + (0 if row.sink_logit is None else np.exp(row.sink_logit - top))
     return np.asarray(weights / total) if weights.sum() > 0 else np.zeros_like(weights)
+
+
+def _priorities(
+    mechanism: Mechanism, q: Tensor, k: Tensor, seen: Tensor, scale: float, offset: int, softcap: float | None
+) -> dict[tuple[int, int], Vector]:
+    """By batch and KV head, the largest score that each key got from a query while it was in the window."""
+    (batch, heads, n_queries, _), kv_heads = q.shape, k.shape[1]
+    priorities = {(b, kv): np.full(k.shape[2], -np.inf) for b in range(batch) for kv in range(kv_heads)}
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            for t in range(n_queries):
+                if not seen[b, h, t, offset + t]:
+                    continue  # a query of padding
+                for j in range(max(0, offset + t - int(mechanism.options["w"]) + 1), offset + t + 1):
+                    if seen[b, h, t, j]:
+                        score = scale * float(q[b, h, t].double() @ k[b, kv, j].double())
+                        score = score if softcap is None else softcap * math.tanh(score / softcap)
+                        priorities[b, kv][j] = max(priorities[b, kv][j], score)
+    return priorities
+
+
+def _far_keys(row: Row, visible: np.ndarray, priorities: Vector) -> Bool[np.ndarray, " n"]:
+    """The keys with the largest priorities among those that have left the window, the earlier of equal ones."""
+    left = (row.distance >= row.options["w"]) & (row.ordinals >= row.options["sinks"])
+    candidates = [i for i in np.flatnonzero(left) if priorities[visible[i]] > -np.inf]
+    candidates.sort(key=lambda i: (-priorities[visible[i]], visible[i]))
+    far = np.zeros(len(visible), dtype=bool)
+    far[candidates[: int(row.options["far"])]] = True
+    return far
 
 
 def reference_comparison(o: Vector, m: Vector) -> tuple[float, float, float]:

@@ -154,7 +154,8 @@ def add_window(mechanism: str | Mechanism, **options: float) -> Mechanism:
     mechanism
         What the keys outside of the exact set get; its weights must not be negative.
     options
-        ``w``, the number of recent keys, ``sinks``, the number of first keys, and ``f``, the factor of the tail.
+        ``w``, the number of recent keys, ``sinks``, the number of first keys, ``far``, the number of exact keys between
+        them (``softgap.attention.far_keys``), and ``f``, the factor of the tail.
 
     Examples
     --------
@@ -174,7 +175,7 @@ def add_window(mechanism: str | Mechanism, **options: float) -> Mechanism:
         kind="hybrid",
         needs=tail.needs,
         accepts=(*tail.accepts, "tail_factor"),
-        options=MappingProxyType({"w": 60.0, "sinks": 4.0, "f": 1.0}),
+        options=MappingProxyType({"w": 60.0, "sinks": 4.0, "f": 1.0, "far": 0.0}),
         parameters=tail.parameters,
         origin=tail.origin,
         held_out=tail.held_out,

@@ -81,15 +81,16 @@ class TurnTable:
 
 def before_rotation(
     x: Float[Tensor, "batch head time dim"],
-    turned_by: Int[Tensor, "#batch time"],
+    turned_by: Int[Tensor, "#batch *kv_heads time"],
     frequency: Float[Tensor, "#batch #head dim"],
     turn: Float[Tensor, "#batch #head dim dim"],
 ) -> Float[Tensor, "batch head time dim"]:
     """R_-p x: vectors at positions p, as they were before rotary embedding."""
-    if len(turned_by) > 1 and bool((turned_by == turned_by[:1]).all()):
+    if turned_by.dim() == 2 and len(turned_by) > 1 and bool((turned_by == turned_by[:1]).all()):
         # Cosines cost more than the rest: rows at equal positions share them.
         turned_by = turned_by[:1]
-    cos, sin = _angles(-turned_by[:, None], frequency[:, :, None], x.dtype)
+    by = turned_by[:, None] if turned_by.dim() == 2 else turned_by
+    cos, sin = _angles(-by, frequency[:, :, None], x.dtype)
     return _rotate(x, turn, cos, sin)
 
 

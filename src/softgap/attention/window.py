@@ -290,7 +290,7 @@ class WindowState:
         gone = min(sinks, max(0, position + 1 - self.exact.recent))
         start = 0 if gone else sinks
         seen = slice(start, sinks + min(position + 1, buffer.ring))
-        scores = self._scores(q, keys[:, :, seen])
+        scores = self.scores(q, keys[:, :, seen])
         if gone < sinks and start == 0:
             scores[..., gone:sinks] = -torch.inf
         return self._reduce(scores, values[:, :, seen], scores[..., sinks - start :])
@@ -357,7 +357,7 @@ class WindowState:
         inside = (distance >= 0) & (distance < min(self.exact.recent, self.window or self.exact.recent))
         # A sink is counted in its own slot, so it is left out here.
         recent = inside[None] & (ordinals >= sinks)[:, None]
-        scores = self._scores(q, keys).masked_fill(~recent[:, None], -torch.inf)
+        scores = self.scores(q, keys).masked_fill(~recent[:, None], -torch.inf)
         recent_scores = scores
         if sinks:
             sink_keys, sink_values = (x[:, :, :sinks] for x in self.buffer.slots)
@@ -366,14 +366,15 @@ class WindowState:
             shown = apart >= 0
             if self.window is not None:
                 shown = shown & (apart < self.window)
-            first = self._scores(q, sink_keys).masked_fill(~shown[:, None], -torch.inf)
+            first = self.scores(q, sink_keys).masked_fill(~shown[:, None], -torch.inf)
             near = shown & (apart < self.exact.recent)
             recent_scores = torch.cat([first.masked_fill(~near[:, None], -torch.inf), scores], dim=-1)
             scores = torch.cat([first, scores], dim=-1)
             values = torch.cat([sink_values, values], dim=2)
         return self._reduce(scores, values, recent_scores)
 
-    def _scores(self, q: Tensor, keys: Tensor) -> Float[Tensor, "batch head query key"]:
+    def scores(self, q: Tensor, keys: Tensor) -> Float[Tensor, "batch head query key"]:
+        """Scores after the softcap."""
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
         grouped = (q * scale).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         scores = (grouped @ keys.transpose(-1, -2)).reshape(*q.shape[:3], keys.shape[2])
