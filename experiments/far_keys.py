@@ -99,6 +99,8 @@ class DenseHybrids:
         size = layer.heads // layer.kv_heads
         mechanism = self._hybrid.for_layers([layer.index])
         tail = mechanism.tail_with_parameters()
+        if tail is None:
+            raise SystemExit("the calibration has no hybrid")
         tail_weights = attention_weights(tail, call.query, call.key, scale=call.scale)[0]
         for group in range(layer.kv_heads):
             if (layer.number, group) in self._groups:
@@ -124,7 +126,8 @@ class DenseHybrids:
         weights = (scores - top).masked_fill(~exact, -torch.inf).exp()
         matched = (weights * recent).sum(-1, keepdim=True) / (tail * recent).sum(-1, keepdim=True).clamp(min=1e-30)
         weights = weights + factor * matched * tail * (seen & ~exact)
-        return weights / weights.sum(dim=-1, keepdim=True)
+        normalised: Tensor = weights / weights.sum(dim=-1, keepdim=True)
+        return normalised
 
 
 @torch.inference_mode()
@@ -179,9 +182,10 @@ def main() -> None:
         f"`python experiments/far_keys.py --fit FILE --text FILE --calibration FITTED --groups {options.groups}` on "
         f"the embedded model; {machine()}. {options.groups} of 90 KV groups (least Fisher curvature on the text of the "
         f"fit) become the calibrated hybrid with {sinks} sinks, {recent} recent keys and {FAR} far keys, without "
-        f"output correction. Rise in loss (nats per token, 95 % over texts) on {TEXTS} unseen texts of {LENGTH:,} tokens, and "
-        "the share of what a choice that knows the future gains. A rule gives a key its priority when it leaves the "
-        "window; scores and attention are those that it received there, over the queries of its KV group.\n\n"
+        f"output correction. Rise in loss (nats per token, 95 % over texts) on {TEXTS} unseen texts of "
+        f"{LENGTH:,} tokens, and the share of what a choice that knows the future gains. A rule gives a key its "
+        "priority when it leaves the window; scores and attention are those that it received there, over the queries "
+        "of its KV group.\n\n"
         "| far keys by | rise in loss | share of the ceiling |\n|---|---|---|\n" + "\n".join(lines),
         page=FINDINGS,
     )

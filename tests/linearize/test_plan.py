@@ -155,6 +155,7 @@ WINDOWS = [
     "elu1+window:w=5,sinks=2,f=0.7",
     "hedgehog+window:w=1,sinks=3",
 ]
+FAR = ["window:w=5,sinks=2,far=3", "elu1+window:w=4,sinks=1,f=0.7,far=4"]
 
 
 def masked_softmax(call: AttentionCall, recent: int, sinks: int) -> torch.Tensor:
@@ -242,10 +243,38 @@ def test_windows_and_hybrids_stream_in_a_cache(model_type: str, name: str, paddi
     assert torch.equal(stated, swapped)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_far_keys_stream_in_a_cache(model_type: str, name: str, padding: int) -> None:
+    """A swap knows only the newest query of a generation and refuses; a plan's cache remembers the choice."""
+    model = tiny_with(model_type, attn="eager")
+    heads = every_full_layer(model)
+    chosen = Substitute(resolve(name))
+    mask = torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    plan = Plan("tiny", model_fingerprint(model), tuple(heads), (), (), chosen)
+    with torch.no_grad(), apply(model, plan) as applied:
+        truth = model(IDS, attention_mask=mask, use_cache=False).logits
+        cache = applied.cache()
+        steps = [
+            model(IDS[:, a:b], attention_mask=mask[:, :b], past_key_values=cache, use_cache=True).logits
+            for a, b in itertools.pairwise((0, 9, 10, 11, 16, 19))
+        ]
+        stated = written(model, IDS, 4, attention_mask=mask, past_key_values=applied.cache(), do_sample=False)
+        with pytest.raises(SoftgapError, match="without the earlier ones; use its state, or generate with the cache"):
+            written(model, IDS, 4, attention_mask=mask, do_sample=False)
+    counted = mask.bool()
+    assert apart(torch.cat(steps, dim=1)[counted], truth[counted]) < SINGLE
+    assert torch.equal(stated[:, -4], truth[:, -1].argmax(dim=-1))
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *FAR])
 def test_windows_take_the_bytes_that_are_foretold(name: str) -> None:
     model = tiny_llama(max_position_embeddings=256)
-    plan = plan_for(model, Substitute(resolve(name)))
+    # A head that is swapped alone has no state that could choose far keys.
+    heads = HEADS if name in WINDOWS else [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    plan = plan_for(model, Substitute(resolve(name)), heads)
     with torch.no_grad(), apply(model, plan) as applied:
         cache = applied.cache()
         for part in IDS.repeat(1, 4)[:1].split(20, dim=1):
@@ -254,7 +283,7 @@ def test_windows_take_the_bytes_that_are_foretold(name: str) -> None:
     assert states == memory_of(model, plan.groups, plan.substitute)["states"]
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", [*WINDOWS, *FAR])
 def test_plans_of_windows_survive_the_disk(name: str, tmp_path: Path) -> None:
     model = tiny_llama()
     plan = plan_for(model, Substitute(resolve(name)))

@@ -74,7 +74,8 @@ def far_rows(
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """The largest over the query heads of each KV head."""
-    return x.unflatten(1, (kv_heads, -1)).amax(dim=2)
+    largest: Tensor = x.unflatten(1, (kv_heads, -1)).amax(dim=2)
+    return largest
 
 
 class Span(NamedTuple):
@@ -102,13 +103,14 @@ class Span(NamedTuple):
 class Dropped(NamedTuple):
     """One key for each new key: the one that leaves the exact set then, where ``present``.
 
-    ``late`` says by how many positions it is behind the key that leaves the window; None where it is that key.
+    The axis of KV heads is 1 where all are alike. ``late`` says by how many positions it is behind the key that leaves
+    the window; None where it is that key.
     """
 
     k: Float[Tensor, "batch kv_head leaving dim"]
     v: Float[Tensor, "batch kv_head leaving value_dim"]
-    present: Bool[Tensor, "batch #kv_head leaving"]
-    ordinals: Int[Tensor, "batch #kv_head leaving"]
+    present: Bool[Tensor, "batch kv_head leaving"]
+    ordinals: Int[Tensor, "batch kv_head leaving"]
     positions: Int[Tensor, "*kv_heads leaving"]
     late: Int[Tensor, "batch kv_head leaving"] | None = None
 
