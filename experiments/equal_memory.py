@@ -1,10 +1,11 @@
 """Substitutes at equal memory in the embedded model: what each leaves of the gap, and what swapping KV groups costs.
 
-Run: python experiments/equal_memory.py --text FILE --calibration FITTED [--only gap|swap] [--groups 70]
+Run: python experiments/equal_memory.py --text FILE --calibration FITTED [--only gap|swap] [--fit FILE] [--groups 70]
 
-The text must be one that the calibration was not fitted on. ``gap`` compares outputs head by head; ``swap`` orders the
-KV groups by what recall loses when one of them alone keeps 4 sinks and 32 recent keys, swaps those that matter least,
-and measures the rise in loss and the recall of lists across 200 and 600 tokens of other text. No output is corrected.
+The text must be one that the calibration was not fitted on. ``gap`` compares outputs head by head. ``swap`` orders the
+KV groups as a search for a plan does, by the Fisher curvature of the hybrid on the text of ``--fit`` and on recall
+lists from it; swaps those that matter least; and measures the rise in loss and the recall of lists across 600 tokens of
+other text. No output is corrected.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +33,22 @@ from softgap.attention.memory import keys_worth
 from softgap.calibration import Calibration
 from softgap.calibration.sufficiency import LIMIT, KindErrors, measure_kinds
 from softgap.intervals import Interval, interval_of
+from softgap.intervene.substitute import Substitute
 from softgap.intervene.swap import heads_of_group, swap
+from softgap.linearize.frontier import units_of
+from softgap.linearize.scores import unit_scores
+from softgap.linearize.sequences import cut_sequences, recall_sequences, token_ids
 from softgap.models import load_model
 from softgap.tasks.generators import draw_pairs
 
 RANGES = (range(64, 512), range(512, 1024), range(1024, 2048))
 FAR = range(4096, 8192)
 SWAP_RANGES = (range(0, 512), range(0, 1024), range(0, 2048), range(1024, 2048))
-SWAP_TEXTS = 6
 SPREAD = 20_000
+FIT_LENGTH = 2048
 PAIRS = 12
-ABLATION = "window:w=32,sinks=4"
+FIT_TEXTS, FIT_LISTS = 2, 8
+DISTANCES = (600,)
 
 
 def say(*words: object) -> None:
@@ -64,8 +71,23 @@ def substitutes(calibration: Calibration) -> dict[str, Mechanism]:
         "4 sinks + 60 recent / fitted": add_window(fitted, w=60, sinks=4),
         "4 sinks + 60 recent / fitted, f = 0.7": add_window(fitted, w=60, sinks=4, f=0.7),
         "hybrid, 4 sinks + 94 recent": hybrid.configure(w=94),
+        "4 sinks + 30 recent + 32 far": resolve("window:w=30,sinks=4,far=32"),
+        "4 sinks + 60 recent + 62 far": resolve("window:w=60,sinks=4,far=62"),
+        "hybrid, 4 sinks + 62 recent + 32 far": hybrid.configure(w=62, far=32),
+        "hybrid, 4 sinks + 30 recent + 62 far": hybrid.configure(w=30, far=62),
     }
     return names
+
+
+# Rows of the swap: what keeps every value is no substitute of equal memory, and some rows are only of interest by head.
+SWAPPED_LESS = (
+    "profile",
+    "64 recent keys",
+    "fitted",
+    "4 sinks + 30 recent + 32 far",
+    "razor, 4 sinks + 124 recent",
+    "4 sinks + 60 recent / fitted, f = 0.7",
+)
 
 
 def memory(mechanism: Mechanism) -> str:
@@ -169,15 +191,14 @@ def losses(model: Any, ids: Sequence[int], length: int, n: int) -> np.ndarray:
 
 def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[str, Mechanism], options: Any) -> None:
     """The cost of swapping the groups that recall misses least."""
-    order = _recall_order(model, list(recall_lists(tokenizer, ids, 2, 1, 200)))
+    order = _order(model, tokenizer, mechanisms["hybrid"], options.fit)
     heads = [head for group in order[: options.groups] for head in heads_of_group(model, *group)]
-    lists = {filler: list(recall_lists(tokenizer, ids, options.lists, 10 + filler, filler)) for filler in (200, 600)}
+    lists = {filler: list(recall_lists(tokenizer, ids, options.lists, 10 + filler, filler)) for filler in DISTANCES}
     rows, original = [], np.zeros(0)
-    # A profile keeps every value of the text: no substitute of equal memory.
-    streaming = {name: mechanism for name, mechanism in mechanisms.items() if name != "profile"}
+    streaming = {name: mechanism for name, mechanism in mechanisms.items() if name not in SWAPPED_LESS}
     for name, mechanism in {"the original model": None, **streaming}.items():
         with nullcontext() if mechanism is None else swap(model, heads, mechanism):
-            loss = losses(model, ids, SWAP_RANGES[-1].stop, SWAP_TEXTS)
+            loss = losses(model, ids, SWAP_RANGES[-1].stop, options.texts)
             shares = [recall(model, lists[filler])[0] for filler in lists]
         original = loss if mechanism is None else original
         # Attention is causal: the first 511 losses are those of a text of 512 tokens.
@@ -188,18 +209,19 @@ def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[
         rows.append(f"| {name} | {' | '.join(cells)} |")
         say(rows[-1])
     command = (
-        f"python experiments/equal_memory.py --text FILE --calibration FITTED --only swap --groups {options.groups} "
-        f"--lists {options.lists}"
+        f"python experiments/equal_memory.py --text FILE --calibration FITTED --only swap --fit FILE "
+        f"--groups {options.groups} --lists {options.lists}"
     )
     write_section(
         f"equal_memory-swap-{options.groups}",
         f"{options.groups} KV groups swapped, at equal memory",
-        f"`{command}` on the embedded model; {machine()}. The {options.groups} of 90 KV groups that recall misses "
-        f"least, without output correction: rise in loss (nats per token) at 512, 1,024 and 2,048 tokens of unseen "
-        f"text, at positions 1024-2048 alone, with 95 % over {SWAP_TEXTS} texts; recall (share of first tokens) across "
-        f"200 and 600 tokens of other text, with 95 % over {options.lists} lists of {PAIRS} pairs each.\n\n"
-        "| the groups become | keys' worth per group | 512 | 1,024 | 2,048 | 1024-2048 | recall, 200 | recall, 600 |\n"
-        "|---|---|---|---|---|---|---|---|\n" + "\n".join(rows),
+        f"`{command}` on the embedded model; {machine()}. The {options.groups} of 90 KV groups that text and recall "
+        "lists of the fit miss least (Fisher curvature), without output correction: rise in loss (nats per token) at "
+        f"512, 1,024 and 2,048 tokens of unseen text, at positions 1024-2048 alone, with 95 % over {options.texts} "
+        f"texts; recall (share of first tokens) across {DISTANCES[0]} tokens of other text, with 95 % over "
+        f"{options.lists} lists of {PAIRS} pairs each.\n\n"
+        f"| the groups become | keys' worth per group | 512 | 1,024 | 2,048 | 1024-2048 | recall, {DISTANCES[0]} |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,
     )
 
@@ -208,18 +230,20 @@ def _plain(share: Interval) -> str:
     return f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
 
 
-def _recall_order(model: Any, lists: Sequence[tuple[list[int], Any]]) -> list[tuple[int, int]]:
-    """KV groups by what the recall of a few lists loses without their far keys, the smallest first."""
-    _, original = recall(model, lists)
-    lost = {}
-    layers, groups = model.config.num_hidden_layers, model.config.num_key_value_heads
-    for layer in range(layers):
-        for group in range(groups):
-            with swap(model, heads_of_group(model, layer, group), ABLATION):
-                lost[layer, group] = original - recall(model, lists)[1]
-        say(f"ablated {layer + 1} of {layers} layers")
-    order = sorted(lost, key=lambda group: lost[group])
-    say("most missed:", [(group, round(lost[group], 2)) for group in order[::-1][:8]])
+def _order(model: Any, tokenizer: Any, hybrid: Mechanism, fit: str) -> list[tuple[int, int]]:
+    """KV groups by what text and recall lists lose to second order if one becomes a hybrid, the smallest first."""
+    ids = token_ids(tokenizer, [Path(fit).read_text(encoding="utf-8")])
+    units, options = units_of(model, "groups"), [Substitute(hybrid)]
+    tell = lambda stage, share: say(f"{stage}: {share:.0%}")  # noqa: E731
+    _, by_text = unit_scores(model, cut_sequences(model, ids, FIT_LENGTH, FIT_TEXTS), options, units, progress=tell)
+    lists = recall_sequences(model, tokenizer, FIT_LISTS, seed=1, filler=ids, distance=600)
+    lists = lists if lists.first is None else replace(lists, scored=lists.first)
+    _, by_recall = unit_scores(model, lists, options, units, progress=tell)
+    text, recalled = by_text[0].mean(axis=-1), by_recall[0].mean(axis=-1)
+    scores = text + recalled * text.sum() / recalled.sum()
+    size = len(units[0])
+    order = [(units[i][0][0], units[i][0][1] // size) for i in np.argsort(scores)]
+    say("most missed:", order[::-1][:8])
     return order
 
 
@@ -228,11 +252,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True)
+    parser.add_argument("--fit", help="the text that orders the KV groups of a swap; it was not evaluated")
     parser.add_argument("--only", choices=("gap", "swap"))
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--groups", type=int, default=70)
-    parser.add_argument("--lists", type=int, default=24)
+    parser.add_argument("--lists", type=int, default=16)
     options = parser.parse_args()
+    if options.only != "gap" and options.fit is None:
+        parser.error("a swap needs --fit")
     torch.set_num_threads(1)
     model, tokenizer = load_model("smollm2-135m")
     ids = tokenizer(Path(options.text).read_text(encoding="utf-8"))["input_ids"]

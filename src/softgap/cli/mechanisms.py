@@ -19,7 +19,9 @@ __all__ = ["mechanisms_command"]
 
 _DIM = 64
 _HYBRID = "TAIL+window"
-_HYBRID_FORMULA = "exp(s_j) on the first sinks and the last w keys, f c_t times the weights of TAIL on the others"
+_HYBRID_FORMULA = (
+    "exp(s_j) on the first sinks, the last w and far other keys, f c_t times the weights of TAIL elsewhere"
+)
 
 
 def mechanisms_command(
