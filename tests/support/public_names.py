@@ -62,6 +62,7 @@ EXPLAINED = [
     "softgap.Trajectories.to_frame",
     "softgap.Trajectories.save",
     "softgap.evaluate",
+    "softgap.evaluation.lm_eval",
     "softgap.linearize.find_plan",
     "softgap.linearize.head_scores",
     "softgap.linearize.impact",

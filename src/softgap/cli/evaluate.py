@@ -178,7 +178,7 @@ def _digest(plan_file: Path) -> str:
 def show_evaluation(console: Console, found: Evaluation, out: Path | None) -> None:
     """Print all distances together, then the first tokens of answers by distance and loss by position, and notes."""
     changed = bool(found.label)
-    console.print(_sentence(found))
+    console.print(found.sentence())
     every = [row for row in found.rows if row.distance is None]
     _table(console, every, "All distances" + (f" above the window of {found.window} keys" if found.window else ""))
     by_distance = [row for row in found.rows if row.distance is not None and row.metric in ("first", "loss")]
@@ -192,22 +192,6 @@ def show_evaluation(console: Console, found: Evaluation, out: Path | None) -> No
         console.print(f"Note: {note}")
     if out is not None:
         console.print(f"Saved to {out}", soft_wrap=True)
-
-
-def _sentence(found: Evaluation) -> str:
-    """How many of the numbers can be measured, and what the change does to them."""
-    rows = [row for row in found.rows if row.distance is None and row.metric != "answer_loss"]
-    measurable = [row for row in rows if row.measurable]
-    words = f"{len(measurable)} of {len(rows)} scores can be measured with {found.model}."
-    if not found.label:
-        return words
-    counts = {name: sum(row.verdict == name for row in measurable) for name in ("equivalent", "worse", "better")}
-    undecided = len(measurable) - sum(counts.values())
-    base = found.against or "the original"
-    return (
-        f"{words} Under {found.label}, {counts['equivalent']} are equivalent to {base} within their margin, "
-        f"{counts['worse']} are worse, {counts['better']} are better and {undecided} are undecided."
-    )
 
 
 def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = False) -> None:

@@ -16,7 +16,11 @@ __all__ = ["report_command"]
 
 _Out = Annotated[
     str | None,
-    typer.Option("--out", help="HTML file to write. Default: report.html in the study's folder.", show_default=False),
+    typer.Option(
+        "--out",
+        help="HTML file to write. Default: report.html in the study's folder, or beside the file.",
+        show_default=False,
+    ),
 ]
 _Samples = Annotated[
     list[str] | None,
@@ -46,7 +50,12 @@ _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out eve
 
 
 def report_command(
-    study: Annotated[str, typer.Argument(help="Folder (or URI) of a study, or folder with the result of a lab.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            help="Folder (or URI) of a study, folder with the result of a lab, or file of softgap evaluate."
+        ),
+    ],
     out: _Out = None,
     sample: _Samples = None,
     heads: _Heads = None,

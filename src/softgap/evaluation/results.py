@@ -155,6 +155,21 @@ class Evaluation:
         """The rows whose fields have these values."""
         return tuple(row for row in self.rows if all(getattr(row, name) == value for name, value in values.items()))
 
+    def sentence(self) -> str:
+        """How many of the numbers can be measured, and what the change does to them."""
+        rows = [row for row in self.rows if row.distance is None and row.metric != "answer_loss"]
+        measurable = [row for row in rows if row.measurable]
+        words = f"{len(measurable)} of {len(rows)} scores can be measured with {self.model}."
+        if not self.label:
+            return words
+        counts = {name: sum(row.verdict == name for row in measurable) for name in ("equivalent", "worse", "better")}
+        undecided = len(measurable) - sum(counts.values())
+        base = self.against or "the original"
+        return (
+            f"{words} Under {self.label}, {counts['equivalent']} are equivalent to {base} within their margin, "
+            f"{counts['worse']} are worse, {counts['better']} are better and {undecided} are undecided."
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         rows = [row.to_json() for row in self.rows]

@@ -29,6 +29,7 @@ from softgap.report.documents import (
     read_documents,
     read_lab,
 )
+from softgap.report.evaluation_page import evaluation_document, read_evaluation
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
@@ -110,7 +111,7 @@ def explorer(
 
 
 def explorer_of(path: str | os.PathLike[str]) -> str:
-    """The page of whatever lies in a folder: a study with its findings, findings alone, or the result of a lab."""
+    """The page of whatever lies at a path: a study with its findings, findings alone, a lab's result, an evaluation."""
     documents = _documents(path)
     if documents is not None:
         return render_documents(documents)
@@ -129,15 +130,15 @@ def write_explorer(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the explorer of the study at a path or URI, or the page of a lab's result or of other findings.
+    """Write the explorer of the study at a path or URI, or the page of a lab's result, an evaluation or other findings.
 
     Parameters
     ----------
     study
-        A folder or URI.
+        A folder or URI, or the file of an evaluation.
     out
-        The file; by default ``report.html`` in the study's folder, or here for a study behind a URI. A report that is
-        there is replaced.
+        The file; by default ``report.html`` in the study's folder, here for a study behind a URI, and beside the file
+        of an evaluation, with its name. A report that is there is replaced.
     samples
         Names of the samples to carry token by token; by default as many as the file holds.
     heads
@@ -192,8 +193,10 @@ def write_explorer(
 
 
 def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
-    """What a folder holds in place of a study; None where it is one, or nothing that is known."""
+    """What a folder holds in place of a study, or an evaluation's file; None for a study, or what is not known."""
     folder = Path(path).expanduser()
+    if folder.suffix == ".json" and folder.is_file():
+        return [read_evaluation(folder)]
     if "://" in os.fspath(path) or (folder / "manifest.json").is_file():
         return None
     documents = read_documents(folder)
@@ -225,7 +228,10 @@ def _write(target: Path, page: str) -> int:
 
 
 def _default_path(study: str) -> Path:
-    return Path("report.html") if "://" in study else Path(study).expanduser() / "report.html"
+    if "://" in study:
+        return Path("report.html")
+    path = Path(study).expanduser()
+    return path.with_suffix(".html") if path.is_file() else path / "report.html"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -272,7 +278,10 @@ def page_of(thing: object) -> str:
     if isinstance(thing, Document):
         return render_documents([thing])
     from softgap.analysis import ComparisonFindings, Findings
+    from softgap.evaluation import Evaluation
 
+    if isinstance(thing, Evaluation):
+        return render_documents([evaluation_document(thing)])
     if isinstance(thing, ComparisonFindings):
         return render_documents([comparison_document(thing)])
     return render_documents([findings_document(thing) if isinstance(thing, Findings) else lab_document(thing)])
