@@ -19,9 +19,7 @@ __all__ = ["mechanisms_command"]
 
 _DIM = 64
 _HYBRID = "TAIL+window"
-_HYBRID_FORMULA = (
-    "exp(s_j) on the first sinks, the last w and far other keys, f c_t times what TAIL gives elsewhere"
-)
+_HYBRID_FORMULA = "exp(s_j) on the first sinks, the last w and far other keys, f c_t times what TAIL gives elsewhere"
 
 
 def mechanisms_command(
