@@ -64,6 +64,7 @@ EXPLAINED = [
     "softgap.evaluate",
     "softgap.linearize.find_plan",
     "softgap.linearize.head_scores",
+    "softgap.linearize.recall_scores",
     "softgap.linearize.impact",
     "softgap.linearize.swap",
     "softgap.linearize.apply",
