@@ -1,6 +1,6 @@
 """Which score finds the KV groups that recall needs, and which order keeps both loss and recall? On the embedded model.
 
-Run: python experiments/recall_scores.py --fit FILE --text FILE --parts FOLDER [--lists 3] [--texts 2]
+Run: python experiments/recall_scores.py --fit FILE --text FILE --parts FOLDER [--lists 2] [--texts 2]
 
 Scores come from recall lists across 200 tokens of the one text (--fit). What they should predict is measured with lists
 across 600 tokens and with sequences of the other (--text): each KV group alone keeps 4 sinks and 32 recent keys. Orders
@@ -40,6 +40,8 @@ from softgap.models import load_model
 SWAP, PLAN = "window:w=32,sinks=4", "window:w=124,sinks=4"
 SCORE_LISTS, SCORE_DISTANCE, SCORE_TEXTS, SCORE_LENGTH = 2, 200, 3, 512
 DISTANCE, LENGTH = 600, 1024
+# Tokens of a sequence in which groups are swapped alone: every group reads it.
+ALONE_LENGTH = 512
 FREED, PLAN_LISTS, PLAN_TEXTS = 70, 8, 3
 GATE_STEPS = 24
 TOP = 10
@@ -100,7 +102,7 @@ def measure_impact(model: Any, lists: Sequences, sequences: Sequences, folder: P
             part = found_or_made(folder / f"impact-text-{number}.json", lambda row=row: measured(sequences.part(row)))  # type: ignore[misc]
             columns["loss"].append(part["loss"])
             columns["kl"].append(part["kl"])
-    return {name: np.array(values).T for name, values in columns.items()}
+    return {name: np.array(values).T for name, values in columns.items() if values}
 
 
 def orders(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -155,12 +157,19 @@ def agreement_rows(scores: Mapping[str, dict[str, Any]], costs: Mapping[str, np.
         score = np.array(found["score"])
         cells = []
         for quantity in ("log-probability", "loss", "kl"):
-            cells.append(str(rank_agreement(score, costs[quantity], rng=np.random.default_rng(0)).correlation))
+            cells.append(_correlation(score, costs[quantity]) if quantity in costs else "")
         for quantity in ("log-probability", "kl"):
+            if quantity not in costs:
+                cells.append("")
+                continue
             top = set(np.argsort(-score)[:TOP]) & set(np.argsort(-costs[quantity].mean(axis=-1))[:TOP])
             cells.append(str(len(top)))
         rows.append(f"| {name} | {' | '.join(cells)} | {found['passes']:.0f} | {found['seconds']:.0f} |")
     return rows
+
+
+def _correlation(score: np.ndarray, costs: np.ndarray) -> str:
+    return str(rank_agreement(score, costs, rng=np.random.default_rng(0)).correlation)
 
 
 def most_missed(model: Any, costs: Mapping[str, np.ndarray]) -> str:
@@ -174,14 +183,15 @@ def most_missed(model: Any, costs: Mapping[str, np.ndarray]) -> str:
 def write(model: Any, scores: Any, costs: Mapping[str, np.ndarray], order_rows: Sequence[str]) -> None:
     """The section of the findings."""
     ceilings = {x: rank_agreement(costs[x].mean(axis=-1), costs[x], rng=np.random.default_rng(0)).half for x in costs}
-    lists, texts = costs["recall"].shape[1], costs["loss"].shape[1]
+    lists, texts = costs["recall"].shape[1], costs["loss"].shape[1] if "loss" in costs else 0
     halves = ", ".join(f"{x} {value:.2f}" for x, value in ceilings.items() if np.isfinite(value))
     text = f"""\
 `python experiments/recall_scores.py --fit FILE --text FILE --parts FOLDER --lists {lists} --texts {texts}` on the \
 embedded model; {machine()}. Scores come from {SCORE_LISTS} recall lists across {SCORE_DISTANCE} tokens of one half of \
 WikiText ({TEXT_SCORE}: from {SCORE_TEXTS} sequences of {SCORE_LENGTH} tokens; gate: {GATE_STEPS} steps). They are \
 compared with what the swap of each of 90 KV groups alone for `{SWAP}` costs on the other half: log-probability of the \
-answers of {lists} lists across {DISTANCE} tokens, loss and KL divergence of {texts} sequences of {LENGTH:,} tokens. \
+answers of recall lists ({lists}, across {DISTANCE} tokens), loss and KL divergence of sequences ({texts}, of \
+{ALONE_LENGTH} tokens). \
 Spearman's correlation with 95 % over resampled groups; how many of the {TOP} costliest groups are among the score's \
 own {TOP}; cost in forward passes over one list or sequence and in CPU seconds. Ranks in two halves of the \
 measurements agree to: {halves or "one text each, so there are no halves"}.
@@ -231,8 +241,9 @@ def main() -> None:
 
 def _spread(model: Any, ids: Sequence[int], texts: int) -> Sequences:
     """Sequences apart from those of the orders, the first ones the same for any number."""
-    rows = torch.tensor([ids[(7 + 20 * i) * LENGTH : (8 + 20 * i) * LENGTH] for i in range(texts)])
-    return Sequences(rows, torch.ones(texts, LENGTH - 1, dtype=torch.bool))
+    starts = [(7 + 20 * i) * LENGTH for i in range(texts)]
+    rows = torch.tensor([ids[start : start + ALONE_LENGTH] for start in starts]).view(texts, -1)
+    return Sequences(rows, torch.ones(texts, ALONE_LENGTH - 1, dtype=torch.bool))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ SEARCH: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def planted() -> tuple[Any, Any, Sequences]:
-    model, tokenizer = planted_recall(), WordTokenizer()
+    model = planted_recall()
+    tokenizer: Any = WordTokenizer()
     filler = tokenizer(TEXT)["input_ids"]
     return model, tokenizer, recall_sequences(model, tokenizer, 4, filler=filler, distance=DISTANCE)
 
@@ -123,6 +124,7 @@ def test_a_sweep_over_units_equals_swaps_one_by_one(pairs: int) -> None:
                 with swap(model, list(unit), WINDOW):
                     swapped = model(lists.ids[row : row + 1]).logits[0].log_softmax(-1)
             losses, divergences = [], []
+            assert lists.first is not None
             for place in np.flatnonzero(lists.first[row].numpy()):
                 right = int(lists.ids[row, place + 1])
                 losses.append(float(original[place, right] - swapped[place, right]))

@@ -66,10 +66,10 @@ class RecallTest:
         """The original model and the one with these heads swapped, on enough lists and at least ``fewest``.
 
         ``key`` tells the swap apart from others of the same test; None takes the heads. With a ``limit`` of the drop
-        asking begins with one block and ends, too, as soon as the interval of the change lies on one side of it.
+        asking ends, too, as soon as the interval of the change lies on one side of it.
         """
         swapped_key = heads if key is None else key
-        blocks = 1 if self.lists is not None or limit is not None else -(-fewest // BLOCK_LISTS)
+        blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
         while True:
             original, swapped = (
                 self._evaluate((), [], lambda: None, blocks),

@@ -389,7 +389,7 @@ def learn_gates(
             with torch.enable_grad(), replace_attention(model, mixture.output):
                 logs = log_probabilities(model, text)
                 divergence = torch.where(original > -torch.inf, original.exp() * (original - logs), 0.0).sum(-1).mean()
-                (divergence + penalty * gates.sum()).backward()  # type: ignore[no-untyped-call]
+                (divergence + penalty * gates.sum()).backward()
         optimiser.step()
         with torch.no_grad():
             gates.clamp_(0, 1)
