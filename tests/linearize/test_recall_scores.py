@@ -13,6 +13,7 @@ from softgap.attention import resolve
 from softgap.checkpoints import Checkpoints
 from softgap.errors import SoftgapError
 from softgap.linearize import (
+    Budget,
     Sequences,
     Substitute,
     find_plan,
@@ -185,3 +186,26 @@ def test_scores_refuse_what_they_cannot_score(planted: Any) -> None:
         impact_of_units(model, lists, WINDOW, units=[((0, 0), (1, 0))])
     with pytest.raises(SoftgapError, match="gates need at least 1 step"):
         learn_gates(model, lists, WINDOW, steps=0)
+
+
+def test_the_default_recall_budget_is_left_out_where_the_model_does_not_recall() -> None:
+    model = sharp_llama(max_position_embeddings=512).float()
+    book = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge." for i in range(60))
+    settings: dict[str, Any] = {**SEARCH, "recalls": 2, "recall_distance": 0, "score": "divergence"}
+    plan = find_plan(model, byte_tokenizer(), [book], "elu1", **settings)
+    assert plan.provenance["recall_budget"] is None
+    assert "not measurable with this model, which itself recalls 0.0" in plan.provenance["recall_note"]
+    unasked = find_plan(model, byte_tokenizer(), [book], "elu1", **{**settings, "recalls": 0})
+    assert unasked.provenance["recall_note"] == "Recall is not limited: no recall lists were asked."
+
+
+def test_the_lower_end_of_the_interval_meets_the_recall_budget() -> None:
+    limits = Budget(1.0, 0.05)
+    assert limits.allows({"loss": 0.1, "recall": -0.04, "recall_low": -0.05})
+    assert not limits.allows({"loss": 0.1, "recall": -0.04, "recall_low": -0.06})
+    # The loss alone decides where it is exceeded, and then nobody asks for recall.
+    assert not limits.allows({"loss": 2.0})
+    with pytest.raises(SoftgapError, match="a recall budget needs recall lists"):
+        limits.allows({"loss": 0.1})
+    change = {"loss": 0.1, "recall": -0.04, "recall_low": -0.06}
+    assert "loses 0.04 of recall (up to 0.06 within its interval)" in str(limits.refusal(change, "it"))
