@@ -242,7 +242,7 @@ def main() -> None:
 def _spread(model: Any, ids: Sequence[int], texts: int) -> Sequences:
     """Sequences apart from those of the orders, the first ones the same for any number."""
     starts = [(7 + 20 * i) * LENGTH for i in range(texts)]
-    rows = torch.tensor([ids[start : start + ALONE_LENGTH] for start in starts]).view(texts, -1)
+    rows = torch.tensor([ids[start : start + ALONE_LENGTH] for start in starts]).view(texts, ALONE_LENGTH)
     return Sequences(rows, torch.ones(texts, ALONE_LENGTH - 1, dtype=torch.bool))
 
 
