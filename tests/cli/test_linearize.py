@@ -233,3 +233,11 @@ def test_bad_input_is_one_sentence(
     for extra in ([], ["--overwrite"]):
         said = failure([*start, "--text", "boats.txt", "--out", "weights.json", *extra], capsys)
         assert "'weights.safetensors' already exists, and the plan would write its parameters there" in said
+
+
+def test_a_recall_budget_is_given_or_turned_off_but_not_both(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--recall-budget", "0.1", "--no-recall-budget"]
+    assert main(["linearize", str(folder), "--text", "boats.txt", *both]) == 2
+    assert "--no-recall-budget does not limit recall, and --recall-budget 0.1 does" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
 from softgap.linearize import Readout, Substitute, distil_substitute, fit_output_correction, swap
-from softgap.linearize.distil import _sequence_order
+from softgap.linearize.distil import sequence_order
 from softgap.linearize.sequences import Sequences
 from softgap.models.tensor_files import digest_of
 from support.linearize_cases import sharp_llama, with_random_parameters
@@ -115,10 +115,10 @@ def test_recall_lists_are_learnt_beside_the_text(small: Any) -> None:
 
 
 def test_a_seed_decides_the_order_and_every_round_reads_everything() -> None:
-    drawn = list(_sequence_order(5, 12, np.random.default_rng(1)))
+    drawn = list(sequence_order(5, 12, np.random.default_rng(1)))
     assert sorted(drawn[:5]) == sorted(drawn[5:10]) == list(range(5))
     assert drawn[:5] != drawn[5:10]
-    assert drawn == list(_sequence_order(5, 12, np.random.default_rng(1)))
+    assert drawn == list(sequence_order(5, 12, np.random.default_rng(1)))
 
 
 def test_bad_input_is_one_sentence(small: Any) -> None:

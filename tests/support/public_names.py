@@ -65,6 +65,7 @@ EXPLAINED = [
     "softgap.evaluation.lm_eval",
     "softgap.linearize.find_plan",
     "softgap.linearize.head_scores",
+    "softgap.linearize.recall_scores",
     "softgap.linearize.impact",
     "softgap.linearize.swap",
     "softgap.linearize.apply",

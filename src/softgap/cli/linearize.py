@@ -53,6 +53,8 @@ def show_plan(console: Console, plan: Plan, layers: Sequence[AttentionLayer], pa
     console.print(_costs(plan))
     if plan.recall:
         console.print(plan.recall_words())
+    if plan.provenance.get("recall_note"):
+        console.print(plan.provenance["recall_note"])
     saved = plan.memory["saved_per_token"] / max(1.0, plan.memory["per_token_original"])
     console.print(
         f"The KV cache needs {plan.memory['per_token']:,.0f} bytes per token instead of "
@@ -173,10 +175,11 @@ def linearize_command(
     recall_budget: Annotated[
         float | None,
         typer.Option(
-            help="Largest drop in associative recall, 0 to 1, scored by the first token of each answer.",
-            show_default="any",
+            help="Largest drop in associative recall, 0 to 1: the lower end of its 95 % interval.",
+            show_default="0.05 if the model itself recalls",
         ),
     ] = None,
+    no_recall_budget: Annotated[bool, typer.Option("--no-recall-budget", help="Do not limit recall.")] = False,
     out: Annotated[Path, typer.Option(help="File for the plan (JSON).")] = Path("plan.json"),
     mechanism: Annotated[
         list[str] | None,
@@ -218,7 +221,8 @@ def linearize_command(
         raise ValueInputError("a search needs text, got none; give a file with --text")
     _check_files(out, picture, overwrite=overwrite)
     texts = [plain_text(*read_text_argument(name)) for name in text]
-    settings = {"budget": budget, "recall_budget": recall_budget, **asdict(search), "seed": seed}
+    limit = _recall_limit(recall_budget, off=no_recall_budget)
+    settings = {"budget": budget, "recall_budget": limit, **asdict(search), "seed": seed}
     size = None if budget_bytes is None else parse_bytes(budget_bytes)
     options = {"dtype": dtype, "device": device, "attn": attn}
     plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options)
@@ -228,6 +232,17 @@ def linearize_command(
         output.write_json(json.loads(out.read_text(encoding="utf-8")))
     else:
         show_plan(output.console(), plan, layers, out)
+
+
+def _recall_limit(recall_budget: float | None, *, off: bool) -> float | Literal["auto"] | None:
+    """What ``find_plan`` takes as recall budget."""
+    if off and recall_budget is not None:
+        raise ValueInputError(
+            f"--no-recall-budget does not limit recall, and --recall-budget {recall_budget:g} does; leave one out"
+        )
+    if off:
+        return None
+    return "auto" if recall_budget is None else recall_budget
 
 
 def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:

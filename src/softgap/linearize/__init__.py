@@ -11,11 +11,13 @@ from softgap.linearize.frontier import Budget, Frontier, Point, frontier
 from softgap.linearize.impact import Impact, impact
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Plan, load_plan
+from softgap.linearize.recall_scores import RECALL_SCORES, UnitScores, impact_of_units, learn_gates, recall_scores
 from softgap.linearize.scores import SCORES, Ranking, Scores, head_scores, rank_agreement
 from softgap.linearize.search import find_plan
 from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences
 
 __all__ = [
+    "RECALL_SCORES",
     "SCORES",
     "Applied",
     "Budget",
@@ -29,6 +31,7 @@ __all__ = [
     "Scores",
     "Sequences",
     "Substitute",
+    "UnitScores",
     "apply",
     "distil_substitute",
     "find_plan",
@@ -38,8 +41,11 @@ __all__ = [
     "heads_of_group",
     "heads_of_layer",
     "impact",
+    "impact_of_units",
+    "learn_gates",
     "load_plan",
     "rank_agreement",
+    "recall_scores",
     "recall_sequences",
     "split_sequences",
     "substitute",

@@ -12,7 +12,7 @@ from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import Budget
 from softgap.linearize.output_correction import fit_output_correction
-from softgap.linearize.recall import RecallTest
+from softgap.linearize.recall import RecallTest, change_of_recall
 from softgap.linearize.sequences import Reading, Sequences, join_readings, read_swapped
 from softgap.models.loading import Model
 from softgap.progress import Progress
@@ -73,8 +73,9 @@ class CandidateCosts:
         checkpoints: Checkpoints,
         progress: Progress,
         recall: RecallTest | None,
+        limits: Budget,
     ) -> None:
-        self._model, self._text, self._recall = model, text, recall
+        self._model, self._text, self._recall, self._limits = model, text, recall, limits
         self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
         self._substitutes: dict[str, Substitute] = {}
         self.share = 0.3
@@ -99,14 +100,20 @@ class CandidateCosts:
         return self._substitutes[key]
 
     def change(self, candidate: Candidate) -> dict[str, float]:
-        """Rise in loss, and changes in accuracy and recall."""
+        """Rise in loss, and changes in accuracy and recall; ``recall_low`` is the lower end of recall's interval.
+
+        Recall takes far more passes than loss: it is not asked where the loss already exceeds its limit.
+        """
         before, after = [self._original], [self._reading(candidate)]
-        if self._recall is not None:
+        rise = float(after[0].loss.mean() - before[0].loss.mean())
+        low = {}
+        if self._recall is not None and (self._limits.loss is None or rise <= self._limits.loss):
             original, swapped = self._asked(candidate)
             before.append(original)
             after.append(swapped)
+            low = {"recall_low": change_of_recall(original, swapped, seed=self._settings["seed"]).low}
         means = join_readings(before).means(), join_readings(after).means()
-        return {name: means[1][name] - means[0][name] for name in means[0]}
+        return {name: means[1][name] - means[0][name] for name in means[0]} | low
 
     def lists(self, candidate: Candidate) -> int:
         """On how many recall lists it was decided whether its heads may go; 0 where recall is not limited."""
@@ -115,7 +122,9 @@ class CandidateCosts:
     def _asked(self, candidate: Candidate) -> tuple[Reading, Reading]:
         if self._recall is None:
             raise ValueError("this search has no recall lists")
-        return self._recall.compare(candidate.heads, lambda: self.substitute(candidate), key=candidate.key)
+        return self._recall.compare(
+            candidate.heads, lambda: self.substitute(candidate), key=candidate.key, limit=self._limits.recall
+        )
 
     def _reading(self, candidate: Candidate | None) -> Reading:
         def make() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from softgap.models.support import check_measurable
 from softgap.models.tensor_files import digest_of
 from softgap.progress import Progress, silent
 
-__all__ = ["distil_substitute"]
+__all__ = ["distil_substitute", "freeze_weights", "log_probabilities", "sequence_order"]
 
 STEPS = 96
 LEARNING_RATE = 6e-4
@@ -90,13 +90,13 @@ def distil_substitute(
     optimiser = torch.optim.Adam(trainable.groups(learning_rate), betas=(0.9, 0.98))
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     training_sets = [part for part in (sequences, recall_lists) if part is not None]
-    rows = zip(*(_sequence_order(len(part), steps, np.random.default_rng(seed)) for part in training_sets), strict=True)
+    rows = zip(*(sequence_order(len(part), steps, np.random.default_rng(seed)) for part in training_sets), strict=True)
     for step, drawn_rows in enumerate(rows):
         schedule = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * schedule
         optimiser.zero_grad()
-        with _freeze(model):
+        with freeze_weights(model):
             divergences = [
                 _divergence(model, part.part(slice(row, row + 1)), heads, trainable.substitute())
                 for part, row in zip(training_sets, drawn_rows, strict=True)
@@ -141,7 +141,7 @@ class _TrainableSubstitute:
         return replace(self._start, mechanism=mechanisms[0], readout=readout)
 
 
-def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
+def sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
     """A sequence for every step: all of them, then all of them in another order, and so on."""
     order: list[int] = []
     for _ in range(steps):
@@ -152,9 +152,9 @@ def _sequence_order(n: int, steps: int, rng: np.random.Generator) -> Iterator[in
 def _divergence(model: Model, text: Sequences, heads: Sequence[Head], head_substitute: Substitute) -> float:
     """KL from the original model on one sequence, its gradient added to the free numbers."""
     with torch.no_grad():
-        original_logs = _log_probabilities(model, text)
+        original_logs = log_probabilities(model, text)
     with torch.enable_grad(), swap(model, heads, head_substitute):
-        logs = _log_probabilities(model, text)
+        logs = log_probabilities(model, text)
         # A token that the model rules out counts as 0.
         divergence = (
             torch.where(original_logs > -torch.inf, original_logs.exp() * (original_logs - logs), 0.0)
@@ -165,7 +165,7 @@ def _divergence(model: Model, text: Sequences, heads: Sequence[Head], head_subst
     return divergence.item()
 
 
-def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next vocabulary"]:
+def log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next vocabulary"]:
     """Log-probabilities where the next token counts."""
     logits: Tensor = model(text.ids[:, :-1], use_cache=False).logits[0]
     if not bool(text.scored.all()):
@@ -174,7 +174,7 @@ def _log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next voc
 
 
 @contextmanager
-def _freeze(model: Model) -> Iterator[None]:
+def freeze_weights(model: Model) -> Iterator[None]:
     """The model's weights collect no gradients while the block runs."""
     trainable = [x for x in model.parameters() if x.requires_grad]
     for parameter in trainable:

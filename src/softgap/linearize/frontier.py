@@ -54,7 +54,8 @@ class Budget:
     loss
         Largest rise in loss, in nats per token; None does not limit it.
     recall
-        Largest drop in recall, between 0 and 1; None does not limit it.
+        Largest drop in recall, between 0 and 1; None does not limit it. Where changes come with ``recall_low``, the
+        lower end of the interval of the change in recall, that end must meet the limit.
     """
 
     loss: float | None
@@ -88,13 +89,18 @@ class Budget:
         if self.loss is not None and not change["loss"] <= self.loss:
             exceeded.append((f"budget of {self.loss:g} nats per token", f"costs {change['loss']:.3g}"))
         if self.recall is not None:
+            if "recall" not in change and exceeded:  # the loss has decided
+                return exceeded
             if "recall" not in change:
                 raise ValueInputError(
                     f"a recall budget needs recall lists, and none were asked (recall budget {self.recall:g}); ask "
                     "some, or leave the recall budget out"
                 )
-            if not -change["recall"] <= self.recall:
-                exceeded.append((f"recall budget of {self.recall:g}", f"loses {-change['recall']:.3g} of recall"))
+            low = change.get("recall_low", change["recall"])
+            if not -low <= self.recall:
+                within = "" if low == change["recall"] else f" (up to {-low:.3g} within its interval)"
+                drop = f"loses {-change['recall']:.3g} of recall{within}"
+                exceeded.append((f"recall budget of {self.recall:g}", drop))
         return exceeded
 
 

@@ -42,7 +42,7 @@ from softgap.probe.tap import AttentionCall, replace_attention
 from softgap.probe.visibility import VisibleSets
 from softgap.progress import Progress, silent
 
-__all__ = ["Impact", "impact", "impact_on", "mean_outputs"]
+__all__ = ["Impact", "SideBySide", "impact", "impact_on", "mean_outputs"]
 
 
 QUANTITIES = ("loss", "kl", "accuracy")
@@ -369,11 +369,11 @@ class _Sweep:
         if not self._reuse:
             return torch.cat([self._alone((layer.number, head), index, part, original) for head in heads], dim=1)
         place = next(i for i, (other, _) in enumerate(self._heads_by_layer) if other is layer)
-        side = _SideBySide(self._parts[place][index], len(part))
+        side = SideBySide(self._parts[place][index], len(part))
         step = max(1, BATCH_TOKENS // part.ids.numel())
         columns = []
         for first in range(0, len(heads), step):
-            side.places = range(first, min(len(heads), first + step))
+            side.places = [[place] for place in range(first, min(len(heads), first + step))]
             copies = len(side.places)
             with self._blocks.start_at(layer, copies), replace_attention(self._model, side.output):
                 columns.append(score_forward(self._model, part.ids, original, copies).means(part, copies).cpu())
@@ -394,15 +394,22 @@ class _Sweep:
             self._reuse = False
 
 
-class _SideBySide:
-    """Copies of one batch, the i-th with the i-th of the chosen heads swapped: all below is the same in every copy."""
+class SideBySide:
+    """Copies of one batch, the i-th with the i-th set of heads swapped: all below is the same in every copy.
+
+    Attributes
+    ----------
+    places
+        For each copy the heads that are swapped in it, by their places among the heads of the part.
+    """
 
     def __init__(self, part: SwappedLayer, texts: int) -> None:
         self._part, self._texts = part, texts
         self._output: Tensor | None = None
-        self.places = range(0)
+        self.places: Sequence[Sequence[int]] = ()
 
     def output(self, call: AttentionCall) -> Float[Tensor, "batch query head value_dim"]:
+        """The outputs of all heads, for all copies."""
         if call.module is not self._part.layer.module:
             return call.output
         if self._output is None:
@@ -411,7 +418,7 @@ class _SideBySide:
             single = call._replace(query=call.query[first], key=call.key[first], value=call.value[first], mask=mask)
             self._output = self._part.output(single, VisibleSets().of(single))
         output = call.output.clone()
-        for copy, place in enumerate(self.places):
+        for copy, places in enumerate(self.places):
             rows = slice(copy * self._texts, (copy + 1) * self._texts)
-            output[rows, :, int(self._part.heads[place])] = self._output[:, :, place]
+            output[rows, :, self._part.heads[list(places)]] = self._output[:, :, list(places)]
         return output

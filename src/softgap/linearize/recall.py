@@ -2,7 +2,8 @@
 
 A list asks for all of its pairs in one forward. Lists are asked in blocks until the 95 % intervals over resampled lists
 of the original model's recall and of its change under the swap both have a half-width of at most ``HALF_WIDTH``, or
-until ``MOST_LISTS`` are asked. What a search decides by and what a plan reports follow this one rule.
+until ``MOST_LISTS`` are asked. A search that decides whether a drop is within its limit also stops once the interval
+of the change lies on one side of the limit. What a plan reports never rests on fewer lists than decided on it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from softgap.checkpoints import Checkpoints
-from softgap.intervals import interval_of
+from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, join_readings, read_swapped
 from softgap.models.loading import Model
 
-__all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "half_widths"]
+__all__ = ["FEWEST_LISTS", "HALF_WIDTH", "MOST_LISTS", "RecallTest", "change_of_recall", "half_widths"]
 
 HALF_WIDTH = 0.02
 """The largest half-width of the 95 % interval of a recall that is reported or decided on."""
@@ -60,10 +61,12 @@ class RecallTest:
         *,
         key: Any = None,
         fewest: int = FEWEST_LISTS,
+        limit: float | None = None,
     ) -> tuple[Reading, Reading]:
         """The original model and the one with these heads swapped, on enough lists and at least ``fewest``.
 
-        ``key`` tells the swap apart from others of the same test; None takes the heads.
+        ``key`` tells the swap apart from others of the same test; None takes the heads. With a ``limit`` of the drop
+        asking ends, too, as soon as the interval of the change lies on one side of it.
         """
         swapped_key = heads if key is None else key
         blocks = 1 if self.lists is not None else -(-fewest // BLOCK_LISTS)
@@ -73,6 +76,9 @@ class RecallTest:
                 self._evaluate(tuple(heads), swapped_key, make_substitute, blocks),
             )
             done = self.lists is not None or blocks * BLOCK_LISTS >= MOST_LISTS
+            if limit is not None:
+                change = change_of_recall(original, swapped, seed=self.seed)
+                done = done or change.low >= -limit or change.high < -limit
             if done or max(half_widths(original, swapped, seed=self.seed).values()) <= HALF_WIDTH:
                 return original, swapped
             blocks += 1
@@ -99,6 +105,11 @@ class RecallTest:
             skip = len(self._blocks) * BLOCK_LISTS
             self._blocks.append(self.draw(skip, BLOCK_LISTS if self.lists is None else self.lists))
         return self._blocks[number]
+
+
+def change_of_recall(original: Reading, swapped: Reading, *, seed: int = 0) -> Interval:
+    """Change in recall, paired by list, with its 95 % interval over resampled lists."""
+    return interval_of(swapped.recall - original.recall, rng=np.random.default_rng(seed))
 
 
 def half_widths(original: Reading, swapped: Reading, *, seed: int = 0) -> dict[str, float]:

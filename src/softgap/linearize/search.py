@@ -5,7 +5,8 @@ group among them and softmax (``softgap.linearize.allocation``).
 
 The text is cut in three: half of the sequences to score heads and to fit output corrections on, a quarter to choose how
 many heads go, a quarter to say what the chosen plan costs. Where recall is limited, each of the three has recall lists
-of its own; those that choose and those that check are as many as ``softgap.linearize.recall`` asks for.
+of its own; those that choose and those that check are as many as ``softgap.linearize.recall`` asks for. Recall is
+limited unless the caller turns it off or the model itself does not recall.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,13 +62,18 @@ from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, partial_progress, silent
 
-__all__ = ["check_search", "find_plan"]
+__all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan"]
 
 FEWEST = 4
 TOKENS = 16384
 # The longest sequences that a search with several mechanisms takes by itself.
 LONGEST = 2048
 BUDGET = 0.1
+RECALL_BUDGET = 0.05
+"""Drop in recall that is allowed, unless said otherwise."""
+MEASURABLE_RECALL = 0.1
+"""Recall that the original model must have for a drop to be limited by default."""
+AUTO: Literal["auto"] = "auto"
 # Lists that head scores and distillation count beside the text; they decide nothing by themselves.
 FIT_LISTS = 8
 # Lists of every baseline's row: each asks across a distance, and there are ten rows.
@@ -90,7 +96,7 @@ def find_plan(
     budget: float | None = None,
     budget_bytes: float | None = None,
     context: int | None = None,
-    recall_budget: float | None = None,
+    recall_budget: float | Literal["auto"] | None = AUTO,
     by: str | None = None,
     score: str = DEFAULT_SCORE,
     correct: bool = True,
@@ -126,7 +132,10 @@ def find_plan(
     context
         Tokens at which bytes are counted; None for 8,192, or the model's context where that is shorter.
     recall_budget
-        Drop in recall that is allowed, between 0 and 1; None does not limit it.
+        Drop in recall that is allowed, between 0 and 1: the lower end of the 95 % interval of the change must not lie
+        below it. ``auto`` is ``RECALL_BUDGET`` (0.05) if there are recall lists and the model itself recalls at least
+        ``MEASURABLE_RECALL`` (0.1); otherwise recall is not limited, and ``plan.provenance["recall_note"]`` says why.
+        None does not limit it.
     by
         ``heads`` or ``groups``; None for heads with one mechanism and for groups with several.
     score
@@ -194,7 +203,7 @@ def find_plan(
         budget=budget, budget_bytes=budget_bytes, context=context, recall_budget=recall_budget, by=by, score=score,
         correct=correct, distil=distil, length=length, tokens=tokens, several=several,
     )  # fmt: skip
-    if recall_budget is not None and recalls == 0:
+    if recall_budget not in (None, AUTO) and recalls == 0:
         raise ValueInputError(
             "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
         )
@@ -204,9 +213,6 @@ def find_plan(
     text = split_text(sequences)
     distance = _recall_distance(model, tokenizer, text, recall_distance) if recalls != 0 else 0
     lists = _RecallLists(model, tokenizer, recalls, seed, text, distance)
-    # A search with several mechanisms always counts recall: heads that text hardly misses may be all of it.
-    if recalls != 0 and (several or recall_budget is not None):
-        text = replace(text, fit_recall_lists=lists.fit())
     options = _options(model, mechanism, text.fit, several)
     ranked_by = "fisher" if several else score
     settings = _settings(
@@ -215,17 +221,19 @@ def find_plan(
     checkpoints = Checkpoints(folder, settings)
     searching, comparing = (partial_progress(progress, *x) for x in ((0.0, SEARCH_SHARE), (SEARCH_SHARE, 1.0)))
     searching = searching if baselines else progress
-    costs = CandidateCosts(
-        model, text, settings, checkpoints, searching,
-        None if recall_budget is None else lists.test(CHOOSE, checkpoints),
-    )  # fmt: skip
+    limits, note = _limit_recall(limits, recall_budget, lists, checkpoints, searching)
+    # A search with several mechanisms always counts recall: heads that text hardly misses may be all of it.
+    if recalls != 0 and (several or limits.recall is not None):
+        text = replace(text, fit_recall_lists=lists.fit())
+    choosing = None if limits.recall is None else lists.test(CHOOSE, checkpoints)
+    costs = CandidateCosts(model, text, settings, checkpoints, searching, choosing, limits)
     menu = Menu.of(model, options, context) if several else None
     if menu is not None:
         scores = score_options(model, text, menu, checkpoints, searching, seed)
         found, about = choose_allocation(costs, menu, scores, limits, budget_bytes, searching)
     else:
         found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
-    provenance = {**settings, "budget": limits.loss, "recall_budget": recall_budget, **about}
+    provenance = {**settings, "budget": limits.loss, "recall_budget": limits.recall, **note, **about}
     plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), distance, searching)
     if not baselines:
         return plan
@@ -296,6 +304,35 @@ class _RecallLists:
         return RecallTest(self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed)
 
 
+def _limit_recall(
+    limits: Budget,
+    recall_budget: float | Literal["auto"] | None,
+    lists: _RecallLists,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> tuple[Budget, dict[str, str]]:
+    """The limits with the recall budget that holds for this model, and a note where the default one does not."""
+    if recall_budget != AUTO:
+        return limits, {}
+    if lists.recalls == 0:
+        return replace(limits, recall=None), {"recall_note": "Recall is not limited: no recall lists were asked."}
+    asked = lists.fit()
+
+    def make() -> dict[str, float]:
+        progress("asking the original model for recall", 0.0)
+        return {"recall": read_swapped(lists.model, None, asked, [], None).means()["recall"]}
+
+    own = checkpoints.find_or_make(["own recall", digest_of_sequences(asked)], make)["recall"]
+    if own >= MEASURABLE_RECALL:
+        return limits, {}
+    note = (
+        f"Recall is not limited: it is not measurable with this model, which itself recalls {own:.2f} "
+        f"(at least {MEASURABLE_RECALL:g} is needed)."
+    )
+    progress(note, 0.0)
+    return replace(limits, recall=None), {"recall_note": note}
+
+
 def _recall_distance(model: Model, tokenizer: Tokenizer, text: SearchText, given: int | None) -> int:
     """Tokens between a recall list and its questions: as given, or as many as text and context allow."""
     if given is not None:
@@ -348,7 +385,7 @@ def _settings(model: Model, sequences: Sequences, options: Sequence[Substitute],
 def check_search(
     *,
     budget: float | None,
-    recall_budget: float | None,
+    recall_budget: float | Literal["auto"] | None,
     score: str,
     correct: bool,
     distil: int,
@@ -360,7 +397,10 @@ def check_search(
     several: bool = False,
 ) -> Budget:
     """Refuse what no search can be made with; a command asks before it loads a model."""
-    limits = Budget(BUDGET if budget is None and budget_bytes is None else budget, recall_budget)
+    limits = Budget(
+        BUDGET if budget is None and budget_bytes is None else budget,
+        RECALL_BUDGET if recall_budget == AUTO else recall_budget,
+    )
     if budget_bytes is not None and not 0 <= budget_bytes < math.inf:
         raise ValueInputError(f"the byte budget must be at least 0 and finite, got {budget_bytes:g}")
     if context is not None and context < 1:
