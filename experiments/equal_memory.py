@@ -195,7 +195,8 @@ def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[
     heads = [head for group in order[: options.groups] for head in heads_of_group(model, *group)]
     lists = {filler: list(recall_lists(tokenizer, ids, options.lists, 10 + filler, filler)) for filler in DISTANCES}
     rows, original = [], np.zeros(0)
-    streaming = {name: mechanism for name, mechanism in mechanisms.items() if name not in SWAPPED_LESS}
+    names = options.rows or [name for name in mechanisms if name not in SWAPPED_LESS]
+    streaming = {name: mechanisms[name] for name in names}
     for name, mechanism in {"the original model": None, **streaming}.items():
         with nullcontext() if mechanism is None else swap(model, heads, mechanism):
             loss = losses(model, ids, SWAP_RANGES[-1].stop, options.texts)
@@ -210,7 +211,7 @@ def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[
         say(rows[-1])
     command = (
         f"python experiments/equal_memory.py --text FILE --calibration FITTED --only swap --fit FILE "
-        f"--groups {options.groups} --lists {options.lists}"
+        f"--groups {options.groups} --texts {options.texts} --lists {options.lists}"
     )
     write_section(
         f"equal_memory-swap-{options.groups}",
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("gap", "swap"))
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--groups", type=int, default=70)
+    parser.add_argument("--rows", nargs="+", metavar="SUBSTITUTE", help="rows of the swap, by the names of the table")
     parser.add_argument("--lists", type=int, default=16)
     options = parser.parse_args()
     if options.only != "gap" and options.fit is None:

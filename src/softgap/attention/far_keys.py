@@ -1,10 +1,13 @@
 """Exact far keys: a constant number of keys that stay exact after they have left the sliding window.
 
-A key gets its priority while it is in the window: the largest score that a query gave it,
+A key gets its priority while it is in the window: the attention that it receives there,
 
-    p_j = max s_tj   over j <= t < j + w and the query heads of the KV head.
+    p_j = sum a_tj   over j <= t < j + w and the query heads of the KV head,
 
-When it leaves the window, nothing about the future is known. The far keys of query t are the ``far`` keys with the
+with a_tj the softmax over sinks and window. Of the rules that ``experiments/far_keys.py`` compares, this one costs the
+least loss. H2O (arXiv:2306.14048) sums over the whole text instead.
+
+When a key leaves the window, nothing about the future is known. The far keys of query t are the ``far`` keys with the
 largest p_j among those that have left the window and are no sinks; of equal ones the earlier. A key that others
 displace goes to the tail of the hybrid, as does one that was never far. Queries of padding have no say.
 
@@ -20,41 +23,48 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softgap.attention.exact_set import ExactSet
+from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.visible import Visible
 
 __all__ = ["Dropped", "FarKeys", "Span", "far_priorities", "far_rows"]
+
+BLOCK_ROWS = 128
 
 Scores = Callable[[slice, slice], Float[Tensor, "batch head query key"]]
 
 
 def far_priorities(
-    scores: Scores, exact: ExactSet, visible: Visible, shape: tuple[int, int, int], kv_heads: int, device: torch.device
+    scores: Scores, exact: ExactSet, visible: Visible, rule: ScoreRule, shape: tuple[int, int, int], kv_heads: int
 ) -> Float[Tensor, "batch kv_head key"]:
-    """p_j of every key; -inf where no query had a say.
+    """p_j of every key; 0 where no query had a say.
 
     Parameters
     ----------
     scores
         The scores after the softcap of some queries with some keys.
+    rule
+        The model's learned sinks take part in the softmax.
     shape
         Batch, queries and keys.
     """
     batch, n_queries, n_keys = shape
-    priorities: Tensor | None = None
-    step = 128
-    for start in range(0, n_queries, step):
-        rows = slice(start, min(n_queries, start + step))
-        positions = visible.positions(rows.start, rows.stop, device)
-        keys = slice(max(0, int(positions[0]) - exact.recent + 1), min(n_keys, int(positions[-1]) + 1))
+    priorities = scores(slice(0, 0), slice(0, 0)).new_zeros(batch, kv_heads, n_keys)
+    device = priorities.device
+    for start in range(0, n_queries, BLOCK_ROWS):
+        rows = slice(start, min(n_queries, start + BLOCK_ROWS))
+        keys = slice(*visible.key_range(rows.start, rows.stop, n_keys))
         sets = exact.rows(visible, rows.start, rows.stop, (keys.start, keys.stop), device)
-        own = positions[:, None] == torch.arange(keys.start, keys.stop, device=device)
+        raw = scores(rows, keys).masked_fill(~sets.exact, -torch.inf)
+        column = rule.sink_column(raw)
+        total = raw.logsumexp(dim=-1, keepdim=True)
+        total = total if column is None else torch.logaddexp(total, column)
+        own = visible.positions(rows.start, rows.stop, device)[:, None] == torch.arange(
+            keys.start, keys.stop, device=device
+        )
         asked = sets.recent & (sets.seen & own).any(dim=-1, keepdim=True)
-        votes = scores(rows, keys).masked_fill(~asked, -torch.inf).amax(dim=2)
-        if priorities is None:
-            priorities = votes.new_full((batch, kv_heads, n_keys), -torch.inf)
-        priorities[:, :, keys] = torch.maximum(priorities[:, :, keys], _by_kv_head(votes, kv_heads))
-    return torch.zeros(batch, kv_heads, n_keys, device=device) if priorities is None else priorities
+        received = (raw - total).masked_fill(~asked, -torch.inf).exp().sum(dim=2)
+        priorities[:, :, keys] += _by_kv_head(received, kv_heads)
+    return priorities
 
 
 def far_rows(
@@ -65,17 +75,17 @@ def far_rows(
 ) -> Bool[Tensor, "batch head query key"]:
     """The far keys of some queries; ``left`` are the visible keys outside of window and sinks, axes may be 1."""
     kv_heads = priorities.shape[1]
-    left = _by_kv_head(left, kv_heads) if left.shape[1] > 1 else left
-    ranked = priorities[:, :, None].masked_fill(~left, -torch.inf)
+    left = left.unflatten(1, (kv_heads, -1)).any(dim=2) if left.shape[1] > 1 else left
+    ranked = priorities[:, :, None].masked_fill(~left, 0)
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : exact.far]
     chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, best, True)
-    return (chosen & (ranked > -torch.inf)).repeat_interleave(heads // kv_heads, dim=1)
+    return (chosen & (ranked > 0)).repeat_interleave(heads // kv_heads, dim=1)
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """The largest over the query heads of each KV head."""
-    largest: Tensor = x.unflatten(1, (kv_heads, -1)).amax(dim=2)
-    return largest
+    """Summed over the query heads of each KV head."""
+    summed: Tensor = x.unflatten(1, (kv_heads, -1)).sum(dim=2)
+    return summed
 
 
 class Span(NamedTuple):
@@ -122,7 +132,7 @@ class FarKeys:
         self.exact = exact
         self.keys: Float[Tensor, "batch kv_head far dim"] | None = None
         self.values: Float[Tensor, "batch kv_head far value_dim"] | None = None
-        # -inf marks a slot that is empty.
+        # 0 marks a slot that is empty.
         self.priorities: Float[Tensor, "batch kv_head far"] | None = None
         self.positions: Int[Tensor, "batch kv_head far"] | None = None
         self.ordinals: Int[Tensor, "batch kv_head far"] | None = None
@@ -141,10 +151,18 @@ class FarKeys:
         q: Float[Tensor, "batch head query dim"],
         span: Span,
         score: Callable[[Tensor, Tensor], Tensor],
+        total: Float[Tensor, "batch head query 1"],
     ) -> tuple[
         Float[Tensor, "batch head query candidate"], Float[Tensor, "batch kv_head candidate value_dim"], Dropped
     ]:
         """Let the keys of a block leave the window.
+
+        Parameters
+        ----------
+        score
+            The scores after the softcap of queries with keys.
+        total
+            The logarithm of each query's sum over sinks and window.
 
         Returns
         -------
@@ -158,7 +176,7 @@ class FarKeys:
         n, far = span.leaving, self.exact.far
         self._reserve(span)
         scores = score(q, span.k) if q.shape[2] else None
-        priorities = self._vote(span, scores)
+        priorities = self._vote(span, scores, total)
         candidates = self._candidates(span, priorities[..., :n])
         members = _members(candidates, far, n)
         dropped = _dropped(candidates, members, span, far)
@@ -176,32 +194,32 @@ class FarKeys:
         batch, heads, _, dim = span.k.shape
         size = (batch, heads, self.exact.far)
         self.keys, self.values = span.k.new_zeros(*size, dim), span.v.new_zeros(*size, span.v.shape[-1])
-        self.priorities = span.k.new_full(size, -torch.inf)
-        self.pending = span.k.new_full((batch, heads, self.exact.recent), -torch.inf)
+        self.priorities = span.k.new_zeros(size)
+        self.pending = span.k.new_zeros(batch, heads, self.exact.recent)
         whole = torch.int64 if span.k.dtype == torch.float64 else torch.int32
         self.positions, self.ordinals = (torch.zeros(size, dtype=whole, device=span.k.device) for _ in range(2))
 
-    def _vote(self, span: Span, scores: Tensor | None) -> Float[Tensor, "batch kv_head key"]:
+    def _vote(self, span: Span, scores: Tensor | None, total: Tensor) -> Float[Tensor, "batch kv_head key"]:
         """Priorities of the keys of a span, after the queries of its block."""
         n, recent, pending = span.leaving, self.exact.recent, self.pending
         if pending is None:
             raise AssertionError("far keys reserve their memory first")
-        priorities = torch.cat([pending, pending.new_full((*pending.shape[:2], n), -torch.inf)], dim=-1)
+        priorities = torch.cat([pending, pending.new_zeros(*pending.shape[:2], n)], dim=-1)
         if scores is None:
             return priorities
         # Row r stands at key recent + r of the span; its window are the keys r + 1 .. r + recent.
         apart = torch.arange(recent + n, device=scores.device) - torch.arange(n, device=scores.device)[:, None]
         valid = span.ordinals >= 0
         asked = (apart >= 1) & (apart <= recent) & valid[:, None] & valid[:, recent:, None]
-        votes = scores.masked_fill(~asked[:, None], -torch.inf).amax(dim=2)
-        return torch.maximum(priorities, _by_kv_head(votes, priorities.shape[1]))
+        received = (scores - total).masked_fill(~asked[:, None], -torch.inf).exp().sum(dim=2)
+        return priorities + _by_kv_head(received, priorities.shape[1])
 
     def _candidates(self, span: Span, priorities: Float[Tensor, "batch kv_head leaving"]) -> _Candidates:
         n, heads = span.leaving, span.k.shape[1]
         whole = None if self.positions is None else self.positions.dtype
         ordinals = span.ordinals[:, None, :n].expand(-1, heads, -1).to(whole)
         positions = span.positions[:n].expand(len(ordinals), heads, -1).to(whole)
-        priorities = priorities.masked_fill(ordinals < span.sinks, -torch.inf)
+        priorities = priorities.masked_fill(ordinals < span.sinks, 0)
         new = (span.k[:, :, :n], span.v[:, :, :n], priorities, positions, ordinals)
         old = (self.keys, self.values, self.priorities, self.positions, self.ordinals)
         return _Candidates(*(torch.cat([a, b], dim=2) for a, b in zip(old, new, strict=True) if a is not None))
@@ -210,7 +228,7 @@ class FarKeys:
         chosen = members.int().topk(self.exact.far, dim=-1).indices
         there = members.gather(2, chosen)
         self.keys, self.values = (_gather(x, chosen) for x in candidates[:2])
-        self.priorities = candidates.priorities.gather(2, chosen).masked_fill(~there, -torch.inf)
+        self.priorities = candidates.priorities.gather(2, chosen).masked_fill(~there, 0)
         self.positions, self.ordinals = (x.gather(2, chosen) for x in candidates[3:])
 
     @classmethod
@@ -246,7 +264,7 @@ class _Candidates(NamedTuple):
 def _members(candidates: _Candidates, far: int, n: int) -> Bool[Tensor, "batch kv_head new candidate"]:
     """Which candidates are far keys once each of the n new keys has come."""
     p, at = candidates.priorities, candidates.positions
-    eligible = p > -torch.inf
+    eligible = p > 0
     earlier = at[..., :, None] < at[..., None, :]
     ahead = (p[..., :, None] > p[..., None, :]) | ((p[..., :, None] == p[..., None, :]) & earlier)
     ahead = ahead & eligible[..., :, None]
@@ -259,7 +277,7 @@ def _members(candidates: _Candidates, far: int, n: int) -> Bool[Tensor, "batch k
 def _dropped(candidates: _Candidates, members: Tensor, span: Span, far: int) -> Dropped:
     """The candidate that goes with each new key: the one that leaves the window, or a far key that it displaces."""
     n = span.leaving
-    before = (candidates.priorities > -torch.inf) & (torch.arange(far + n, device=members.device) < far)
+    before = (candidates.priorities > 0) & (torch.arange(far + n, device=members.device) < far)
     before = torch.cat([before[:, :, None], members[:, :, :-1]], dim=2)
     leaves = torch.arange(-far, n, device=members.device) == torch.arange(n, device=members.device)[:, None]
     leaves = leaves & (candidates.ordinals >= span.sinks)[:, :, None]

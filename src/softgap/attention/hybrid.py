@@ -145,7 +145,8 @@ class HybridState:
         exact = self._window.sums(q, k, v, key_valid)
         dropped = span.dropped
         if self._far is not None:
-            scores, values, dropped = self._far.take(q, span, self._window.scores)
+            total = exact.scale + exact.totals.log()
+            scores, values, dropped = self._far.take(q, span, self._window.scores, total)
             exact = _add_exact(exact, scores, values)
         if self._tail is None:
             return _alone(exact)

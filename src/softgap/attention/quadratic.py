@@ -112,7 +112,7 @@ def _window_blocks(
     priorities = None
     if exact.far:
         shape = (q.shape[0], q.shape[2], k.shape[2])
-        priorities = far_priorities(scores, exact, visible, shape, k.shape[1], q.device)
+        priorities = far_priorities(scores, exact, visible, rule, shape, k.shape[1])
     for rows, keys, tail_weights in blocks:
         raw = _products(q[:, :, rows], k[:, :, keys]) * scale
         sets = exact.rows(visible, rows.start, rows.stop, (keys.start, keys.stop), q.device)

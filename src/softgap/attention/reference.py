@@ -79,7 +79,9 @@ def reference_attention(
     batch, heads, n_queries, _ = q.shape
     output = np.zeros((batch, heads, n_queries, v.shape[-1]))
     places = torch.arange(max(k.shape[2], offset + n_queries)).expand(batch, -1) if turned_by is None else turned_by
-    priorities = _priorities(mechanism, q, k, seen, scale, offset, softcap) if mechanism.options.get("far") else {}
+    priorities = {}
+    if mechanism.options.get("far"):
+        priorities = _priorities(mechanism, q, k, seen, ordinals, scale, offset, softcap, sink_logits)
     for b in range(batch):
         for h in range(heads):
             kv = h // (heads // k.shape[1])
@@ -184,29 +186,44 @@ def _window(mechanism: Mechanism, row: Row) -> Vector:
 
 
 def _priorities(
-    mechanism: Mechanism, q: Tensor, k: Tensor, seen: Tensor, scale: float, offset: int, softcap: float | None
+    mechanism: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    seen: Tensor,
+    ordinals: Tensor | None,
+    scale: float,
+    offset: int,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> dict[tuple[int, int], Vector]:
-    """By batch and KV head, the largest score that each key got from a query while it was in the window."""
+    """By batch and KV head, the attention that each key got from queries while it was in the window."""
     (batch, heads, n_queries, _), kv_heads = q.shape, k.shape[1]
-    priorities = {(b, kv): np.full(k.shape[2], -np.inf) for b in range(batch) for kv in range(kv_heads)}
+    priorities = {(b, kv): np.zeros(k.shape[2]) for b in range(batch) for kv in range(kv_heads)}
     for b in range(batch):
         for h in range(heads):
             kv = h // (heads // kv_heads)
             for t in range(n_queries):
                 if not seen[b, h, t, offset + t]:
                     continue  # a query of padding
-                for j in range(max(0, offset + t - int(mechanism.options["w"]) + 1), offset + t + 1):
-                    if seen[b, h, t, j]:
+                weights = {}
+                for j in range(offset + t + 1):
+                    number = j if ordinals is None else int(ordinals[b, j])
+                    recent = offset + t - j < mechanism.options["w"]
+                    if seen[b, h, t, j] and (recent or number < mechanism.options["sinks"]):
                         score = scale * float(q[b, h, t].double() @ k[b, kv, j].double())
                         score = score if softcap is None else softcap * math.tanh(score / softcap)
-                        priorities[b, kv][j] = max(priorities[b, kv][j], score)
+                        weights[j] = math.exp(score)
+                total = sum(weights.values()) + (0 if sink_logits is None else math.exp(float(sink_logits[h])))
+                for j, weight in weights.items():
+                    if offset + t - j < mechanism.options["w"]:
+                        priorities[b, kv][j] += weight / total
     return priorities
 
 
 def _far_keys(row: Row, visible: np.ndarray, priorities: Vector) -> Bool[np.ndarray, " n"]:
     """The keys with the largest priorities among those that have left the window, the earlier of equal ones."""
     left = (row.distance >= row.options["w"]) & (row.ordinals >= row.options["sinks"])
-    candidates = [i for i in np.flatnonzero(left) if priorities[visible[i]] > -np.inf]
+    candidates = [i for i in np.flatnonzero(left) if priorities[visible[i]] > 0]
     candidates.sort(key=lambda i: (-priorities[visible[i]], visible[i]))
     far = np.zeros(len(visible), dtype=bool)
     far[candidates[: int(row.options["far"])]] = True
