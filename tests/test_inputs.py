@@ -260,6 +260,9 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: words(lambda: softgap.calibration.evaluate_held_out(model, [IDS], given)), "fitted"
     ),
     ("split_sequences", "texts"): same(ids_of, TEXT),
+    ("lm_eval", "tasks"): wrong(
+        lambda model: lambda given: softgap.evaluation.lm_eval(model, byte_tokenizer(), given, limit=1)
+    ),
     ("phase_maps", "names"): wrong(
         lambda model: lambda given: UNTYPED.theory.separation.phase_maps(given, *axes(), {}, 2, rng=RNG)
     ),
@@ -280,6 +283,9 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("read", "text"): same(lambda model: lambda given: runs(UNTYPED.read(model, byte_tokenizer(), given)), "Boat"),
     ("read_ids", "mechanisms"): same(
         lambda model: lambda given: numbers(read_ids(model, [IDS], mechanisms=given)[0]), "elu1"
+    ),
+    ("recall_scores", "names"): wrong(
+        lambda model: lambda given: softgap.linearize.recall_scores(model, passages(), "window:w=2,sinks=1", names=given)
     ),
     ("record", "mechanisms"): same(lambda model: lambda given: _recorded(model, given), "elu1"),
     ("separation_lab", "mapped"): theory("separation_lab", "mapped", {"n": 16, "t": 1, "a1": 0.7}, rng=RNG, draws=2),

@@ -30,6 +30,8 @@ COMMANDS = [
     "lab",
     "linearize",
     "evaluate",
+    "export",
+    "import",
     "report",
     "serve",
     "mechanisms",

@@ -63,6 +63,8 @@ EXPLAINED = [
     "softgap.Trajectories.save",
     "softgap.evaluate",
     "softgap.evaluation.lm_eval",
+    "softgap.linearize.export_plan",
+    "softgap.linearize.import_pattern",
     "softgap.linearize.find_plan",
     "softgap.linearize.head_scores",
     "softgap.linearize.recall_scores",

@@ -124,7 +124,7 @@ class Mechanism:
             object.__setattr__(self, name, as_items(getattr(self, name)))
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{key}={value:g}" for key, value in self.options.items() if key != "far" or value)
+        options = self.options_in_words(", ")
         return f"Mechanism({self.name}{': ' + options if options else ''})"
 
     def feature_dim(self, d: int) -> int | None:
@@ -150,6 +150,10 @@ class Mechanism:
         usual = {"f": 1, "far": 0}
         options = ",".join(f"{key}={value:g}" for key, value in self.options.items() if value != usual.get(key))
         return f"{self.name}:{options}"
+
+    def options_in_words(self, separator: str) -> str:
+        """All options with their values; far keys only where some are kept."""
+        return separator.join(f"{key}={value:g}" for key, value in self.options.items() if key != "far" or value)
 
     def tail_with_parameters(self) -> Mechanism | None:
         """What a hybrid does with the keys outside of its exact set; None for a window alone."""

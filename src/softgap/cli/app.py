@@ -12,6 +12,7 @@ from softgap.cli.calibrate import calibrate_command
 from softgap.cli.compare import compare_command
 from softgap.cli.doctor import doctor_command
 from softgap.cli.evaluate import evaluate_command
+from softgap.cli.exchange import export_command, import_command
 from softgap.cli.lab_focus import focus_command
 from softgap.cli.lab_injectivity import injectivity_command
 from softgap.cli.lab_position import position_command
@@ -80,6 +81,8 @@ _COMMANDS: dict[str, tuple[tuple[str, Callable[..., Any], str], ...]] = {
     "Act": (
         ("linearize", linearize_command, "--text book.txt --budget 0.1 --out plan.json"),
         ("evaluate", evaluate_command, "smollm2-135m --plan plan.json --tasks recall,needles --lengths 512,1k"),
+        ("export", export_command, "plan.json --format duo --out pattern"),
+        ("import", import_command, "pattern --out plan.json"),
     ),
     "Look up": (
         ("models", models_command, "--json"),

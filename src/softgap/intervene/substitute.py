@@ -99,7 +99,7 @@ class Substitute:
     @property
     def name(self) -> str:
         """The mechanism with its options and the output correction, in words."""
-        options = ",".join(f"{key}={value:g}" for key, value in self.mechanism.options.items())
+        options = self.mechanism.options_in_words(",")
         return f"{self.mechanism.name}{':' + options if options else ''}{', repaired' if self.readout else ''}"
 
     def tensors(self) -> dict[str, Tensor]:

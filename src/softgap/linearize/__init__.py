@@ -7,6 +7,7 @@ from softgap.intervene.substitute import Mixture, Readout, Substitute, substitut
 from softgap.intervene.swap import heads_of_group, heads_of_layer, swap
 from softgap.linearize.application import Applied, apply
 from softgap.linearize.distil import distil_substitute
+from softgap.linearize.exchange import Export, export_plan, import_pattern
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
 from softgap.linearize.impact import Impact, impact
 from softgap.linearize.output_correction import fit_output_correction
@@ -21,6 +22,7 @@ __all__ = [
     "SCORES",
     "Applied",
     "Budget",
+    "Export",
     "Frontier",
     "Impact",
     "Mixture",
@@ -34,6 +36,7 @@ __all__ = [
     "UnitScores",
     "apply",
     "distil_substitute",
+    "export_plan",
     "find_plan",
     "fit_output_correction",
     "frontier",
@@ -42,6 +45,7 @@ __all__ = [
     "heads_of_layer",
     "impact",
     "impact_of_units",
+    "import_pattern",
     "learn_gates",
     "load_plan",
     "rank_agreement",
