@@ -1,11 +1,12 @@
-"""Mixed plans against pure ones: KV groups that become several kinds or one, at the same bytes, on unseen text.
+"""Plans at a share of the KV cache: mixed and of one kind each, with the same order and bytes, on unseen text.
 
 Run: python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED [--budgets 0.25 0.12]
 
-The calibration must be fitted on the text of ``--fit``, which also scores the groups. Neither may have seen ``--text``,
-which the plans are evaluated on. At every budget (a share of the model's KV cache at 8,192 tokens) the groups are
-allocated among all kinds and among each kind alone, by the same scores and without output correction. Finished readings
-lie in ``--parts``.
+The calibration must be fitted on the text of ``--fit``, which with recall lists also scores the groups. Neither may
+have seen ``--text``, which the plans are evaluated on. At every budget (a share of the model's KV cache at 8,192
+tokens) the groups are allocated among all kinds and among each kind alone, by the same scores and without output
+correction. ``--order`` chooses a way to combine the scores of text and recall lists. Recall is that of ``softgap
+evaluate``. Finished readings lie in ``--parts``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,36 @@ import torch
 from harness import FINDINGS, machine, write_section
 from softgap.calibration import Calibration
 from softgap.checkpoints import Checkpoints
+from softgap.evaluation import evaluate
 from softgap.intervals import interval_of
-from softgap.linearize.allocation import SOFTMAX, Allocations, Menu, calibrated_options
+from softgap.intervene.swap import swap
+from softgap.linearize.allocation import SOFTMAX, Allocations, Menu, calibrated_options, larger_rank
+from softgap.linearize.candidates import Candidate
 from softgap.linearize.scores import unit_scores
-from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, read_swapped, token_ids
+from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences, token_ids
 from softgap.models import load_model
 
-LENGTHS = {512: 8, 2048: 4, 8192: 3}
-FIT_LENGTH, FIT_TEXTS = 2048, 4
+LENGTHS = {2048: 6, 8192: 3}
+SHOWN = (512, 1024, 2048, 8192)
+FIT_LENGTH, FIT_TEXTS, FIT_LISTS, FIT_DISTANCE = 2048, 4, 8, 600
+RECALL_LENGTHS = (512, 2048)
 MIXED = "mixed"
-# A kind that costs so many times what the mixed plan costs at one length is not read at longer ones.
-HOPELESS = 5
+WINDOW = "window"
+# A kind that costs so many times what the mixed plan costs at 2,048 tokens is not measured further.
+HOPELESS = 4
+
+
+def equal_sums(text: np.ndarray, recall: np.ndarray) -> np.ndarray:
+    """Both scores added, those of recall scaled to the sum of the others."""
+    both: np.ndarray = text + recall * text.sum() / recall.sum()
+    return both
+
+
+ORDERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "larger rank": larger_rank,
+    "sum": equal_sums,
+    "text": lambda text, recall: text,
+}
 
 
 def say(*words: object) -> None:
@@ -46,40 +68,76 @@ def say(*words: object) -> None:
     print(time.strftime("%H:%M:%S"), *words, flush=True)
 
 
-def scored(model: Any, fit: Sequences, menu: Menu, checkpoints: Checkpoints) -> np.ndarray:
-    """Curvature of every option in every group, from the text of the fit."""
+def scored(model: Any, sequences: Sequences, menu: Menu, name: str, checkpoints: Checkpoints) -> np.ndarray:
+    """Curvature of every option in every group, from text or recall lists of the fit."""
 
     def make() -> dict[str, Any]:
-        tell = lambda stage, share: say(f"{stage}: {share:.0%}")  # noqa: E731
-        return {"curvature": unit_scores(model, fit, menu.options, menu.units, progress=tell)[1].mean(axis=-1).tolist()}
+        last = [-1.0]
 
-    return np.asarray(checkpoints.find_or_make("scores", make)["curvature"])
+        def tell(stage: str, share: float) -> None:
+            if share >= last[0] + 0.05:
+                last[0] = share
+                say(f"{stage} ({name}): {share:.0%}")
+
+        curvature = unit_scores(model, sequences, menu.options, menu.units, progress=tell)[1].mean(axis=-1)
+        return {"curvature": curvature.tolist()}
+
+    return np.asarray(checkpoints.find_or_make(["scores", name, digest_of_sequences(sequences)], make)["curvature"])
 
 
-class Losses:
-    """The loss of every text under an allocation, read once."""
+class Measurements:
+    """Loss and recall under an allocation, measured once."""
 
-    def __init__(self, model: Any, texts: dict[int, Sequences], checkpoints: Checkpoints) -> None:
-        self._model, self._texts, self._checkpoints = model, texts, checkpoints
+    def __init__(
+        self, model: Any, tokenizer: Any, ids: Sequence[int], checkpoints: Checkpoints, options: argparse.Namespace
+    ) -> None:
+        self._model, self._tokenizer, self._checkpoints = model, tokenizer, checkpoints
+        self._texts = {length: cut_sequences(model, ids, length, n).ids for length, n in LENGTHS.items()}
+        self._contexts, self._parts = options.contexts, options.parts
 
-    def rises(self, allocations: Allocations, step: int, mixed: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Rise in loss by length, one number per text; up to the length where it is hopeless against the mixed plan."""
-        chosen = allocations.candidate(step)
-        rises: dict[int, np.ndarray] = {}
-        for length in self._texts:
-            loss = self._loss(length, chosen.heads, chosen.plain, chosen.key)
-            rises[length] = loss - self._loss(length, (), None, [])
-            if mixed and rises[length].mean() > HOPELESS * mixed[length].mean():
-                break
+    def rises(self, chosen: Candidate, length: int) -> np.ndarray:
+        """Rise in loss of every text of so many tokens; a shorter one is the beginning of a longer one."""
+        longer = next(n for n in LENGTHS if n >= length)
+        loss = self._loss(longer, chosen.heads, chosen.plain, chosen.key) - self._loss(longer, (), None, [])
+        rises: np.ndarray = loss[:, SHOWN.index(length)]
         return rises
 
     def _loss(self, length: int, heads: Any, plain: Any, key: Any) -> np.ndarray:
-        texts = self._texts[length]
+        """Mean loss of every text up to each of the lengths shown."""
 
         def make() -> dict[str, Any]:
-            return {"loss": read_swapped(self._model, texts, None, heads, plain).loss.tolist()}
+            rows = []
+            with torch.inference_mode(), swap(self._model, heads, plain) if heads else nullcontext():
+                for text in self._texts[length]:
+                    logits = self._model(text[None], use_cache=False).logits[0, :-1]
+                    loss = torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")
+                    rows.append([float(loss[: n - 1].mean()) for n in SHOWN])
+            return {"loss": rows}
 
-        return np.asarray(self._checkpoints.find_or_make([digest_of_sequences(texts), key], make)["loss"])
+        return np.asarray(self._checkpoints.find_or_make(["loss", length, LENGTHS[length], key], make)["loss"])
+
+    def recall(self, chosen: Candidate, name: str) -> list[str]:
+        """What ``softgap.evaluate`` says of recall at each length: the change of the share of first tokens."""
+        found = evaluate(
+            self._model,
+            self._tokenizer,
+            "recall",
+            under=lambda: swap(self._model, chosen.heads, chosen.plain),
+            label=name,
+            lengths=RECALL_LENGTHS,
+            generation=False,
+            contexts=self._contexts,
+            folder=None if self._parts is None else Path(self._parts) / "recall",
+            progress=False,
+        )
+        cells = []
+        for length in RECALL_LENGTHS:
+            (row,) = found.select(task="recall", length=length, metric="first", distance=None)
+            assert row.change is not None
+            cells.append(
+                f"{row.change.value:+.3f} ({row.change.low:+.3f} to {row.change.high:+.3f}) of {row.original.value:.2f}"
+            )
+        return cells
 
 
 def counts_of(allocations: Allocations, step: int) -> str:
@@ -90,48 +148,57 @@ def counts_of(allocations: Allocations, step: int) -> str:
     return ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
-def budget_rows(menu: Menu, scores: np.ndarray, losses: Losses, share: float) -> list[str]:
-    """One row for every kind at a budget: what it costs, and what it costs more than the mixed allocation."""
-    rises: dict[str, dict[int, np.ndarray]] = {}
+def budget_rows(menu: Menu, scores: np.ndarray, measured: Measurements, share: float, options: Any) -> list[str]:
+    """One row for every kind at a budget: what it costs, and what the windows cost more."""
+    window: dict[int, np.ndarray] = {}
     rows = []
-    for kind in (MIXED, *dict.fromkeys(menu.kinds)):
+    kinds = options.kinds or [WINDOW, MIXED, *(kind for kind in dict.fromkeys(menu.kinds) if kind != WINDOW)]
+    for kind in kinds:
         allocations = menu.allocations(scores, None if kind == MIXED else kind)
         step = allocations.within(share * menu.original_bytes)
         if step is None:
             continue
-        rises[kind] = losses.rises(allocations, step, rises.get(MIXED, {}))
-        cells = []
-        for length in rises[MIXED]:
-            if length not in rises[kind]:
+        chosen = allocations.candidate(step)
+        cells: list[str] = []
+        rises = np.zeros(1)
+        for length in SHOWN:
+            if length > min(LENGTHS) and kind != WINDOW and rises.mean() > HOPELESS * window[min(LENGTHS)].mean():
                 cells.append("")
                 continue
-            rise = rises[kind][length]
-            more = rise - rises[MIXED][length]
-            interval = interval_of(more, rng=np.random.default_rng(0))
-            behind = "" if kind == MIXED else f" ({interval.low:+.3f} to {interval.high:+.3f})"
-            cells.append(f"{rise.mean():+.3f}{behind}")
+            rises = measured.rises(chosen, length)
+            if kind == WINDOW:
+                window[length] = rises
+            less = interval_of(rises - window[length], rng=np.random.default_rng(0)) if kind != WINDOW else None
+            cells.append(f"{rises.mean():+.3f}{f' ({less.low:+.3f} to {less.high:+.3f})' if less else ''}")
+        name = f"{share} {options.order} {kind}"
+        cells += [""] * len(RECALL_LENGTHS) if cells[-1] == "" else measured.recall(chosen, name)
         kept = allocations.nbytes(step) / menu.original_bytes
         rows.append(f"| {share:.0%} | {kind} | {kept:.1%} | {' | '.join(cells)} | {counts_of(allocations, step)} |")
         say(rows[-1])
     return rows
 
 
-def write(rows: Sequence[str], options: argparse.Namespace, texts: dict[int, Sequences]) -> None:
+def write(rows: Sequence[str], options: argparse.Namespace) -> None:
     """The section of the findings."""
-    lengths = ", ".join(f"{len(x)} of {length:,}" for length, x in texts.items())
+    lengths = ", ".join(f"{n} of {length:,}" for length, n in LENGTHS.items())
     budgets = " ".join(map(str, options.budgets))
     command = f"python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --budgets {budgets}"
-    columns = " | ".join(f"{length:,} tokens" for length in texts)
-    header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * len(texts)}---|\n"
+    own = "" if options.order == "larger rank" else f" --order {options.order}"
+    columns = " | ".join([f"{n:,} tokens" for n in SHOWN] + [f"recall, {n:,} tokens" for n in RECALL_LENGTHS])
+    n_columns = len(SHOWN) + len(RECALL_LENGTHS)
+    header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * n_columns}---|\n"
     write_section(
-        "mixed_plans",
-        "Mixed plans against pure ones",
-        f"`{command}` on the embedded model, calibrated on the text of the fit with the default recipe; {machine()}. "
-        "KV groups of a budget (share of the model's KV cache at 8,192 tokens) are allocated among all kinds, or among "
-        f"one kind alone with no more bytes, by the Fisher curvature over {FIT_TEXTS} sequences of {FIT_LENGTH:,} "
-        f"tokens; no output is corrected. Rise in loss in nats per token on unseen text (sequences: {lengths} tokens), "
-        "and in parentheses the 95 % interval over texts of how much more it is than that of the mixed plan. A kind "
-        f"that costs more than {HOPELESS} times as much as the mixed plan is not read at longer lengths.\n\n"
+        "mixed_plans" if options.order == "larger rank" else f"mixed_plans-{options.order}",
+        "Plans at a share of the KV cache" + ("" if not own else f", order by {options.order}"),
+        f"`{command}{own} --contexts {options.contexts}` on the embedded model, calibrated on the text of the fit with "
+        f"the default recipe; {machine()}. KV groups of a budget (share of the model's KV cache at 8,192 tokens) are "
+        "allocated among all kinds, or among one kind alone with no more bytes, by the Fisher curvature over "
+        f"{FIT_TEXTS} sequences of {FIT_LENGTH:,} tokens and {FIT_LISTS} recall lists across {FIT_DISTANCE} tokens, "
+        f"combined by {options.order}; no output is corrected. Rise in loss in nats per token on unseen text "
+        f"({lengths} tokens; the shorter lengths are beginnings), and in parentheses the 95 % interval over texts of "
+        "how much more it is than that of windows alone. Recall: change of the share of first tokens by `softgap "
+        f"evaluate`, distances up to the length, at most {options.contexts} contexts of 12 pairs. A kind that costs "
+        f"more than {HOPELESS} times as much as the windows at {min(LENGTHS):,} tokens is not measured further.\n\n"
         + header
         + "\n".join(rows),
         page=FINDINGS,
@@ -145,6 +212,9 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.12])
+    parser.add_argument("--order", choices=tuple(ORDERS), default="larger rank")
+    parser.add_argument("--kinds", nargs="+", help="only these rows, windows first")
+    parser.add_argument("--contexts", type=int, default=48)
     parser.add_argument("--parts", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -152,16 +222,17 @@ def main() -> None:
     calibration = Calibration.load(options.calibration)
     fit_ids, ids = (token_ids(tokenizer, [Path(x).read_text(encoding="utf-8")]) for x in (options.fit, options.text))
     fit = cut_sequences(model, fit_ids, FIT_LENGTH, FIT_TEXTS)
+    lists = recall_sequences(model, tokenizer, FIT_LISTS, seed=1, filler=fit_ids, distance=FIT_DISTANCE)
+    lists = lists if lists.first is None else replace(lists, scored=lists.first)
     menu = Menu.of(model, calibrated_options(model, calibration.mechanism, FIT_LENGTH // 2))
-    texts = {length: cut_sequences(model, ids, length, n) for length, n in LENGTHS.items()}
-    settings = {"calibration": calibration.digest, "fit": digest_of_sequences(fit), "seed": 0}
-    checkpoints = Checkpoints(options.parts, settings)
-    scores = scored(model, fit, menu, checkpoints)
-    losses = Losses(model, texts, checkpoints)
+    checkpoints = Checkpoints(options.parts, {"calibration": calibration.digest, "fit": digest_of_sequences(fit)})
+    by_text, by_recall = (scored(model, x, menu, name, checkpoints) for x, name in ((fit, "text"), (lists, "lists")))
+    scores = ORDERS[options.order](by_text, by_recall)
+    measured = Measurements(model, tokenizer, ids, checkpoints, options)
     rows: list[str] = []
     for share in options.budgets:
-        rows += budget_rows(menu, scores, losses, share)
-        write(rows, options, texts)
+        rows += budget_rows(menu, scores, measured, share, options)
+        write(rows, options)
 
 
 if __name__ == "__main__":

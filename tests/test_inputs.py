@@ -21,7 +21,7 @@ from softgap.attention import Mechanism
 from softgap.attention.synthetic import measure, synthetic_head
 from softgap.errors import SoftgapError
 from softgap.inputs import as_items
-from softgap.linearize import Sequences, find_plan, frontier, head_scores, impact, split_sequences
+from softgap.linearize import Sequences, find_plan, frontier, head_scores, impact, recall_sequences, split_sequences
 from softgap.probe import read_ids
 from softgap.report import Table, write_explorer
 from softgap.stats import confirmation_split
@@ -39,7 +39,7 @@ UNTYPED: Any = softgap  # for calls that the type checker would refuse
 # Made by softgap out of what it measured: nobody types these.
 RESULTS = {
     "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity", "Study",
-    "unknown_name", "Document", "Evaluation", "Sufficiency",
+    "unknown_name", "Document", "Evaluation", "Export", "Sufficiency",
 }  # fmt: skip
 
 
@@ -285,7 +285,11 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: numbers(read_ids(model, [IDS], mechanisms=given)[0]), "elu1"
     ),
     ("recall_scores", "names"): wrong(
-        lambda model: lambda given: softgap.linearize.recall_scores(model, passages(), "window:w=2,sinks=1", names=given)
+        lambda model: (
+            lambda given: softgap.linearize.recall_scores(
+                model, recall_sequences(model, byte_tokenizer(), 1, pairs=2), "window:w=2,sinks=1", names=given
+            )
+        )
     ),
     ("record", "mechanisms"): same(lambda model: lambda given: _recorded(model, given), "elu1"),
     ("separation_lab", "mapped"): theory("separation_lab", "mapped", {"n": 16, "t": 1, "a1": 0.7}, rng=RNG, draws=2),

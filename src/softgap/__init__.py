@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from softgap.errors import SoftgapError
     from softgap.evaluation import Evaluation, evaluate
     from softgap.gates import Diagnosis, doctor
-    from softgap.models import load_model
+    from softgap.linearize import load_model
     from softgap.probe import Recording, generate, read, record
     from softgap.trajectories import Trajectories, load, open_study
 
@@ -107,7 +107,7 @@ _NAMES_BY_PACKAGE = {
     "errors": ("SoftgapError",),
     "evaluation": ("Evaluation", "evaluate"),
     "gates": ("Diagnosis", "doctor"),
-    "models": ("load_model",),
+    "linearize": ("load_model",),
     "probe": ("Recording", "generate", "read", "record"),
     "trajectories": ("Trajectories", "load", "open_study"),
 }

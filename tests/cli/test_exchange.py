@@ -34,7 +34,7 @@ def test_a_plan_goes_out_and_comes_back(folder: Path, capsys: pytest.CaptureFixt
     assert main(["export", "plan.json", "--model", str(folder), "--out", "pattern"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "The pattern loses what the heads become" in shown
-    assert "Wrote full_attention_heads.tsv, config.json to pattern" in shown
+    assert "Wrote config.json, full_attention_heads.tsv to pattern" in shown
     assert main(["import", "pattern", "--model", str(folder), "--out", "back.json", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == {"out": "back.json", "groups": [[0, 0]], "name": "window:w=5,sinks=2"}
@@ -51,3 +51,11 @@ def test_bad_input_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[s
     assert "cannot read a pattern from" in failure(["import", "nowhere", *model, "--out", "back.json"], capsys)
     assert "plan.json" in failure(["import", "nowhere", *model, "--out", "plan.json"], capsys)
     assert not Path("pattern").exists()
+
+
+def test_a_folder_is_evaluated_under_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json", "--model", str(folder), "--format", "folder", "--out", "planned"]) == 0
+    assert "softgap_plan.json" in capsys.readouterr().out
+    line = ["evaluate", "planned", "--tasks", "loss", "--lengths", "64", "--contexts", "2", "--json"]
+    assert main(line) == 0
+    assert json.loads(capsys.readouterr().out)["label"].startswith("softgap_plan.json")

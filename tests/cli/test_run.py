@@ -482,7 +482,7 @@ def test_windows_and_hybrids_are_told_apart_from_the_run_to_the_report(
     run = load("windows")
     assert run.mechanisms == (*WINDOWS, "uniform")
     assert all(name in shown for name in WINDOWS)
-    assert run.manifest.mechanisms[WINDOWS[1]] == {"w": 2.0, "sinks": 1.0}
+    assert run.manifest.mechanisms[WINDOWS[1]] == {"w": 2.0, "sinks": 1.0, "far": 0.0}
     first, second = (run.select(name).divergence for name in WINDOWS[:2])
     assert not np.array_equal(first, second)
     # A stored name makes the same mechanism again.

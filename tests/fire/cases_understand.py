@@ -17,9 +17,11 @@ STUDIES: Table = {
     f"{command}: {name}": (f"{command} {given}", wrong, sentence)
     for command in ("report", "analyze", "compare")
     for name, (given, wrong, sentence) in NO_STUDY.items()
+    if (command, name) != ("report", "a plan")
 }
 
 REPORTS: Table = {
+    "a plan": ("report plans/plan.json", "plans/plan.json", "'plans/plan.json' holds no evaluation; give a file that"),
     "a long name": ("report LONG", "xxx", "the system refused 'xxx.*…x*.*': File name too long; check the path"),
     "a page of another": (
         "report s --out report.html",

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softgap.attention import resolve
+from softgap.attention.memory import kept_numbers, trade_for_far_keys
 from softgap.errors import SoftgapError
 from softgap.linearize import Mixture, Substitute, find_plan, head_scores, load_plan, split_sequences
-from softgap.linearize.allocation import SOFTMAX, Menu, cheapest_path, default_options, original_cache_bytes
+from softgap.linearize.allocation import (
+    SOFTMAX,
+    Menu,
+    cheapest_path,
+    default_options,
+    larger_rank,
+    original_cache_bytes,
+)
 from softgap.linearize.candidates import CandidateCosts
 from softgap.linearize.frontier import units_of
 from softgap.linearize.plan import cache_bytes_at
@@ -106,10 +114,39 @@ def test_the_default_options_need_no_calibration(small: Any) -> None:
     text = split_sequences(small, byte_tokenizer(), [TEXT], length=256)
     options = default_options(small, text)
     # A window of 256 keys cannot be judged by sequences of 256.
-    assert [option.mechanism.label for option in options] == ["constant", "window:w=12,sinks=4", "window:w=60,sinks=4"]
-    assert Menu.of(small, options).kinds == ["constant", "window", "window"]
+    labels = ["constant", "window:w=12,sinks=4", "window:w=60,sinks=4", "window:w=22,sinks=4,far=30"]
+    assert [option.mechanism.label for option in options] == labels
+    menu = Menu.of(small, options)
+    assert menu.kinds == ["constant", "window", "window", "window with far keys"]
+    assert menu.sizes[3] <= menu.sizes[2]
     plan = find_plan(small, byte_tokenizer(), [TEXT], budget=3.0, length=128, recalls=0, baselines=False)
     assert set(plan.kinds().values()) <= {"constant", "window"}
+
+
+@given(st.integers(3, 300), st.sampled_from([8, 64, 128]))
+def test_far_keys_are_traded_for_recent_ones_at_no_more_memory(recent: int, dim: int) -> None:
+    window = resolve(f"window:w={recent},sinks=4")
+    try:
+        traded = trade_for_far_keys(window, dim)
+    except SoftgapError:
+        assert recent <= 5
+        return
+    assert traded.options["far"] == recent // 2
+    assert kept_numbers(traded, dim) <= kept_numbers(window, dim)
+    longer = traded.configure(w=traded.options["w"] + 1)
+    assert kept_numbers(longer, dim) > kept_numbers(window, dim)
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_the_larger_rank_keeps_what_either_score_misses(one: list[int], other: list[int]) -> None:
+    first, second = np.array([one]) * 0.1, np.array([other]) * 1.0
+    both = larger_rank(first, second)
+    assert (both >= first).all()
+    assert both.max() == first.max()
+    # What one score ranks last is at the top of the combined one.
+    assert both[0, first.argmax()] == both[0, second.argmax()] == first.max()
+    # Only ranks of the second score count.
+    assert (larger_rank(first, second**3) == both).all()
 
 
 def test_layers_with_a_cache_of_their_own_bound_are_left_alone() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import softgap
 from softgap.attention import resolve
 from softgap.errors import SoftgapError
 from softgap.linearize import Mixture, Plan, Substitute, apply, export_plan, import_pattern, swap
 from softgap.models.fingerprint import model_fingerprint
-from support.model_examples import tiny_llama
+from support.model_examples import byte_tokenizer, tiny_llama
 
 HEADS = ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
 GROUPS = ((0, 0), (1, 0), (1, 1))
@@ -26,7 +28,7 @@ def plan_of(model: Any, name: str = "window:w=5,sinks=2", heads: Any = HEADS, gr
 def test_a_pattern_returns_as_the_same_plan(tmp_path: Path) -> None:
     model = tiny_llama()
     export = export_plan(model, plan_of(model), tmp_path / "pattern")
-    assert export.files == ("full_attention_heads.tsv", "config.json")
+    assert export.files == ("config.json", "full_attention_heads.tsv")
     assert export.lost == ""
     rows = (tmp_path / "pattern/full_attention_heads.tsv").read_text().splitlines()
     assert rows == ["0.0\t1.0", "0.0\t0.0"]
@@ -61,6 +63,42 @@ def test_a_list_of_layers_names_those_that_keep_a_head(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "layers/full_attention_layers.json").read_text())
     assert (document["full_attention_layers"], document["swapped_layers"]) == ([0], [1])
     assert "the swapped heads of 1 layers" in export.lost
+
+
+def test_a_folder_is_the_original_for_transformers_and_the_plan_for_softgap(tmp_path: Path) -> None:
+    model: Any = tiny_llama()
+    folder = tmp_path / "folder"
+    plan = plan_of(model, "elu1+window:w=5,sinks=2")
+    export = export_plan(model, plan, folder, format="folder", tokenizer=byte_tokenizer())
+    assert {"config.json", "model.safetensors", "softgap_plan.json", "tokenizer.json"} <= set(export.files)
+    assert export.lost == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        original = model(ids).logits
+        with apply(model, plan) as applied:
+            planned = model(ids).logits
+            written = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=applied.cache())
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, original)
+        loaded: Any
+        loaded, _ = softgap.load_model(folder, progress=False)
+        assert torch.equal(loaded(ids).logits, planned)
+        assert torch.equal(loaded.generate(ids, max_new_tokens=6, do_sample=False), written)
+        assert torch.equal(softgap.models.load_model(folder, progress=False)[0](ids).logits, original)
+    with pytest.raises(SoftgapError, match="plan"):
+        softgap.load_model(folder, dtype="bfloat16", progress=False)
+    # Weights of another model beside the plan are noticed.
+    tiny_llama(seed=1).save_pretrained(folder)
+    with pytest.raises(SoftgapError, match="plan"):
+        softgap.load_model(folder, progress=False)
+
+
+def test_a_folder_without_a_tokenizer_says_so_and_is_replaced_whole(tmp_path: Path) -> None:
+    model, folder = tiny_llama(), tmp_path / "folder"
+    assert "no tokenizer" in export_plan(model, plan_of(model), folder, format="folder").lost
+    export_plan(model, plan_of(model), folder, overwrite=True)
+    names = ["config.json", "full_attention_heads.tsv", "softgap_export.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
@@ -104,8 +142,8 @@ def test_bad_patterns_are_refused_in_one_sentence(tmp_path: Path) -> None:
             import_pattern(model, folder)
     with pytest.raises(SoftgapError, match="threshold must be above 0 and at most 1, got 2"):
         import_pattern(model, folder, threshold=2)
-    with pytest.raises(SoftgapError, match="format must be one of duo, layers, got 'folder'"):
-        export_plan(model, plan_of(model), tmp_path / "x", format="folder")  # type: ignore[arg-type]
+    with pytest.raises(SoftgapError, match="format must be one of duo, layers, folder, got 'gguf'"):
+        export_plan(model, plan_of(model), tmp_path / "x", format="gguf")  # type: ignore[arg-type]
     alone = plan_of(model, heads=((0, 0),), groups=())
     with pytest.raises(SoftgapError, match="the plan swaps none whole"):
         export_plan(model, alone, tmp_path / "x")

@@ -63,6 +63,7 @@ EXPLAINED = [
     "softgap.Trajectories.save",
     "softgap.evaluate",
     "softgap.evaluation.lm_eval",
+    "softgap.linearize.attach",
     "softgap.linearize.export_plan",
     "softgap.linearize.import_pattern",
     "softgap.linearize.find_plan",

@@ -27,6 +27,7 @@ __all__ = [
     "keys_worth",
     "split_keys",
     "split_memory",
+    "trade_for_far_keys",
 ]
 
 SINKS = 4
@@ -179,3 +180,20 @@ def equal_window(
         )
     recent, first = split_keys(max(1, round(worth)), sinks=sinks)
     return f"window:w={recent},sinks={first}"
+
+
+def trade_for_far_keys(mechanism: Mechanism, dim: int, value_dim: int | None = None) -> Mechanism:
+    """A window or hybrid with half of its recent keys as far keys, that keeps no more than before.
+
+    Examples
+    --------
+    >>> trade_for_far_keys(resolve("window:w=60,sinks=4"), 64)
+    Mechanism(window: w=29, sinks=4, far=30)
+    """
+    recent = int(mechanism.options["w"])
+    kept = kept_numbers(mechanism, dim, value_dim)
+    for window in range(recent - recent // 2, 0, -1):
+        traded = mechanism.configure(w=window, far=recent // 2)
+        if kept_numbers(traded, dim, value_dim) <= kept:
+            return traded
+    raise ValueInputError(f"a window needs at least 3 recent keys to keep half of them as far keys, got {recent}")

@@ -136,10 +136,13 @@ def _evaluate(
     from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.evaluation import evaluate
     from softgap.linearize import apply, load_plan
+    from softgap.linearize.attached import plan_in
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
     from softgap.progress import show_progress
 
+    if files == (None, None) and (own := plan_in(name)) is not None:
+        files = (own, None)
     plans = {file: load_plan(file) for file in files if file is not None}
     loaded, tokenizer = load_model(name, **options)
     change: dict[str, Any] = {"window": max(map(largest_window, plans.values()), default=0)}

@@ -24,7 +24,11 @@ def export_command(
     out: Annotated[Path, typer.Option("--out", help="Folder for the export.", show_default=False)],
     model: _Model = None,
     format: Annotated[
-        str, typer.Option("--format", help="duo (DuoAttention's pattern) or layers (a list of full layers).")
+        str,
+        typer.Option(
+            "--format",
+            help="duo (DuoAttention's pattern), layers (a list of full layers) or folder (weights and plan).",
+        ),
     ] = "duo",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")] = False,
     dtype: Dtype = "auto",
@@ -35,14 +39,15 @@ def export_command(
     """Export a plan for other tools, and say what the format cannot hold.
 
     duo writes full_attention_heads.tsv and config.json, which DuoAttention and kvpress read. layers writes
-    full_attention_layers.json for hybrids that choose whole layers.
+    full_attention_layers.json for hybrids that choose whole layers. folder writes the model's weights with the plan
+    beside them: transformers loads the original model from it, softgap.load_model the model under the plan.
     """
     from softgap.linearize import export_plan, load_plan
     from softgap.models import load_model
 
     found = load_plan(plan)
-    loaded, _ = load_model(model, dtype=dtype, device=device, attn=attn)
-    export = export_plan(loaded, found, out, format=format, overwrite=overwrite)  # type: ignore[arg-type]
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, attn=attn)
+    export = export_plan(loaded, found, out, format=format, tokenizer=tokenizer, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         output.write_json(export.to_json())
         return

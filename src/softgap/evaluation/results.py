@@ -192,7 +192,7 @@ class Evaluation:
         """Read what ``save`` wrote."""
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"'{path}' holds no evaluation ({error}); give a file that softgap evaluate wrote"
-            ) from error
+        except OSError as error:
+            raise StoreError(f"cannot read '{path}': {error.strerror or error}; check the path") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"'{path}' holds no evaluation; give a file that softgap evaluate wrote") from error

@@ -16,10 +16,11 @@ from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.layerwise import Forward, follow_forwards
 from softgap.intervene.substitute import Head, Substitute, SwappedLayer, substitute, swapped_layer
+from softgap.models.support import refuse_attached
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.tap import AttentionCall, replace_attention
 
-__all__ = ["heads_by_layer", "heads_of_group", "heads_of_layer", "swap"]
+__all__ = ["enter_swap", "heads_by_layer", "heads_of_group", "heads_of_layer", "prepare_swap", "swap"]
 
 
 def heads_of_layer(model: Any, layer: int) -> list[Head]:
@@ -139,13 +140,25 @@ def swap(
     >>> bool((swapped == before).all()), bool((model(**inputs).logits == before).all())
     (False, True)
     """
+    refuse_attached(model)
     span = _span(positions)
+    parts = prepare_swap(model, heads, substitute(mechanism, model, window=window))
+    with enter_swap(model, parts, span):
+        yield
+
+
+def prepare_swap(model: Any, heads: Iterable[Sequence[int]], prepared: Substitute) -> dict[int, SwappedLayer]:
+    """The swapped heads of every layer, by the identity of its module; ``enter_swap`` takes them as often as wanted."""
     layers = attention_layers(model)
-    by_layer = heads_by_layer(layers, heads)
-    prepared = substitute(mechanism, model, window=window)
-    parts = {
-        id(layer.module): swapped_layer(layer, layer_heads, prepared, len(layers)) for layer, layer_heads in by_layer
+    return {
+        id(layer.module): swapped_layer(layer, layer_heads, prepared, len(layers))
+        for layer, layer_heads in heads_by_layer(layers, heads)
     }
+
+
+@contextmanager
+def enter_swap(model: Any, parts: Mapping[int, SwappedLayer], span: range | None = None) -> Iterator[None]:
+    """Let what ``prepare_swap`` made take the place of the heads' own attention while the block runs."""
     with follow_forwards(model) as forward, replace_attention(model, _Swap(parts, forward, span).output):
         yield
 

@@ -6,6 +6,7 @@ from softgap.deprecation import deprecated_names as _deprecated_names
 from softgap.intervene.substitute import Mixture, Readout, Substitute, substitute
 from softgap.intervene.swap import heads_of_group, heads_of_layer, swap
 from softgap.linearize.application import Applied, apply
+from softgap.linearize.attached import attach, attached_plan, detach, load_model
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.exchange import Export, export_plan, import_pattern
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
@@ -35,6 +36,9 @@ __all__ = [
     "Substitute",
     "UnitScores",
     "apply",
+    "attach",
+    "attached_plan",
+    "detach",
     "distil_substitute",
     "export_plan",
     "find_plan",
@@ -47,6 +51,7 @@ __all__ = [
     "impact_of_units",
     "import_pattern",
     "learn_gates",
+    "load_model",
     "load_plan",
     "rank_agreement",
     "recall_scores",

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy.stats import rankdata
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.memory import keys_worth, split_keys
+from softgap.attention.memory import SINKS, keys_worth, split_keys, trade_for_far_keys
 from softgap.checkpoints import Checkpoints
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import bounded_layers
@@ -48,6 +49,7 @@ __all__ = [
     "cheapest_path",
     "choose_allocation",
     "default_options",
+    "larger_rank",
     "original_cache_bytes",
     "pure_plans",
     "score_options",
@@ -58,6 +60,11 @@ CONTEXT = 8192
 
 SOFTMAX = -1
 """The choice of a group that keeps its softmax."""
+
+
+WITH_FAR_KEYS = " with far keys"
+# Windows with fewer keys have none to spare for far keys.
+FEWEST_TO_TRADE = 32
 
 
 def cheapest_path(
@@ -200,8 +207,11 @@ class Menu:
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of each option: constant, window, hybrid, or the name of the mechanism."""
-        return [kind_of(option.mechanism) for option in self.options]
+        """The kind of each option: constant, window, hybrid (those with far keys apart), or the name."""
+        return [
+            f"{kind_of(option.mechanism)}{WITH_FAR_KEYS if option.mechanism.options.get('far') else ''}"
+            for option in self.options
+        ]
 
     def allocations(self, scores: Float[np.ndarray, "option unit"], kind: str | None = None) -> Allocations:
         """The cheapest allocations of all options, or of those of one kind."""
@@ -233,14 +243,15 @@ def original_cache_bytes(model: Model, context: int | None = None) -> float:
 def default_options(model: Model, fit: Sequences) -> list[Substitute]:
     """A constant, windows from a quarter to four times the usual memory, the fitted map and hybrids.
 
-    Fitted map and hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of more
-    than half the sequences are left out: such sequences cannot tell them from softmax.
+    Windows and hybrids come twice: with recent keys alone, and with half of them traded for far keys. Fitted map and
+    hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of more than half the
+    sequences are left out: such sequences cannot tell them from softmax.
     """
     longest = fit.ids.shape[1] // 2
     if calibrated_mechanisms(model):
         return calibrated_options(model, partial(equip_mechanism, model=model), longest)
     windows = [_window_of(keys) for keys in (16, 64, 256) if keys <= longest]
-    return [Substitute(mean_outputs(model, fit)), *windows]
+    return [Substitute(mean_outputs(model, fit)), *_and_far_keys(model, windows)]
 
 
 def calibrated_options(model: Model, equip: Callable[[str], Mechanism], longest: int) -> list[Substitute]:
@@ -250,13 +261,21 @@ def calibrated_options(model: Model, equip: Callable[[str], Mechanism], longest:
     sizes = [keys for keys in (worth // 4, worth, 4 * worth) if 1 < keys <= longest]
     own = int(hybrid.options["w"])
     hybrids = [hybrid.configure(w=own + keys - worth) for keys in sizes if keys >= worth]
-    return [Substitute(constant), *map(_window_of, sizes), Substitute(fitted), *map(Substitute, hybrids)]
+    windows = _and_far_keys(model, [_window_of(keys) for keys in sizes])
+    return [Substitute(constant), *windows, Substitute(fitted), *_and_far_keys(model, hybrids)]
 
 
-def _window_of(keys: int) -> Substitute:
+def _window_of(keys: int) -> Mechanism:
     """The window that keeps so many keys, a few of them at the beginning of the text."""
     recent, sinks = split_keys(keys)
-    return Substitute(resolve(f"window:w={recent},sinks={sinks}"))
+    return resolve(f"window:w={recent},sinks={sinks}")
+
+
+def _and_far_keys(model: Model, mechanisms: Sequence[Mechanism]) -> list[Substitute]:
+    """Windows or hybrids, and those of them with far keys that keep as much."""
+    dim = head_dim(model)
+    wide = [mechanism for mechanism in mechanisms if mechanism.options["w"] >= FEWEST_TO_TRADE - SINKS]
+    return [Substitute(mechanism) for mechanism in (*mechanisms, *(trade_for_far_keys(each, dim) for each in wide))]
 
 
 def score_options(
@@ -267,10 +286,7 @@ def score_options(
     progress: Progress,
     seed: int,
 ) -> Float[np.ndarray, "option unit"]:
-    """What every option costs in every unit: by the text, and by the recall lists where there are some.
-
-    Both count the same: scores of the lists are scaled so that over all options and units they have the same sum.
-    """
+    """What every option costs in every unit: by the text, or by the recall lists where these miss it more."""
 
     def scored(sequences: Sequences, share: tuple[float, float]) -> np.ndarray:
         told = partial_progress(progress, *share)
@@ -285,11 +301,30 @@ def score_options(
             # The first token of an answer asks for recall; the others may follow from it.
             lists = text.fit_recall_lists
             recall = scored(lists if lists.first is None else replace(lists, scored=lists.first), (0.2, 0.3))
-            scores = scores + recall * np.abs(scores).sum() / max(np.abs(recall).sum(), np.finfo(float).tiny)
+            scores = larger_rank(scores, recall)
         return {"scores": scores.tolist()}
 
     lists = "" if text.fit_recall_lists is None else digest_of_sequences(text.fit_recall_lists)
     return np.asarray(checkpoints.find_or_make(["option scores", lists], make)["scores"])
+
+
+def larger_rank(
+    scores: Float[np.ndarray, "option unit"], others: Float[np.ndarray, "option unit"]
+) -> Float[np.ndarray, "option unit"]:
+    """The larger of two scores by rank, in the units of the first: the others get the values of its ranks.
+
+    A sum would let the one with the longer tail decide alone: one KV group can carry most of recall.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> larger_rank(np.array([[0.1, 0.2, 0.3]]), np.array([[5.0, 70.0, 6.0]]))
+    array([[0.1, 0.3, 0.3]])
+    """
+    ranks = rankdata(others, method="min").astype(int) - 1
+    mapped: np.ndarray = np.sort(scores, axis=None)[ranks].reshape(scores.shape)
+    larger: np.ndarray = np.maximum(scores, mapped)
+    return larger
 
 
 def choose_allocation(

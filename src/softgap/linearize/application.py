@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +17,15 @@ from softgap.attention import HybridState, LinearState, Visible, attend, new_sta
 from softgap.errors import UnsupportedError
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.intervene.substitute import Head, Substitute, SwappedHeads, SwappedLayer, swapped_layer
-from softgap.intervene.swap import heads_by_layer, swap
+from softgap.intervene.swap import enter_swap, heads_by_layer, prepare_swap
 from softgap.linearize.plan import Plan, freed_groups, streams
 from softgap.models.loading import Model
+from softgap.models.support import refuse_attached
 from softgap.probe.layout import AttentionLayer, attention_layers
 from softgap.probe.tap import AttentionCall, override_attention
 from softgap.probe.visibility import VisibleSets, seen_by_mask, with_origin
 
-__all__ = ["Applied", "apply"]
+__all__ = ["Applied", "apply", "under_plan"]
 
 
 @contextmanager
@@ -66,12 +67,39 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     4
     """
     plan.check(model)
+    refuse_attached(model)
     applied = Applied(model, plan.heads, plan.substitute)
+    with under_plan(model, prepare_swap(model, plan.heads, plan.substitute), applied):
+        yield applied
+
+
+@contextmanager
+def under_plan(model: Model, swapped: Mapping[int, SwappedLayer], applied: Applied) -> Iterator[None]:
+    """Run a model under a plan that is prepared, while the block runs."""
     try:
-        with swap(model, plan.heads, plan.substitute), override_attention(model, applied._attend):
-            yield applied
+        with enter_swap(model, swapped), override_attention(model, applied._attend):
+            yield
     finally:
         applied._close()
+
+
+def heads_in_part(model: Model, heads: Sequence[Head], head_substitute: Substitute) -> list[Head]:
+    """Swapped heads with far keys whose KV group keeps another head: no state serves them when tokens are generated."""
+    own = {head for part, each in head_substitute.swaps(heads) if each.mechanism.options.get("far") for head in part}
+    found = []
+    for layer, layer_heads in heads_by_layer(attention_layers(model), heads):
+        size, freed = layer.heads // layer.kv_heads, freed_groups(layer, layer_heads)
+        found += [(layer.number, h) for h in layer_heads if (layer.number, h) in own and h // size not in freed]
+    return found
+
+
+def refusal_of_part(heads: Sequence[Head]) -> str:
+    """Why heads with far keys cannot generate, in one sentence."""
+    layer, head = heads[0]
+    return (
+        f"far keys need all query heads of a KV group, and head {head} of layer {layer} shares its keys with a head "
+        "that keeps softmax; swap whole groups"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +130,13 @@ class Applied:
     def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
         self._model = model
         layers = attention_layers(model)
-        self._streams = streams(head_substitute)
+        self.streams = streams(head_substitute)
         names = dict.fromkeys(part.mechanism.name for _, part in head_substitute.swaps(heads) if not streams(part))
         self._name = ", ".join(names)
         self._splits: dict[int, _Split] = {}
         self._indices: dict[int, int] = {}
         bounded = bounded_layers(model)
+        self._partly = heads_in_part(model, heads, head_substitute)
         for layer, layer_heads in heads_by_layer(layers, heads):
             groups = freed_groups(layer, layer_heads)
             if groups and layer.number not in bounded:
@@ -117,11 +146,13 @@ class Applied:
 
     def cache(self) -> Any:
         """An empty cache for one ``generate`` or one row of forwards, to be passed as ``past_key_values``."""
-        if not self._streams:
+        if not self.streams:
             raise UnsupportedError(
                 f"mechanism '{self._name}' has no state of constant size and cannot stream; generate without the "
                 "plan's cache, or make a plan with a mechanism such as elu1 or fitted"
             )
+        if self._partly:
+            raise UnsupportedError(refusal_of_part(self._partly))
         cache = state_cache(self._model, {self._indices[key]: split.groups for key, split in self._splits.items()})
         self._caches.add(cache)
         return cache

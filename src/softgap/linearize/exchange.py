@@ -1,7 +1,7 @@
-"""Exchange plans with other tools: export them as DuoAttention's pattern or as a list of layers; import a pattern.
+"""Exchange plans with other tools: export them as DuoAttention's pattern, list of layers or folder; import a pattern.
 
-Both formats say which KV heads or layers keep softmax. Neither holds a fitted map or an output correction, so an export
-says what it loses.
+A pattern and a list say which KV heads or layers keep softmax. Neither holds a fitted map or an output correction, so
+an export says what it loses. A folder holds the model's weights with the whole plan beside them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,16 @@ from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.substitute import LARGEST_WINDOW, Substitute
 from softgap.intervene.swap import heads_by_layer, heads_of_group
+from softgap.linearize.attached import PLAN_FILE
 from softgap.linearize.baselines import window_of_equal_memory
 from softgap.linearize.plan import Plan, freed_groups, memory_of
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Model
+from softgap.models.loading import Model, Tokenizer, quiet_transformers
 from softgap.probe.layout import AttentionLayer, attention_layers
 
 __all__ = ["FORMATS", "Export", "ExportFormat", "export_plan", "import_pattern"]
 
-ExportFormat = Literal["duo", "layers"]
+ExportFormat = Literal["duo", "layers", "folder"]
 FORMATS: tuple[str, ...] = get_args(ExportFormat)
 RECORD = "softgap_export.json"
 HEADS_FILE, SIZES_FILE, LAYERS_FILE = "full_attention_heads.tsv", "config.json", "full_attention_layers.json"
@@ -43,7 +45,7 @@ class Export:
     Attributes
     ----------
     folder, format
-        Where it is, and as what: ``"duo"`` or ``"layers"``.
+        Where it is, and as what: ``"duo"``, ``"layers"`` or ``"folder"``.
     files
         Names of the files in the folder, besides ``softgap_export.json``, which holds this record.
     lost
@@ -66,6 +68,7 @@ def export_plan(
     folder: str | os.PathLike[str],
     *,
     format: ExportFormat = "duo",
+    tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
 ) -> Export:
     """Export a plan to a folder that other tools read.
@@ -73,7 +76,9 @@ def export_plan(
     ``"duo"`` is DuoAttention's pattern (arXiv:2410.10819): ``full_attention_heads.tsv``, one row per layer and one
     column per KV head, is 0 where all query heads of a KV head are swapped, else 1; ``config.json`` has ``sink_size``
     and ``recent_size``. ``"layers"`` is ``full_attention_layers.json`` for layer hybrids: ``full_attention_layers``
-    lists the layers with a head that keeps softmax, ``swapped_layers`` the others.
+    lists the layers with a head that keeps softmax, ``swapped_layers`` the others. ``"folder"`` is the model as
+    ``save_pretrained`` writes it, with the plan and its parameters beside it: transformers loads the original model
+    from it, and ``softgap.load_model`` the model under the plan.
 
     Parameters
     ----------
@@ -84,7 +89,9 @@ def export_plan(
     folder
         A folder that is new or empty.
     format
-        ``"duo"`` or ``"layers"``.
+        ``"duo"``, ``"layers"`` or ``"folder"``.
+    tokenizer
+        The model's tokenizer, saved with a folder; other formats need none.
     overwrite
         Replace an earlier export in the folder. Files that softgap did not write are never replaced.
 
@@ -108,7 +115,7 @@ def export_plan(
     >>> model, tokenizer = softgap.load_model("./tiny-llama")
     >>> plan = softgap.linearize.load_plan("plan.json")
     >>> softgap.linearize.export_plan(model, plan, "pattern").files
-    ('full_attention_heads.tsv', 'config.json')
+    ('config.json', 'full_attention_heads.tsv')
     >>> from pathlib import Path
     >>> Path("pattern/full_attention_heads.tsv").read_text().split()
     ['0.0', '1.0', '1.0', '1.0']
@@ -117,21 +124,40 @@ def export_plan(
         raise ValueInputError(f"format must be one of {', '.join(FORMATS)}, got '{format}'")
     plan.check(model)
     target = Path(folder)
-    lost, texts = _pattern(model, plan) if format == "duo" else _layer_list(model, plan)
-    export = Export(target, format, tuple(texts), lost)
-    record = json.dumps({**export.to_json(), "folder": "."}, indent=1) + "\n"
+    staging = target.with_name(f".{target.name}.partial")
     try:
         old = _earlier_export(target, overwrite=overwrite)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        lost = _write_folder(model, plan, tokenizer, staging) if format == "folder" else ""
+        if format != "folder":
+            lost, texts = _pattern(model, plan) if format == "duo" else _layer_list(model, plan)
+            for name, text in texts.items():
+                (staging / name).write_text(text, encoding="utf-8")
+        export = Export(target, format, tuple(sorted(path.name for path in staging.iterdir())), lost)
+        record = json.dumps({**export.to_json(), "folder": "."}, indent=1) + "\n"
+        (staging / RECORD).write_text(record, encoding="utf-8")
         target.mkdir(parents=True, exist_ok=True)
-        for name, text in {**texts, RECORD: record}.items():
-            part = target / f".{name}.partial"
-            part.write_text(text, encoding="utf-8")
-            part.replace(target / name)
-        for name in old - {*texts, RECORD}:
+        for name in old - {*export.files, RECORD}:
             (target / name).unlink(missing_ok=True)
+        # The record goes first: what it names is softgap's, also where the rest is interrupted.
+        for name in (RECORD, *export.files):
+            (staging / name).replace(target / name)
     except OSError as error:
         raise StoreError(f"cannot write to '{target}': {error.strerror or error}; choose another place") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     return export
+
+
+def _write_folder(model: Model, plan: Plan, tokenizer: Tokenizer | None, folder: Path) -> str:
+    """The weights as transformers saves them, and the plan beside them; it loses nothing but a missing tokenizer."""
+    with quiet_transformers(downloads=False):
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    plan.save(folder / PLAN_FILE)
+    return "" if tokenizer is not None else "The folder has no tokenizer: none was given."
 
 
 def _earlier_export(folder: Path, *, overwrite: bool) -> set[str]:
@@ -143,9 +169,9 @@ def _earlier_export(folder: Path, *, overwrite: bool) -> set[str]:
     there = {path.name for path in folder.iterdir()}
     if there and not overwrite:
         raise StoreError(f"'{folder}' is not empty; choose another folder, or ask to overwrite an earlier export")
-    own = {f".{name}.partial" for name in (HEADS_FILE, SIZES_FILE, LAYERS_FILE, RECORD)}
+    own: set[str] = set()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        own |= {str(name) for name in json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]} | {RECORD}
+        own = {str(name) for name in json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]} | {RECORD}
     foreign = sorted(there - own)
     if foreign:
         raise StoreError(f"'{folder}' holds '{foreign[0]}', which no export of softgap wrote; choose another folder")

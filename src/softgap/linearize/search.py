@@ -207,6 +207,8 @@ def find_plan(
         raise ValueInputError(
             "a recall budget needs recall lists, got recalls=0; leave recalls or the recall budget out"
         )
+    if by == "heads" and substitute(mechanism, model).mechanism.options.get("far"):  # type: ignore[arg-type]
+        raise ValueInputError("far keys need all query heads of a KV group, got by='heads'; use by='groups'")
     if length is None:
         length = default_length(model, tokenizer, texts) if several else LENGTH
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)

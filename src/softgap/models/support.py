@@ -18,19 +18,23 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from softgap.errors import ModelError
+from softgap.errors import ModelError, UnsupportedError
 
 __all__ = [
+    "ATTACHED",
     "TAPPED_ATTENTION",
     "attention_modules",
     "check_measurable",
     "check_tappable",
     "layer_numbers",
     "refusal",
+    "refuse_attached",
     "untappable_reason",
 ]
 
 
+ATTACHED = "_softgap_attached"
+"""The attribute of a model that holds the plan attached to it (``softgap.linearize.attach``)."""
 _HEAD_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -147,12 +151,22 @@ def check_measurable(model: nn.Module) -> None:
     A swap alone takes no numbers, so heads may be swapped in a model that trains.
     """
     check_tappable(model)
+    refuse_attached(model)
     part = _in_training(model)
     if part is not None:
         where = f" ('{part}')" if part else ""
         raise ModelError(
             f"a model must be in evaluation mode to be measured, got {type(model).__name__} in training mode{where}, "
             "where dropout changes the numbers at random; call model.eval() first"
+        )
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise `UnsupportedError` if a plan is attached to the model: what is measured is the original one."""
+    if getattr(model, ATTACHED, None) is not None:
+        raise UnsupportedError(
+            "a plan is attached to this model, and softgap measures the original one; take it off with "
+            "softgap.linearize.detach(model), and compare the two with softgap.evaluate"
         )
 
 

@@ -1,0 +1,206 @@
+"""Keep a model under a plan: all its forwards and generations use it, until it is detached.
+
+``apply`` runs a model under a plan for the length of a block. A model that a folder brings with its plan
+(``export_plan`` with the format ``folder``) is under the plan from the start, for code that knows nothing of softgap.
+Its class becomes a subclass of the same name, which enters the plan around each call and gives ``generate`` the cache
+of the plan. Measurements are of the original model, so they refuse a model with a plan attached.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softgap.errors import UnsupportedError
+from softgap.intervene.swap import prepare_swap
+from softgap.linearize.application import Applied, under_plan
+from softgap.linearize.plan import Plan, load_plan
+from softgap.models import loading
+from softgap.models.loading import Model, Tokenizer
+from softgap.models.support import ATTACHED
+from softgap.progress import Progress
+
+__all__ = ["PLAN_FILE", "attach", "attached_plan", "detach", "load_model", "plan_in"]
+
+PLAN_FILE = "softgap_plan.json"
+"""The plan in a folder with the weights of its model."""
+
+
+class _Attachment:
+    """The plan of a model, prepared for the device and dtype that the model has now."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.depth = 0
+        self._made_for: tuple[int, torch.device, torch.dtype] | None = None
+        self._parts: tuple[Any, Applied] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
+        # What is prepared holds the modules of this very model.
+        return _Attachment(self.plan)
+
+    @contextmanager
+    def entered(self, model: Any) -> Iterator[Applied | None]:
+        """The model under its plan; None where it is entered already, or while the plan is prepared."""
+        if self.depth:
+            yield None
+            return
+        self.depth += 1
+        try:
+            prepared, applied = self._prepare(model)
+            with under_plan(model, prepared, applied):
+                yield applied
+        finally:
+            self.depth -= 1
+
+    def _prepare(self, model: Any) -> tuple[Any, Applied]:
+        wanted = (id(model), model.device, model.dtype)
+        if self._parts is None or self._made_for != wanted:
+            plan = self.plan
+            self._parts = prepare_swap(model, plan.heads, plan.substitute), Applied(model, plan.heads, plan.substitute)
+            self._made_for = wanted
+        return self._parts
+
+
+def attach(model: Model, plan: Plan) -> None:
+    """Put a model under a plan for good: every forward and ``generate`` uses it until ``detach``.
+
+    ``generate`` gets the cache of the plan unless it is given another one or ``use_cache=False``. Measurements of
+    softgap refuse such a model, because they are about the original one.
+
+    Parameters
+    ----------
+    model
+        The model that the plan was found for.
+    plan
+        A plan from ``find_plan``, ``load_plan`` or ``import_pattern``.
+
+    Raises
+    ------
+    UnsupportedError
+        If the plan belongs to another model, or the model has a plan attached.
+
+    Examples
+    --------
+    ``plan.json`` is a plan that ``softgap linearize`` wrote for the small random model in ``tiny-llama``:
+
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("./tiny-llama")
+    >>> softgap.linearize.attach(model, softgap.linearize.load_plan("plan.json"))
+    >>> softgap.linearize.attached_plan(model).groups
+    ((0, 0),)
+    >>> softgap.linearize.detach(model)
+    >>> softgap.linearize.attached_plan(model) is None
+    True
+    """
+    plan.check(model)
+    if attached_plan(model) is not None:
+        raise UnsupportedError("the model has a plan attached already; take it off with softgap.linearize.detach")
+    original = type(model)
+    setattr(model, ATTACHED, _Attachment(plan))
+    own = {"__call__": _call, "generate": _generate, "__doc__": original.__doc__, "__module__": original.__module__}
+    model.__class__ = type(original.__name__, (original,), own)
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward under the plan."""
+    with getattr(self, ATTACHED).entered(self):
+        return super(type(self), self).__call__(*args, **kwargs)
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A generation under the plan, with its cache."""
+    with getattr(self, ATTACHED).entered(self) as applied:
+        if applied is not None and applied.streams and _wants_cache(self, kwargs):
+            kwargs["past_key_values"] = applied.cache()
+        return super(type(self), self).generate(*args, **kwargs)
+
+
+def _wants_cache(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a generation uses a cache and brings none of its own."""
+    config = kwargs.get("generation_config") or model.generation_config
+    named = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+    return kwargs.get("past_key_values") is None and kwargs.get("use_cache", True) is not False and not named
+
+
+def attached_plan(model: Model) -> Plan | None:
+    """The plan that is attached to a model; None where there is none."""
+    attachment = getattr(model, ATTACHED, None)
+    return None if attachment is None else attachment.plan
+
+
+def detach(model: Model) -> None:
+    """Take the plan off a model, which is then the original one; nothing happens where none is attached."""
+    if attached_plan(model) is not None:
+        model.__class__ = type(model).__mro__[1]
+        delattr(model, ATTACHED)
+
+
+def plan_in(name: str | os.PathLike[str] | None) -> Path | None:
+    """The file of the plan in a folder that ``export_plan`` wrote; None where the name is no such folder."""
+    if name is None or not str(name):
+        return None
+    file = Path(name) / PLAN_FILE
+    try:
+        return file if file.is_file() else None
+    except OSError:
+        return None
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    attn: str | None = None,
+    progress: Progress | bool = True,
+) -> tuple[Model, Tokenizer]:
+    """Load a causal language model and its tokenizer, under the plan that its folder holds, if it holds one.
+
+    Parameters
+    ----------
+    name
+        None or ``"smollm2-135m"`` for the embedded model, a hub id ``"org/name"``, a folder, or a ``.gguf`` file. The
+        embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
+        over a hub id. A folder of ``softgap export --format folder`` holds a plan, which is attached
+        (``softgap.linearize.attach``); ``softgap.models.load_model`` loads its model without the plan.
+    dtype
+        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as ``torch.dtype``, or ``"auto"``: what the weights are
+        stored in, which is float32 for the embedded model and GGUF files.
+    device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
+    attn
+        ``"sdpa"`` or ``"eager"``; None takes the default of the model type.
+    progress
+        Called with a stage and the fraction done while a GGUF file is converted; True draws a bar on standard error if
+        that is a terminal, False is silent.
+
+    Returns
+    -------
+    tuple
+        The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be found or loaded.
+    UnsupportedError
+        If the plan in the folder is for other weights or another dtype.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> model, tokenizer = softgap.load_model("smollm2-135m")
+    >>> model.config.num_hidden_layers, model.config.num_attention_heads
+    (30, 9)
+    """
+    loaded = loading.load_model(name, dtype=dtype, device=device, attn=attn, progress=progress)
+    file = plan_in(name)
+    if file is not None:
+        attach(loaded[0], load_plan(file))
+    return loaded
