@@ -210,6 +210,8 @@ def filler_sentences(rng: np.random.Generator) -> Iterator[str]:
 def filler_text(draw: Draw) -> Context:
     """Filler alone, as many tokens as the length allows."""
     draw.fill(draw.free())
+    if len(draw.ids) < 2:
+        raise ValueInputError(f"no sentence fits into {draw.length} tokens; allow more, or give a text of your own")
     return draw.context()
 
 
