@@ -28,10 +28,12 @@ from softgap.linearize.candidates import SearchText
 from softgap.linearize.frontier import units_of
 from softgap.linearize.recall_scores import source_places
 from softgap.linearize.sequences import cut_sequences, read_swapped
+from softgap.probe.tap import observe_attention
 from softgap.progress import silent
 from support.linearize_cases import sharp_llama
 from support.model_examples import byte_tokenizer
 from support.planted_recall import CARRIER, WordTokenizer, planted_recall
+from support.probe_cases import tiny_with
 
 WINDOW = "window:w=8,sinks=2"
 DISTANCE = 60
@@ -73,6 +75,33 @@ def test_source_attention_of_a_perfect_induction_head_is_one(planted: Any) -> No
     scores = recall_scores(model, lists, WINDOW, names=["source_attention"])
     assert scores.mean("source_attention")[3] == pytest.approx(1, abs=0.05)
     assert scores.mean("source_attention")[:3].max() < 0.1
+
+
+def test_unrotation_is_what_a_forward_without_rotary_embedding_changes() -> None:
+    model = sharp_llama(max_position_embeddings=1024).double()
+    lists = recall_sequences(model, byte_tokenizer(), 1, pairs=3, filler=range(5, 90), distance=50)
+    score = recall_scores(model, lists, WINDOW, names=["unrotation"]).values["unrotation"][:, 0]
+    # The first layer sees embeddings, which do not depend on positions: all tokens at position 0 turn nothing.
+    seen: list[Any] = []
+    ids = lists.ids[:, :-1]
+    with torch.no_grad(), observe_attention(model, lambda call: seen.append(call.output.clone())):
+        model(ids, use_cache=False)
+        # The mask tells transformers that these are not many texts of one token each.
+        model(ids, use_cache=False, position_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids))
+    assert lists.first is not None
+    own, without = (seen[place][0, lists.first[0]] for place in (0, len(seen) // 2))
+    change = (own - without).norm(dim=-1) / (own.norm(dim=-1) + without.norm(dim=-1))
+    by_head = (1 - change).mean(dim=0).numpy()
+    assert score[:2] == pytest.approx([by_head[:2].sum(), by_head[2:].sum()], rel=1e-4)
+    assert (score > 0).all()
+    assert (score < 2).all()
+
+
+def test_unrotation_needs_a_rotary_embedding() -> None:
+    model = tiny_with("gpt2")
+    lists = Sequences(torch.tensor([[5, 6, 7, 5, 6, 7]]), torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 5).bool())
+    with pytest.raises(SoftgapError, match="has no rotary embedding"):
+        recall_scores(model, lists, WINDOW, names=["unrotation"])
 
 
 def test_gates_close_everywhere_else_first_and_leave_the_model_as_it_was(planted: Any) -> None:

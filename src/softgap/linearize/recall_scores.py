@@ -9,11 +9,13 @@ its heads' softmax outputs o and the outputs l of the substitute, over the first
                           with g_u o + (1 - g_u) l in every unit at once,
     output_norm(u)      = mean over queries of |sum_{h in u} W_O,h o_h|,
     source_attention(u) = mean over questions of sum_{h in u} a_h(question, source),
+    unrotation(u)       = mean over questions of sum_{h in u} 1 - |o_h - o'_h| / (|o_h| + |o'_h|),
     fisher(u)           = half the Fisher curvature of log p(y) along o -> l (``scores.unit_scores``).
 
 The learned gates are those of DuoAttention (arXiv:2410.10819), with the KL divergence of the answers in the place of
 the distance of hidden states; the output norm is that of arXiv:2504.03889, for a group in the place of a head. The
-source of an answer is the first token of its value in the list.
+source of an answer is the first token of its value in the list. o' is what a head gives with queries and keys before
+rotary embedding: a head that finds keys by their content changes little.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention import Mechanism
-from softgap.errors import ValueInputError, unknown_name
+from softgap.errors import UnsupportedError, ValueInputError, unknown_name
 from softgap.inputs import as_items
 from softgap.intervene.layerwise import Blocks
 from softgap.intervene.substitute import Substitute, SwappedLayer, substitute, swapped_layer
@@ -40,7 +42,7 @@ from softgap.linearize.scores import SAMPLES, unit_scores
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
 from softgap.models.support import check_measurable
-from softgap.probe.layout import AttentionLayer, attention_layers, output_weight
+from softgap.probe.layout import AttentionLayer, attention_layers, layer_rotations, output_weight
 from softgap.probe.softmax import softmax_rows
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from softgap.probe.token_scores import forward_then_logits
@@ -62,6 +64,7 @@ RECALL_SCORES: Mapping[str, str] = {
     "gate": "mean over the training of a gate between softmax and the substitute, learned for all groups at once",
     "output_norm": "norm of the group's output after the output projection",
     "source_attention": "attention of the questions on the sources of their answers",
+    "unrotation": "how little the output at the questions changes without the rotary embedding",
     "fisher": "half the Fisher curvature of the answers along the swap",
 }
 """What each score is. All are such that a larger one means that recall misses the group more."""
@@ -173,7 +176,7 @@ def recall_scores(
             _, curvature = unit_scores(model, asked, [part], chosen, samples=samples, seed=seed, progress=told)
             values[name], passes[name] = curvature[0], 3.0 + 2.0 * samples
         else:
-            measure = _output_norms if name == "output_norm" else _source_attention
+            measure = _unrotation_of(model) if name == "unrotation" else _WATCHED[name]
             values[name], passes[name] = _observed(model, recall_lists, chosen, measure, told), 1.0
     return UnitScores(tuple(chosen), values, passes)
 
@@ -470,6 +473,36 @@ def _source_attention(call: AttentionCall, layer: AttentionLayer, text: Sequence
             if block.rows.start <= query < block.rows.stop and block.keys.start <= source < block.keys.stop:
                 total += block.weights[0, :, query - block.rows.start, source - block.keys.start]
     return total / len(questions)
+
+
+_WATCHED: Mapping[str, Measure] = {"output_norm": _output_norms, "source_attention": _source_attention}
+
+
+def _unrotation_of(model: Model) -> Measure:
+    rotations = layer_rotations(model)
+    if rotations is None:
+        raise UnsupportedError(
+            "this model has no rotary embedding that softgap knows, so 'unrotation' has nothing to undo; choose other "
+            "scores"
+        )
+
+    def measure(call: AttentionCall, layer: AttentionLayer, text: Sequences) -> Float[Tensor, " head"]:
+        """How alike outputs at the questions are with and without rotary embedding, mean over the questions."""
+        questions = torch.nonzero(_counted(text))[:, 0]
+        back = -torch.arange(call.key.shape[2])
+        rotation = rotations[layer.index]
+        query, key = (rotation.turned(x.float().cpu(), back).to(x) for x in (call.query, call.key))
+        values = call.value[0].repeat_interleave(layer.heads // layer.kv_heads, dim=0).float()
+        without = torch.zeros(layer.heads, len(questions), values.shape[-1], device=values.device)
+        for block in softmax_rows(call._replace(query=query, key=key), VisibleSets().of(call)):
+            inside = (questions >= block.rows.start) & (questions < block.rows.stop)
+            weights = block.weights[0, :, questions[inside] - block.rows.start].float()
+            without[:, inside] += weights @ values[:, block.keys.start : block.keys.stop]
+        own = call.output[0, questions].transpose(0, 1).float()
+        change = (own - without).norm(dim=-1) / (own.norm(dim=-1) + without.norm(dim=-1)).clamp(min=1e-30)
+        return (1 - change).mean(dim=-1)
+
+    return measure
 
 
 def source_places(ids: Sequence[int], answers: Sequence[int]) -> list[int]:
