@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,20 @@ from harness import FINDINGS, machine, write_section
 from softgap.calibration import Calibration
 from softgap.checkpoints import Checkpoints
 from softgap.evaluation import evaluate
-from softgap.intervals import interval_of
+from softgap.intervals import Interval, interval_of
 from softgap.intervene.swap import swap
 from softgap.linearize.allocation import SOFTMAX, Allocations, Menu, calibrated_options, larger_rank
 from softgap.linearize.candidates import Candidate
 from softgap.linearize.scores import unit_scores
 from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences, token_ids
 from softgap.models import load_model
+from softgap.report.figures import new_figure, save_figure
 
 LENGTHS = {2048: 6, 8192: 3}
 SHOWN = (512, 1024, 2048, 8192)
 FIT_LENGTH, FIT_TEXTS, FIT_LISTS, FIT_DISTANCE = 2048, 4, 8, 600
-RECALL_LENGTHS = (512, 2048)
+RECALL_LENGTHS = (1024,)
+FRONT_LENGTH = 2048
 MIXED = "mixed"
 WINDOW = "window"
 # A kind that costs so many times what the mixed plan costs at 2,048 tokens is not measured further.
@@ -116,7 +118,7 @@ class Measurements:
 
         return np.asarray(self._checkpoints.find_or_make(["loss", length, LENGTHS[length], key], make)["loss"])
 
-    def recall(self, chosen: Candidate, name: str) -> list[str]:
+    def recall(self, chosen: Candidate, name: str) -> tuple[list[str], Interval | None]:
         """What ``softgap.evaluate`` says of recall at each length: the change of the share of first tokens."""
         found = evaluate(
             self._model,
@@ -130,14 +132,15 @@ class Measurements:
             folder=None if self._parts is None else Path(self._parts) / "recall",
             progress=False,
         )
-        cells = []
+        cells, change = [], None
         for length in RECALL_LENGTHS:
             (row,) = found.select(task="recall", length=length, metric="first", distance=None)
             assert row.change is not None
+            change = row.change
             cells.append(
                 f"{row.change.value:+.3f} ({row.change.low:+.3f} to {row.change.high:+.3f}) of {row.original.value:.2f}"
             )
-        return cells
+        return cells, change
 
 
 def counts_of(allocations: Allocations, step: int) -> str:
@@ -148,7 +151,42 @@ def counts_of(allocations: Allocations, step: int) -> str:
     return ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
-def budget_rows(menu: Menu, scores: np.ndarray, measured: Measurements, share: float, options: Any) -> list[str]:
+@dataclass(frozen=True)
+class Spot:
+    """What a kind costs with so many bytes, for the picture."""
+
+    kind: str
+    kept: float
+    loss: Interval
+    recall: Interval | None
+
+
+def draw_front(spots: Sequence[Spot], path: str) -> None:
+    """Rise in loss and change of recall against the share of the cache that is kept, one line per kind."""
+    figure = new_figure(11, 4.6)
+    left, right = figure.subplots(1, 2)
+    for number, kind in enumerate(dict.fromkeys(spot.kind for spot in spots)):
+        own = sorted((spot for spot in spots if spot.kind == kind), key=lambda spot: spot.kept)
+        style = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:")[number % 7]
+        for axes, values in ((left, [(x.kept, x.loss) for x in own]), (right, [(x.kept, x.recall) for x in own])):
+            shown = [(kept, value) for kept, value in values if value is not None]
+            middle = [value.value for _, value in shown]
+            error = np.clip([[v.value - v.low for _, v in shown], [v.high - v.value for _, v in shown]], 0, None)
+            axes.errorbar(
+                [100 * kept for kept, _ in shown], middle, error, fmt=style, capsize=2, markersize=4, label=kind
+            )
+    for axes in (left, right):
+        axes.axhline(0, color="#444444", linewidth=0.8)
+        axes.set(xlabel="KV cache kept at 8,192 tokens, %")
+    left.set(ylabel=f"rise in loss at {FRONT_LENGTH:,} tokens, nats per token")
+    right.set(ylabel=f"change in recall, contexts of {RECALL_LENGTHS[-1]:,} tokens")
+    left.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def budget_rows(
+    menu: Menu, scores: np.ndarray, measured: Measurements, share: float, options: Any, spots: list[Spot]
+) -> list[str]:
     """One row for every kind at a budget: what it costs, and what the windows cost more."""
     window: dict[int, np.ndarray] = {}
     rows = []
@@ -171,8 +209,12 @@ def budget_rows(menu: Menu, scores: np.ndarray, measured: Measurements, share: f
             less = interval_of(rises - window[length], rng=np.random.default_rng(0)) if kind != WINDOW else None
             cells.append(f"{rises.mean():+.3f}{f' ({less.low:+.3f} to {less.high:+.3f})' if less else ''}")
         name = f"{share} {options.order} {kind}"
-        cells += [""] * len(RECALL_LENGTHS) if cells[-1] == "" else measured.recall(chosen, name)
+        more, recall = ([""] * len(RECALL_LENGTHS), None) if cells[-1] == "" else measured.recall(chosen, name)
+        cells += more
         kept = allocations.nbytes(step) / menu.original_bytes
+        if recall is not None:
+            loss = interval_of(measured.rises(chosen, FRONT_LENGTH), rng=np.random.default_rng(0))
+            spots.append(Spot(kind, kept, loss, recall))
         rows.append(f"| {share:.0%} | {kind} | {kept:.1%} | {' | '.join(cells)} | {counts_of(allocations, step)} |")
         say(rows[-1])
     return rows
@@ -214,8 +256,10 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.12])
     parser.add_argument("--order", choices=tuple(ORDERS), default="larger rank")
     parser.add_argument("--kinds", nargs="+", help="only these rows, windows first")
-    parser.add_argument("--contexts", type=int, default=48)
+    parser.add_argument("--contexts", type=int, default=24)
     parser.add_argument("--parts", default=None)
+    parser.add_argument("--picture", help="file for a picture of loss and recall by bytes (SVG)")
+    parser.add_argument("--silent", action="store_true", help="measure only; write no section")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model("smollm2-135m")
@@ -230,9 +274,13 @@ def main() -> None:
     scores = ORDERS[options.order](by_text, by_recall)
     measured = Measurements(model, tokenizer, ids, checkpoints, options)
     rows: list[str] = []
+    spots: list[Spot] = []
     for share in options.budgets:
-        rows += budget_rows(menu, scores, measured, share, options)
-        write(rows, options)
+        rows += budget_rows(menu, scores, measured, share, options, spots)
+        if not options.silent:
+            write(rows, options)
+    if options.picture:
+        draw_front(spots, options.picture)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from softgap.attention import Visible, attend, mechanisms
+from softgap.attention import Visible, attend, mechanisms, resolve
 from support.attention_cases import (
     ALL,
     FACTORABLE,
@@ -141,6 +141,16 @@ def test_quadratic_form_takes_any_mask(case: Case, seed: int, name: str) -> None
     found = attend(mechanism, masked.q, masked.k, masked.v, visible=masked.visible, dtype=torch.float64)
     assert worst_error(found, reference(mechanism, masked)) < TOLERANCE
     assert torch.equal(found.valid, mask.any(dim=-1).any(dim=1))
+
+
+def test_a_constant_is_zero_in_a_head_that_sees_nothing() -> None:
+    q, k, v = (torch.zeros(1, 2, 2, 1, dtype=torch.float64) for _ in range(3))
+    mask = torch.tensor([[[[True, False], [True, True]], [[False, False], [True, False]]]])
+    case = Case(q, k, v, Visible(mask=mask))
+    mechanism = resolve("constant").with_parameters(mean=torch.tensor([[[2.0], [3.0]]]))
+    found = attend(mechanism, q, k, v, visible=case.visible, dtype=torch.float64)
+    assert found.output[0, :, :, 0].tolist() == [[2, 2], [0, 3]]
+    assert worst_error(found, reference(mechanism, case)) == 0
 
 
 @given(case=cases(longest=200), name=st.sampled_from(FACTORABLE))

@@ -132,8 +132,8 @@ def test_numbers_that_json_lacks_become_null(capsys: pytest.CaptureFixture[str])
     [
         (
             ["mechanism"],
-            "no such command 'mechanism'; the commands are: analyze, calibrate, compare, doctor, evaluate, lab, "
-            "linearize, ",
+            "no such command 'mechanism'; the commands are: analyze, calibrate, compare, doctor, evaluate, "
+            "export, import, lab, linearize, ",
         ),
         (["--colour"], "no such option: --colour; given 'softgap --colour', see 'softgap --help'"),
         (["mechanisms", "--jsn"], "no such option: --jsn"),

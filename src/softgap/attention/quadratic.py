@@ -49,7 +49,7 @@ def quadratic(
     batch, heads, n_queries, _ = q.shape
     valid = visible.row_valid(batch, n_queries, q.device)
     if mechanism.kind == "constant":
-        return _constant(mechanism, q, v, valid)
+        return _constant(mechanism, q, v, valid, visible)
     output = q.new_zeros(batch, heads, n_queries, v.shape[-1])
     flagged = torch.zeros(batch, heads, n_queries, dtype=torch.bool, device=q.device)
     if visible.key_valid is not None:
@@ -297,10 +297,17 @@ def _normalise(
     return divide(weights, weights.sum(dim=-1, keepdim=True), absolute)
 
 
-def _constant(mechanism: Mechanism, q: Tensor, v: Tensor, valid: Bool[Tensor, "batch query"]) -> Attention:
+def _constant(
+    mechanism: Mechanism, q: Tensor, v: Tensor, valid: Bool[Tensor, "batch query"], visible: Visible
+) -> Attention:
+    """The same output wherever a head sees a key: a mask may show keys to some heads only."""
+    shown = valid[:, None]
+    if visible.mask is not None:
+        mask = visible.mask if visible.key_valid is None else visible.mask & visible.key_valid[:, None, None]
+        shown = shown & mask.any(dim=-1)
     batch, heads, n_queries, _ = q.shape
     output = q.new_zeros(batch, heads, n_queries, v.shape[-1])
     if mechanism.constant is not None:
         value = mechanism.constant(mechanism.site(torch.arange(n_queries, device=q.device), q.dtype))
-        output = output + value[:, :, None] * valid[:, None, :, None]
+        output = output + value[:, :, None] * shown[..., None]
     return Attention(output, valid, torch.zeros_like(output[..., 0], dtype=torch.bool))
