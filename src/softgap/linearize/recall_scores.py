@@ -500,7 +500,8 @@ def _unrotation_of(model: Model) -> Measure:
             without[:, inside] += weights @ values[:, block.keys.start : block.keys.stop]
         own = call.output[0, questions].transpose(0, 1).float()
         change = (own - without).norm(dim=-1) / (own.norm(dim=-1) + without.norm(dim=-1)).clamp(min=1e-30)
-        return (1 - change).mean(dim=-1)
+        alike: Tensor = (1 - change).mean(dim=-1)
+        return alike
 
     return measure
 
