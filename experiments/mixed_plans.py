@@ -220,18 +220,17 @@ def budget_rows(
     return rows
 
 
-def write(rows: Sequence[str], options: argparse.Namespace) -> None:
+def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> None:
     """The section of the findings."""
     lengths = ", ".join(f"{n} of {length:,}" for length, n in LENGTHS.items())
-    budgets = " ".join(map(str, options.budgets))
-    command = f"python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --budgets {budgets}"
+    command = f"python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --budgets {share}"
     own = "" if options.order == "larger rank" else f" --order {options.order}"
     columns = " | ".join([f"{n:,} tokens" for n in SHOWN] + [f"recall, {n:,} tokens" for n in RECALL_LENGTHS])
     n_columns = len(SHOWN) + len(RECALL_LENGTHS)
     header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * n_columns}---|\n"
     write_section(
-        "mixed_plans" if options.order == "larger rank" else f"mixed_plans-{options.order}",
-        "Plans at a share of the KV cache" + ("" if not own else f", order by {options.order}"),
+        f"mixed_plans-{share}" + ("" if not own else f"-{options.order}"),
+        f"Plans at {share:.0%} of the KV cache" + ("" if not own else f", order by {options.order}"),
         f"`{command}{own} --contexts {options.contexts}` on the embedded model, calibrated on the text of the fit with "
         f"the default recipe; {machine()}. KV groups of a budget (share of the model's KV cache at 8,192 tokens) are "
         "allocated among all kinds, or among one kind alone with no more bytes, by the Fisher curvature over "
@@ -273,12 +272,11 @@ def main() -> None:
     by_text, by_recall = (scored(model, x, menu, name, checkpoints) for x, name in ((fit, "text"), (lists, "lists")))
     scores = ORDERS[options.order](by_text, by_recall)
     measured = Measurements(model, tokenizer, ids, checkpoints, options)
-    rows: list[str] = []
     spots: list[Spot] = []
     for share in options.budgets:
-        rows += budget_rows(menu, scores, measured, share, options, spots)
+        rows = budget_rows(menu, scores, measured, share, options, spots)
         if not options.silent:
-            write(rows, options)
+            write(rows, share, options)
     if options.picture:
         draw_front(spots, options.picture)
 
