@@ -225,6 +225,8 @@ def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> Non
     lengths = ", ".join(f"{n} of {length:,}" for length, n in LENGTHS.items())
     command = f"python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --budgets {share}"
     own = "" if options.order == "larger rank" else f" --order {options.order}"
+    if options.kinds:
+        command += " --kinds " + " ".join(f'"{kind}"' if " " in kind else kind for kind in options.kinds)
     columns = " | ".join([f"{n:,} tokens" for n in SHOWN] + [f"recall, {n:,} tokens" for n in RECALL_LENGTHS])
     n_columns = len(SHOWN) + len(RECALL_LENGTHS)
     header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * n_columns}---|\n"

@@ -82,8 +82,11 @@ def test_generate_gets_the_cache_of_the_plan_unless_it_brings_one(monkeypatch: p
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     first = model.generate(IDS, **settings)
     assert torch.equal(model.generate(IDS, **settings, use_cache=False), first)
+    model.generate(IDS, **settings, num_beams=2)
+    model.generation_config.use_cache = False
+    model.generate(IDS, **settings)
     assert seen[0] is not None
-    assert seen[1] is None
+    assert seen[1:] == [None, None, None]
 
 
 def test_a_copy_and_another_dtype_stay_under_the_plan() -> None:

@@ -101,6 +101,15 @@ def test_a_folder_without_a_tokenizer_says_so_and_is_replaced_whole(tmp_path: Pa
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
+def test_an_export_goes_into_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = tiny_llama()
+    export_plan(model, plan_of(model), ".")
+    assert sorted(path.name for path in Path().iterdir())[-1] == "softgap_export.json"
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
 def test_an_export_replaces_only_an_export(tmp_path: Path) -> None:
     model, folder = tiny_llama(), tmp_path / "pattern"
     export_plan(model, plan_of(model), folder)

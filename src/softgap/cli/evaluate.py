@@ -86,7 +86,8 @@ def evaluate_command(
     """Evaluate a model on tasks with known answers, and the cost of a plan on them.
 
     Tasks need no download: softgap generates them from --seed. Answers are scored by likelihood and by generation.
-    With --plan, the change from the original model is paired by context. softgap.evaluate is the same in Python.
+    With --plan, the change from the original model is paired by context. A folder of softgap export --format folder
+    brings its plan. softgap.evaluate is the same in Python.
     """
     from softgap.tasks.long_context import read_questions
 

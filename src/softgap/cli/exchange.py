@@ -40,7 +40,8 @@ def export_command(
 
     duo writes full_attention_heads.tsv and config.json, which DuoAttention and kvpress read. layers writes
     full_attention_layers.json for hybrids that choose whole layers. folder writes the model's weights with the plan
-    beside them: transformers loads the original model from it, softgap.load_model the model under the plan.
+    beside them: transformers loads the original model from it, softgap.load_model the model under the plan. softgap
+    evaluate compares the two; all other commands measure the original model.
     """
     from softgap.linearize import export_plan, load_plan
     from softgap.models import load_model

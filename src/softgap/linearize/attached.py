@@ -70,7 +70,8 @@ class _Attachment:
 def attach(model: Model, plan: Plan) -> None:
     """Put a model under a plan for good: every forward and ``generate`` uses it until ``detach``.
 
-    ``generate`` gets the cache of the plan unless it is given another one or ``use_cache=False``. Measurements of
+    ``generate`` gets the cache of the plan unless it is given another one or ``use_cache=False``, or follows several
+    continuations at once (beam search, assisted decoding): then it keeps all keys and values. Measurements of
     softgap refuse such a model, because they are about the original one.
 
     Parameters
@@ -122,10 +123,15 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _wants_cache(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a generation uses a cache and brings none of its own."""
+    """Whether a generation uses a cache, brings none of its own, and follows one text: beams reorder a cache."""
     config = kwargs.get("generation_config") or model.generation_config
-    named = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
-    return kwargs.get("past_key_values") is None and kwargs.get("use_cache", True) is not False and not named
+
+    def setting(name: str) -> Any:
+        return kwargs.get(name, getattr(config, name, None))
+
+    own = kwargs.get("past_key_values") is not None or setting("cache_implementation")
+    branching = (setting("num_beams") or 1) > 1 or kwargs.get("assistant_model") or setting("prompt_lookup_num_tokens")
+    return setting("use_cache") is not False and not own and not branching
 
 
 def attached_plan(model: Model) -> Plan | None:

@@ -124,13 +124,15 @@ def export_plan(
         raise ValueInputError(f"format must be one of {', '.join(FORMATS)}, got '{format}'")
     plan.check(model)
     target = Path(folder)
-    staging = target.with_name(f".{target.name}.partial")
+    whole = target.absolute()  # "." has no name of its own
+    staging = whole.parent / f".{whole.name}.partial"
     try:
         old = _earlier_export(target, overwrite=overwrite)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        lost = _write_folder(model, plan, tokenizer, staging) if format == "folder" else ""
-        if format != "folder":
+        if format == "folder":
+            lost = _write_folder(model, plan, tokenizer, staging)
+        else:
             lost, texts = _pattern(model, plan) if format == "duo" else _layer_list(model, plan)
             for name, text in texts.items():
                 (staging / name).write_text(text, encoding="utf-8")

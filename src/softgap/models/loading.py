@@ -188,41 +188,9 @@ def load_model(
     attn: str | None = None,
     progress: Progress | bool = True,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer.
+    """Load a causal language model and its tokenizer, without the plan that a folder may hold.
 
-    Parameters
-    ----------
-    name
-        None or ``"smollm2-135m"`` for the embedded model, a hub id ``"org/name"``, a folder, or a ``.gguf`` file. The
-        embedded name wins over a folder of that name, which is reached as ``./smollm2-135m``; an existing folder wins
-        over a hub id.
-    dtype
-        ``"float32"``, ``"bfloat16"``, ``"float16"``, the same as ``torch.dtype``, or ``"auto"``: what the weights are
-        stored in, which is float32 for the embedded model and GGUF files.
-    device
-        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
-    attn
-        ``"sdpa"`` or ``"eager"``; None takes the default of the model type.
-    progress
-        Called with a stage and the fraction done while a GGUF file is converted; True draws a bar on standard error if
-        that is a terminal, False is silent.
-
-    Returns
-    -------
-    tuple
-        The model in eval mode and its tokenizer. Their ``name_or_path`` is the name they were asked by.
-
-    Raises
-    ------
-    ModelError
-        If the model cannot be found or loaded.
-
-    Examples
-    --------
-    >>> import softgap
-    >>> model, tokenizer = softgap.load_model("smollm2-135m")
-    >>> model.config.num_hidden_layers, model.config.num_attention_heads
-    (30, 9)
+    ``softgap.load_model`` explains the parameters, and puts the model under such a plan.
     """
     downloads = bool(progress) and sys.stderr.isatty()
     options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)
