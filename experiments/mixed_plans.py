@@ -6,7 +6,10 @@ The calibration must be fitted on the text of ``--fit``, which with recall lists
 have seen ``--text``, which the plans are evaluated on. At every budget (a share of the model's KV cache at 8,192
 tokens) the groups are allocated among all kinds and among each kind alone, by the same scores and without output
 correction. ``--order`` chooses a way to combine the scores of text and recall lists. Recall is that of ``softgap
-evaluate``. Finished readings lie in ``--parts``.
+evaluate``. Finished readings lie in ``--parts``. ``--plans`` saves the plans, for ``softgap evaluate --plan``.
+
+Rows "..., quick order" have the same options for as many groups, in an order that takes a few passes: the larger rank
+of the curvatures of one short window over a little text and few recall lists.
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ import numpy as np
 import torch
 
 from harness import FINDINGS, machine, write_section
+from softgap.attention import resolve
 from softgap.calibration import Calibration
 from softgap.checkpoints import Checkpoints
 from softgap.evaluation import evaluate
 from softgap.intervals import Interval, interval_of
+from softgap.intervene.substitute import Substitute
 from softgap.intervene.swap import swap
 from softgap.linearize.allocation import SOFTMAX, Allocations, Menu, calibrated_options, larger_rank
 from softgap.linearize.candidates import Candidate
+from softgap.linearize.plan import plan_of
 from softgap.linearize.scores import unit_scores
 from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences, token_ids
 from softgap.models import load_model
@@ -47,6 +53,8 @@ FIT_LENGTH, FIT_TEXTS, FIT_LISTS, FIT_DISTANCE = 2048, 4, 8, 600
 RECALL_LENGTHS = (1024,)
 FRONT_LENGTH = 2048
 MIXED = "mixed"
+QUICK = ", quick order"
+QUICK_SWAP, QUICK_LENGTH, QUICK_TEXTS, QUICK_LISTS, QUICK_DISTANCE = "window:w=32,sinks=4", 512, 3, 2, 200
 WINDOW = "window"
 # A kind that costs so many times what the mixed plan costs at 2,048 tokens is not measured further.
 HOPELESS = 4
@@ -87,15 +95,62 @@ def scored(model: Any, sequences: Sequences, menu: Menu, name: str, checkpoints:
     return np.asarray(checkpoints.find_or_make(["scores", name, digest_of_sequences(sequences)], make)["curvature"])
 
 
+def quick_order(model: Any, tokenizer: Any, ids: Sequence[int], checkpoints: Checkpoints) -> np.ndarray:
+    """A score of every group from a few passes, and what it took."""
+    text = cut_sequences(model, ids, QUICK_LENGTH, QUICK_TEXTS)
+    lists = recall_sequences(model, tokenizer, QUICK_LISTS, seed=1, filler=ids, distance=QUICK_DISTANCE)
+    menu = Menu.of(model, [Substitute(resolve(QUICK_SWAP))])
+
+    def make() -> dict[str, Any]:
+        begin = time.process_time()
+        by_text, by_recall = (
+            unit_scores(model, x, menu.options, menu.units)[1].mean(axis=-1) for x in (text, first_tokens(lists))
+        )
+        return {"score": larger_rank(by_text, by_recall)[0].tolist(), "seconds": time.process_time() - begin}
+
+    found = checkpoints.find_or_make(["quick order", digest_of_sequences(text), digest_of_sequences(lists)], make)
+    say(f"quick order: {found['seconds']:.0f} CPU seconds")
+    return np.asarray(found["score"])
+
+
+def first_tokens(lists: Sequences) -> Sequences:
+    """Recall lists of which only the first tokens of the answers count."""
+    return lists if lists.first is None else replace(lists, scored=lists.first)
+
+
+def reordered(allocations: Allocations, step: int, order: np.ndarray) -> Candidate:
+    """The options of an allocation given to other groups: the more bytes, the larger the group's score."""
+    menu, choice = allocations.menu, allocations.path[step]
+    sizes = np.where(choice == SOFTMAX, menu.softmax_size, menu.sizes[choice])
+    other = np.empty_like(choice)
+    other[np.argsort(-order, kind="stable")] = choice[np.argsort(-sizes, kind="stable")]
+    return Allocations(menu, [other]).candidate(0)
+
+
 class Measurements:
     """Loss and recall under an allocation, measured once."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, ids: Sequence[int], checkpoints: Checkpoints, options: argparse.Namespace
+        self,
+        model: Any,
+        tokenizer: Any,
+        fit: Sequence[int],
+        ids: Sequence[int],
+        checkpoints: Checkpoints,
+        options: argparse.Namespace,
     ) -> None:
         self._model, self._tokenizer, self._checkpoints = model, tokenizer, checkpoints
         self._texts = {length: cut_sequences(model, ids, length, n).ids for length, n in LENGTHS.items()}
-        self._contexts, self._parts = options.contexts, options.parts
+        self._contexts, self._parts, self._fit = options.contexts, options.parts, fit
+
+    def quick(self) -> np.ndarray:
+        """The quick order of the groups."""
+        return quick_order(self._model, self._tokenizer, self._fit, self._checkpoints)
+
+    def save_plan(self, chosen: Candidate, path: Path) -> Path:
+        """The file of a plan that was not measured."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return plan_of(self._model, chosen.heads, chosen.plain).save(path)
 
     def rises(self, chosen: Candidate, length: int) -> np.ndarray:
         """Rise in loss of every text of so many tokens; a shorter one is the beginning of a longer one."""
@@ -192,11 +247,17 @@ def budget_rows(
     rows = []
     kinds = options.kinds or [WINDOW, MIXED, *(kind for kind in dict.fromkeys(menu.kinds) if kind != WINDOW)]
     for kind in kinds:
-        allocations = menu.allocations(scores, None if kind == MIXED else kind)
+        full = kind.removesuffix(QUICK)
+        allocations = menu.allocations(scores, None if full == MIXED else full)
         step = allocations.within(share * menu.original_bytes)
         if step is None:
             continue
-        chosen = allocations.candidate(step)
+        chosen = allocations.candidate(step) if full == kind else reordered(allocations, step, measured.quick())
+        if options.plans:
+            saved = measured.save_plan(chosen, Path(options.plans) / f"{share}-{kind}.json".replace(" ", "-"))
+            say(f"saved {saved}")
+        if options.only_plans:
+            continue
         cells: list[str] = []
         rises = np.zeros(1)
         for length in SHOWN:
@@ -260,6 +321,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=24)
     parser.add_argument("--parts", default=None)
     parser.add_argument("--picture", help="file for a picture of loss and recall by bytes (SVG)")
+    parser.add_argument("--plans", help="folder to save the plans in")
+    parser.add_argument("--only-plans", action="store_true", help="save the plans and measure nothing")
     parser.add_argument("--silent", action="store_true", help="measure only; write no section")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -268,16 +331,16 @@ def main() -> None:
     fit_ids, ids = (token_ids(tokenizer, [Path(x).read_text(encoding="utf-8")]) for x in (options.fit, options.text))
     fit = cut_sequences(model, fit_ids, FIT_LENGTH, FIT_TEXTS)
     lists = recall_sequences(model, tokenizer, FIT_LISTS, seed=1, filler=fit_ids, distance=FIT_DISTANCE)
-    lists = lists if lists.first is None else replace(lists, scored=lists.first)
+    lists = first_tokens(lists)
     menu = Menu.of(model, calibrated_options(model, calibration.mechanism, FIT_LENGTH // 2))
     checkpoints = Checkpoints(options.parts, {"calibration": calibration.digest, "fit": digest_of_sequences(fit)})
     by_text, by_recall = (scored(model, x, menu, name, checkpoints) for x, name in ((fit, "text"), (lists, "lists")))
     scores = ORDERS[options.order](by_text, by_recall)
-    measured = Measurements(model, tokenizer, ids, checkpoints, options)
+    measured = Measurements(model, tokenizer, fit_ids, ids, checkpoints, options)
     spots: list[Spot] = []
     for share in options.budgets:
         rows = budget_rows(menu, scores, measured, share, options, spots)
-        if not options.silent:
+        if not options.silent and not options.only_plans:
             write(rows, share, options)
     if options.picture:
         draw_front(spots, options.picture)

@@ -6,6 +6,8 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,55 @@ def test_a_plan_acts_inside_the_harness(model: Any, plan: Plan, folder: Path, ba
     assert row.change == interval_of(differences, rng=np.random.default_rng(0))
     assert found.label == "window"
     assert by_hand(model) == (first, before)
+
+
+def test_a_plan_acts_on_what_the_harness_lets_the_model_write(folder: Path) -> None:
+    tokenizer: Any = byte_tokenizer()
+    model: Any = attending_llama(max_position_embeddings=512)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 50  # what it writes hangs on attention, not on the last token alone
+    plan = Plan("tiny", model_fingerprint(model), HEADS, (), (), Substitute(resolve("window:w=1,sinks=0")))
+    prompts = [document["prompt"] for document in documents()]
+
+    def written() -> list[str]:
+        found = []
+        for prompt in prompts:
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            found.append(tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True).split("\n")[0])
+        return found
+
+    first = written()
+    with apply(model, plan):
+        second = written()
+    rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, second, strict=True)]
+    (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = {
+        "task": "write", "dataset_path": "json", "test_split": "test", "output_type": "generate_until",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "written.jsonl")}}, "doc_to_text": "{{prompt}}",
+        "doc_to_target": "text", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    (folder / "write.yaml").write_text(json.dumps(task), encoding="utf-8")
+    found = lm_eval(model, tokenizer, ["write"], under=lambda: apply(model, plan), include_path=folder)
+    (row,) = found.select(task="write", metric="exact_match,none")
+    assert row.changed is not None
+    same = float(np.mean([a == b for a, b in zip(first, second, strict=True)]))
+    assert same < 1
+    assert (row.original.value, row.changed.value) == (same, 1.0)
+
+
+def test_provenance_tells_plans_apart(model: Any, plan: Plan, folder: Path) -> None:
+    other = replace(plan, substitute=Substitute(resolve("window:w=5,sinks=1")))
+
+    def digest_of(used: Plan) -> str:
+        under = partial(apply, model, used)
+        found = lm_eval(model, byte_tokenizer(), ["choose"], under=under, include_path=folder, limit=1)
+        return str(found.provenance["plan"])
+
+    digests = [digest_of(used) for used in (plan, plan, other)]
+    assert digests[0] == digests[1] != digests[2]
+    assert "plan" not in lm_eval(model, byte_tokenizer(), ["choose"], include_path=folder, limit=1).provenance
 
 
 def test_a_result_is_saved_as_json(model: Any, folder: Path) -> None:

@@ -78,7 +78,8 @@ class HarnessResult:
     original, changed
         The ``results`` of the harness itself, by task; ``changed`` is None without a change.
     provenance
-        Versions of packages and of tasks, the number of threads, and the settings.
+        Versions of packages and of tasks, the number of threads, the settings, and a hash of the plan (``plan``) where
+        the change is one.
     """
 
     model: str
@@ -197,8 +198,8 @@ def lm_eval(
     with _contained():
         manager = _task_manager(names, include_path)
         run = _Run(model, tokenizer, manager, {**settings, "seed": seed})
-        original = run.results(nullcontext())
-        changed = None if under is None else run.results(under())
+        original, _ = run.results(nullcontext())
+        changed, digest = (None, "") if under is None else run.results(under())
     return HarnessResult(
         str(model.name_or_path or model.config.model_type),
         model_fingerprint(model),
@@ -212,6 +213,7 @@ def lm_eval(
             "threads": torch.get_num_threads(),
             **settings,
             "seed": seed,
+            **({"plan": digest} if digest else {}),
         },
     )
 
@@ -223,14 +225,14 @@ class _Run:
     manager: Any
     settings: Mapping[str, Any]
 
-    def results(self, change: AbstractContextManager[Any]) -> dict[str, Any]:
-        """What the harness returns while the model is changed."""
+    def results(self, change: AbstractContextManager[Any]) -> tuple[dict[str, Any], str]:
+        """What the harness returns while the model is changed, and the hash of the plan that changes it."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
         # The harness sets a pad token; the user's tokenizer stays as it is.
         tokenizer = copy.deepcopy(self.tokenizer)
-        with change:
+        with change as applied:
             found: dict[str, Any] = simple_evaluate(
                 model=HFLM(pretrained=self.model, tokenizer=tokenizer, batch_size=self.settings["batch_size"]),
                 tasks=list(self.settings["tasks"]),
@@ -246,7 +248,7 @@ class _Run:
                 torch_random_seed=None,
                 fewshot_random_seed=self.settings["seed"],
             )
-        return found
+        return found, str(getattr(applied, "digest", ""))
 
 
 def _require_harness() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,8 +126,21 @@ class _States:
         return sum(int(state.nbytes) for state in self.by_part.values())
 
 
+def _digest(heads: Sequence[Head], head_substitute: Substitute) -> str:
+    parts = [[part.name, part.digest, sorted(own)] for own, part in head_substitute.swaps(heads)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
 class Applied:
-    """A model under a plan; made by ``apply``."""
+    """A model under a plan; made by ``apply``.
+
+    Attributes
+    ----------
+    streams
+        Whether the plan's heads live in states of constant size.
+    digest
+        A hash of the heads that are swapped and of what they become.
+    """
 
     def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
         self._model = model
@@ -143,6 +158,7 @@ class Applied:
                 self._splits[id(layer.module)] = _split(layer, layer_heads, groups, head_substitute, len(layers))
                 self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.digest = _digest(heads, head_substitute)
 
     def cache(self) -> Any:
         """An empty cache for one ``generate`` or one row of forwards, to be passed as ``past_key_values``."""

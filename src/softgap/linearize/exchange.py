@@ -20,13 +20,11 @@ from jaxtyping import Float
 
 from softgap.attention import Mechanism, resolve
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
-from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.substitute import LARGEST_WINDOW, Substitute
 from softgap.intervene.swap import heads_by_layer, heads_of_group
 from softgap.linearize.attached import PLAN_FILE
 from softgap.linearize.baselines import window_of_equal_memory
-from softgap.linearize.plan import Plan, freed_groups, memory_of
-from softgap.models.fingerprint import model_fingerprint
+from softgap.linearize.plan import Plan, freed_groups, plan_of
 from softgap.models.loading import Model, Tokenizer, quiet_transformers
 from softgap.probe.layout import AttentionLayer, attention_layers
 
@@ -324,18 +322,10 @@ def import_pattern(model: Model, folder: str | os.PathLike[str], *, threshold: f
             f"no KV head of the pattern in '{folder}' is below the threshold {threshold:g}, the smallest value is "
             f"{values.min():g}; choose a larger threshold"
         )
-    bounded = bounded_layers(model)
-    groups = tuple(group for group in streaming if group[0] not in bounded)
-    counts = Counter(number for number, _ in groups)
-    window = Substitute(resolve(f"window:w={recent},sinks={sinks}"))
-    return Plan(
-        model=model.name_or_path or model.config.model_type,
-        fingerprint=model_fingerprint(model),
-        heads=tuple(head for group in streaming for head in heads_of_group(model, *group)),
-        groups=groups,
-        layers=tuple(layer.number for layer in layers if counts[layer.number] == layer.kv_heads),
-        substitute=window,
-        memory=memory_of(model, groups, window),
+    return plan_of(
+        model,
+        [head for group in streaming for head in heads_of_group(model, *group)],
+        Substitute(resolve(f"window:w={recent},sinks={sinks}")),
         provenance={"imported": "DuoAttention pattern", "threshold": float(threshold)},
     )
 

@@ -24,7 +24,7 @@ from softgap.models.loading import Model
 from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
 
-__all__ = ["Plan", "cache_bytes_at", "freed_groups", "kind_of", "load_plan", "memory_of", "streams"]
+__all__ = ["Plan", "cache_bytes_at", "freed_groups", "kind_of", "load_plan", "memory_of", "plan_of", "streams"]
 
 
 FORMAT = 1
@@ -347,6 +347,27 @@ def cache_bytes_at(memory: Mapping[str, float], length: int, *, original: bool =
     if original:
         return memory["per_token_original"] * length
     return memory["per_token"] * length + memory["states"]
+
+
+def plan_of(model: Model, heads: Sequence[Head], head_substitute: Substitute, **about: Any) -> Plan:
+    """A plan that swaps these heads, with what that frees; ``about`` are fields of the plan that were measured."""
+    bounded = bounded_layers(model)
+    freed = [
+        (layer, layer_heads)
+        for layer, layer_heads in heads_by_layer(attention_layers(model), heads)
+        if streams(head_substitute) and layer.number not in bounded
+    ]
+    groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
+    return Plan(
+        model=model.name_or_path or model.config.model_type,
+        fingerprint=model_fingerprint(model),
+        heads=tuple(heads),
+        groups=groups,
+        layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
+        substitute=head_substitute,
+        memory=memory_of(model, groups, head_substitute),
+        **about,
+    )
 
 
 def freed_groups(layer: AttentionLayer, heads: Sequence[int]) -> list[int]:

@@ -25,9 +25,7 @@ from softgap.checkpoints import Checkpoints
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
-from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.substitute import Substitute, Swaps, substitute
-from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.allocation import CONTEXT, Menu, choose_allocation, default_options, pure_plans, score_options
 from softgap.linearize.baselines import LENGTHS, evaluate_baselines, sequences_by_length
 from softgap.linearize.candidates import (
@@ -39,7 +37,7 @@ from softgap.linearize.candidates import (
     split_text,
 )
 from softgap.linearize.frontier import DEFAULT_SCORE, Budget, first_heads, order_units, units_of
-from softgap.linearize.plan import Plan, freed_groups, memory_of, streams
+from softgap.linearize.plan import Plan, plan_of
 from softgap.linearize.recall import FEWEST_LISTS, RecallTest, half_widths
 from softgap.linearize.scores import SCORES, head_scores
 from softgap.linearize.sequences import (
@@ -59,7 +57,6 @@ from softgap.linearize.sequences import (
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
-from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, partial_progress, silent
 
 __all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan"]
@@ -509,24 +506,12 @@ def _evaluate_plan(
             "half_width_original": widths["original"],
             **({"decided_on": decided_on} if decided_on else {}),
         }
-    bounded = bounded_layers(model)
-    by_layer = heads_by_layer(attention_layers(model), heads)
-    freed = [
-        (layer, layer_heads)
-        for layer, layer_heads in by_layer
-        if streams(head_substitute) and layer.number not in bounded
-    ]
-    groups = tuple((layer.number, group) for layer, layer_heads in freed for group in freed_groups(layer, layer_heads))
-    return Plan(
-        model=model.name_or_path or model.config.model_type,
-        fingerprint=model_fingerprint(model),
-        heads=tuple(heads),
-        groups=groups,
-        layers=tuple(layer.number for layer, layer_heads in freed if len(layer_heads) == layer.heads),
-        substitute=head_substitute,
+    return plan_of(
+        model,
+        heads,
+        head_substitute,
         original=original.means(),
         expected=swapped.change_from(original),
         recall=recall_record,
-        memory=memory_of(model, groups, head_substitute),
         provenance={**provenance, "versions": library_versions()},
     )
