@@ -31,13 +31,12 @@ from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequ
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.sequences import Sequences, digest_of_sequences
+from softgap.linearize.sequences import Sequences, digest_of_sequences, token_ids
 from softgap.models import load_model
 from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"
-# What a half-width of .02 takes in the embedded model (softgap.linearize.recall); tables of version 0.1 had 16.
-RECALL_LISTS = 192
+FIT_LISTS = 8
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -194,26 +193,38 @@ def write_scores(
 def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespace, rival: Substitute) -> None:
     """The frontier at every length, by heads and by groups, and with a window."""
     fit = split_sequences(model, options.tokenizer, text[:1], tokens=options.fit_tokens)
+    fit_lists, lists = (
+        recall_sequences(
+            model, options.tokenizer, n, seed=seed, filler=token_ids(options.tokenizer, [part]),
+            distance=options.distance,
+        )
+        for n, seed, part in ((FIT_LISTS, 1, text[0]), (options.lists, 5, text[1]))
+    )  # fmt: skip
+    flags = ("" if options.greedy else " --no-greedy") + ("" if options.correct else " --no-correct")
     for length in options.lengths:
         held = split_sequences(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
         for by in options.by:
             for window in options.windows:
                 used = substitute(rival, model, window=window or None)
                 result = frontier(
-                    model, fit, held, recall_sequences(model, options.tokenizer, RECALL_LISTS), used, by=by,
-                    shares=options.shares, orders=options.orders, folder=options.parts / "frontier", progress=say,
+                    model, fit, held, lists, used, by=by, shares=options.shares, orders=options.orders,
+                    greedy=options.greedy, correct=options.correct, fit_recall_lists=fit_lists,
+                    folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
+                name += "" if options.swap == FITTED else f"-{options.swap}"
                 save_figure(draw_frontier(result), IMAGES / f"{name}.svg")
                 extra = f", softmax kept on the nearest {window} keys" if window else ""
                 write_section(
                     f"linearize_table-{name}",
-                    f"The frontier by {by}, {length:,} tokens{extra}",
-                    f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window}`, "
-                    f"{machine()}. The embedded model with its calibration ({rival.mechanism.name}); scores "
-                    f"and output corrections from {fit.tokens:,} tokens, every number from {held.tokens:,} held-out "
-                    f"tokens and {RECALL_LISTS} recall lists: rise in loss (nats per token) and change in "
-                    f"recall, 95 % over texts.\n\n"
+                    f"The frontier by {by}, {length:,} tokens, {rival.mechanism.name}{extra}",
+                    f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window} --swap "
+                    f"{options.swap} --lists {options.lists}{flags}`, {machine()}. The embedded model with its "
+                    f"calibration ({field_words(used.name)}); scores and output corrections from {fit.tokens:,} tokens "
+                    f"and {FIT_LISTS} recall lists, every number from {held.tokens:,} held-out tokens and "
+                    f"{options.lists} other lists across {options.distance} tokens: rise in loss (nats per token) and "
+                    f"change in recall of first tokens, 95 % over texts. Beside it the mean outputs of the heads and "
+                    f"sinks with a window of the same bytes.\n\n"
                     f"![The frontier](images/{name}.svg)\n\n" + frontier_table(result),
                     page=FINDINGS,
                 )
@@ -237,6 +248,11 @@ def main() -> None:
     parser.add_argument("--by", nargs="+", default=["heads", "groups"])
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 64])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--swap", choices=(FITTED, "hybrid"), default=FITTED, help="what a frontier swaps for")
+    parser.add_argument("--lists", type=int, default=24, help="recall lists that every point of a frontier answers")
+    parser.add_argument("--distance", type=int, default=600, help="tokens between a recall list and its questions")
+    parser.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--orders", nargs="+", default=["gradient+fisher", "divergence", "random"])
     options = parser.parse_args()
     options.parts.mkdir(parents=True, exist_ok=True)
@@ -253,7 +269,7 @@ def main() -> None:
         rivals = [rival if name == FITTED else substitute(name, model) for name in options.mechanisms]
         write_scores(model, fit, held.part(slice(0, options.sequences)), options, rivals)
     if "frontier" in options.only:
-        write_frontier(model, text, options, rival)
+        write_frontier(model, text, options, substitute(f"{options.swap}@{options.calibration}", model))
 
 
 if __name__ == "__main__":
