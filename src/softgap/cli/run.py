@@ -78,9 +78,11 @@ def run_command(
         check_temperature(temperature, "--temperature")
         seed = seed or 0
     if plan is not None:
-        sampling = {"seed": seed} if temperature is None else {"seed": seed, "temperature": temperature}
-        settings = {"max_new_tokens": max_new_tokens, "chat": False if raw else None, **sampling}
-        _run_under_plan(text, plan, model, {"dtype": dtype, "device": device, "attn": attn}, settings, as_json=as_json)
+        options = {"dtype": dtype, "device": device, "attn": attn}
+        under: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": False if raw else None, "seed": seed}
+        if temperature is not None:
+            under["temperature"] = temperature
+        _run_under_plan(text, plan, model, options, under, as_json=as_json)
         return
     from softgap.study import StudySettings
 
@@ -128,11 +130,9 @@ def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) 
 
 
 def _refuse_measuring(context: typer.Context) -> None:
-    given = [
-        next(iter(parameter.opts))
-        for parameter in context.command.params
-        if parameter.name in _MEASURING and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
-    ]
+    named = [parameter for parameter in context.command.params if parameter.name in _MEASURING]
+    sources = [context.get_parameter_source(str(parameter.name)) for parameter in named]
+    given = [p.opts[0] for p, source in zip(named, sources, strict=True) if source and source.name == "COMMANDLINE"]
     if given:
         raise ValueInputError(
             f"--plan only generates, because a plan's cache keeps no keys to measure with, got it with "
