@@ -14,8 +14,11 @@ import pytest
 
 import softgap
 from softgap import probe
+from softgap.attention import resolve
 from softgap.cli import main
 from softgap.cli.options import default_out
+from softgap.linearize import Substitute, export_plan, load_plan
+from softgap.linearize.plan import plan_of
 from softgap.probe import Interrupted
 from softgap.trajectories import Trajectories, load, open_study
 from support.cli_examples import (
@@ -509,3 +512,103 @@ def test_windows_that_are_none_are_refused(
     folder: Path, here: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sentence in failure(["run", PROMPT, "--model", str(folder), "--mechanism", name], capsys)
+
+
+@pytest.fixture(scope="module")
+def plan_files(folder: Path) -> Path:
+    """A folder with plans of the tiny model, one that cannot stream, and an export of the first."""
+    model, tokenizer = softgap.load_model(folder)
+    place = folder.parent / "plans"
+    heads = ((0, 0), (0, 1), (1, 2), (1, 3))
+    for name, mechanism in (("plan", "window:w=3,sinks=1"), ("keeps", "relu2_scores")):
+        plan_of(model, heads, Substitute(resolve(mechanism))).save(place / f"{name}.json")
+    export_plan(model, load_plan(place / "plan.json"), place / "planned", format="folder", tokenizer=tokenizer)
+    return place
+
+
+def test_under_a_plan_the_text_and_what_it_saved_are_shown(
+    folder: Path, plan_files: Path, loads: list[str | None], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(plan_files / "plan.json")
+    command = ["run", PROMPT, "--model", str(folder), "--plan", plan, "--max-new-tokens", "20"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    model, tokenizer = softgap.load_model(folder)
+    made = softgap.linearize.generate(model, tokenizer, load_plan(plan), PROMPT, 20)
+    text, rest = captured.out.split("\n\n")
+    assert text == made.text
+    saved = f"{made.cache_bytes / 1e3:.1f} kB under the plan and {made.original_bytes / 1e3:.1f} kB without it"
+    assert rest.startswith(f"The cache holds {saved} ({made.cache_bytes / made.original_bytes:.0%}); the model wrote ")
+    assert rest.endswith(" tokens per second.\n")
+    assert without_progress(captured.err) == ""
+    assert contents(here) == {}
+    assert main([*command, "--json", "--temperature", "0.8", "--seed", "4"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    sampled = softgap.linearize.generate(model, tokenizer, load_plan(plan), PROMPT, 20, seed=4, temperature=0.8)
+    assert document["continuations"][0]["token_ids"] == list(sampled.token_ids[0])
+    assert (document["cache_bytes"], document["original_cache_bytes"]) == (made.cache_bytes, made.original_bytes)
+    assert document["plan"] == plan
+
+
+def test_a_folder_stands_for_the_plan_and_its_model(plan_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = str(plan_files / "planned")
+    texts = []
+    for given in (["--plan", planned], ["--plan", planned, "--model", planned]):
+        assert main(["run", PROMPT, *given, "--max-new-tokens", "6", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["continuations"])
+    assert texts[0] == texts[1]
+
+
+def test_a_plan_that_cannot_stream_says_so(
+    folder: Path, plan_files: Path, loads: list[str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeps = str(plan_files / "keeps.json")
+    assert main(["run", PROMPT, "--model", str(folder), "--plan", keeps, "--max-new-tokens", "4"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "as the original's, because mechanism 'relu2_scores' has no state of constant size;" in last
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["--focus"], "--focus; leave it out"),
+        (["--map", "kinds", "--mechanism", "elu1"], "--mechanism, --map; leave them out"),
+        (["--out", "a", "--overwrite"], "--out, --overwrite; leave them out"),
+        (["--drop-sinks", "0"], "--drop-sinks; leave it out"),
+    ],
+)
+def test_nothing_is_measured_under_a_plan(
+    plan_files: Path, loads: list[str | None], capsys: pytest.CaptureFixture[str], options: list[str], given: str
+) -> None:
+    sentence = failure(["run", PROMPT, "--plan", str(plan_files / "plan.json"), *options], capsys)
+    assert sentence.startswith("--plan only generates, because a plan's cache keeps no keys to measure with, got it")
+    assert given in sentence
+    assert loads == []
+
+
+def test_what_was_written_before_ctrl_c_stays(
+    folder: Path,
+    plan_files: Path,
+    loads: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = softgap.linearize.generate
+    heard: list[Any] = []
+
+    def interrupted(*arguments: Any, listener: Any, **settings: Any) -> Any:
+        def hear(step: Any) -> None:
+            listener(step)
+            heard.append(step)
+            if len(heard) == 3:
+                raise KeyboardInterrupt
+
+        return own(*arguments, listener=hear, **settings)
+
+    monkeypatch.setattr("softgap.linearize.generate", interrupted)
+    plan = str(plan_files / "plan.json")
+    assert main(["run", PROMPT, "--model", str(folder), "--plan", plan, "--max-new-tokens", "9"]) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out) == 4
+    assert captured.out.endswith("\n")
+    assert without_progress(captured.err) == "softgap: interrupted\n"

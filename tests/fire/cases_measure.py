@@ -38,6 +38,14 @@ WITHOUT_MODEL: Table = {
         "tiny/model.safetensors",
         "'tiny/model.safetensors' is a safetensors file but no calibration of softgap; give another file",
     ),
+    "run: no plan": ("run fox --plan no.json", "no.json", "cannot read the plan 'no.json': No such file or directory;"),
+    "run: a folder as plan": ("run fox --plan tiny", "'tiny'", "cannot read the plan 'tiny': Is a directory; give a"),
+    "run: a text as plan": ("run fox --plan fox.txt", "fox.txt", "'fox.txt' is no plan of softgap .*; make one with"),
+    "run: measuring under a plan": (
+        "run fox --plan plans/plan.json --focus",
+        "--focus",
+        "--plan only generates, because a plan's cache keeps no keys to measure with, got it with --focus; leave",
+    ),
     "read: no file": ("read", "file", "missing argument 'file'; given 'softgap read'"),
     "read: an empty name": ("read ''", "''", "cannot read ''"),
     "read: a long name": ("read LONG", "xxx", "cannot read 'xxx.*…x*': File name too long; give"),
@@ -108,6 +116,11 @@ WITH_MODEL: Table = {
         "run fox --model tiny --mechanism fitted@c.safetensors",
         "c.safetensors",
         r"the calibration 'c.safetensors' was fitted to the model f* \(other\), and this one is \w+; calibrate",
+    ),
+    "run: another model's plan": (
+        "run fox --model tiny --plan plans/plan.json",
+        "tiny",
+        r"the plan is for the model 0+ \(tiny\), and this one is \w+ \(tiny\); load that model, or make a plan",
     ),
     "read: a text that is too long": (
         "read boats.txt --model tiny",

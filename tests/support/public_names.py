@@ -67,6 +67,7 @@ EXPLAINED = [
     "softgap.linearize.export_plan",
     "softgap.linearize.import_pattern",
     "softgap.linearize.find_plan",
+    "softgap.linearize.generate",
     "softgap.linearize.head_scores",
     "softgap.linearize.recall_scores",
     "softgap.linearize.impact",

@@ -34,6 +34,7 @@ __all__ = [
     "Model",
     "Out",
     "Overwrite",
+    "PlanFile",
     "StudyOptions",
     "StudyOut",
     "check_new",
@@ -97,6 +98,17 @@ Out = Annotated[
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the study in --out if it has the same inputs and settings.")
+]
+
+
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="Plan of softgap linearize (JSON) to run the model under, or a folder of softgap export --format folder, "
+        "which brings its model.",
+        show_default=False,
+    ),
 ]
 
 

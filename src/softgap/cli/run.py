@@ -1,8 +1,11 @@
-"""`softgap run`: measures every head of a model while it answers a prompt."""
+"""`softgap run`: measures every head of a model while it answers a prompt, or lets the model answer under a plan."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,21 +21,30 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    PlanFile,
     default_out,
     read_prompt_argument,
     with_baseline,
 )
+from softgap.cli.render import output
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
+    from softgap.linearize import GenerationStep
     from softgap.study import StudySettings
     from softgap.trajectories import Trajectories
 
 __all__ = ["run_command"]
 
+_MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "map_of")
+"""Options that say what to measure or where to save it."""
+
 
 def run_command(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Prompt for the model; - reads it from standard input.")],
     model: Model = None,
+    plan: PlanFile = None,
     mechanism: Mechanisms = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     out: Out = None,
@@ -52,13 +64,26 @@ def run_command(
     map_of: Map = "kinds",
     as_json: Json = False,
 ) -> None:
-    """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
+    """Generate an answer to a prompt and measure every head at every token; save and summarise the run.
+
+    With --plan, the model answers under a plan of softgap linearize with the plan's small cache, and the last line
+    says what that saves. Heads are not measured then, because the cache keeps no keys to measure with.
+    """
+    if plan is not None:
+        _refuse_measuring(context)
     text = read_prompt_argument(prompt)
     if temperature is not None:
         from softgap.probe.capture import check_temperature
 
         check_temperature(temperature, "--temperature")
         seed = seed or 0
+    if plan is not None:
+        options = {"dtype": dtype, "device": device, "attn": attn}
+        under: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": False if raw else None, "seed": seed}
+        if temperature is not None:
+            under["temperature"] = temperature
+        _run_under_plan(text, plan, model, options, under, as_json=as_json)
+        return
     from softgap.study import StudySettings
 
     settings = StudySettings(
@@ -102,3 +127,69 @@ def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) 
             observer=Observer(on_run=runs.append),
         )
     return runs[0]
+
+
+def _refuse_measuring(context: typer.Context) -> None:
+    named = [parameter for parameter in context.command.params if parameter.name in _MEASURING]
+    sources = [context.get_parameter_source(str(parameter.name)) for parameter in named]
+    given = [p.opts[0] for p, source in zip(named, sources, strict=True) if source and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueInputError(
+            f"--plan only generates, because a plan's cache keeps no keys to measure with, got it with "
+            f"{', '.join(given)}; leave {'it' if len(given) == 1 else 'them'} out, or leave --plan out to measure the "
+            "original model"
+        )
+
+
+def _run_under_plan(
+    text: str, file: Path, model: str | None, options: dict[str, Any], settings: dict[str, Any], *, as_json: bool
+) -> None:
+    """Generate under a plan and show the text while it is written, then what the plan saved."""
+    from softgap.linearize import generate, load_plan
+    from softgap.linearize.attached import plan_and_model
+    from softgap.models import load_model
+    from softgap.models.loading import quiet_transformers
+    from softgap.progress import show_waiting
+
+    file, model = plan_and_model(file, model)
+    plan = load_plan(file)
+    loaded, tokenizer = load_model(model, **options)
+    plan.check(loaded)
+    typist = None if as_json else _Typist(tokenizer)
+    # On a terminal the text itself shows the progress.
+    silent = typist is not None and sys.stderr.isatty()
+    with nullcontext() if silent else show_waiting("generating under the plan"), quiet_transformers(downloads=False):
+        try:
+            made = generate(loaded, tokenizer, plan, text, listener=typist, **settings)
+        finally:
+            if typist is not None:
+                typist.end()
+    if as_json:
+        output.write_json({"model": loaded.name_or_path, "plan": str(file), **made.to_json()})
+    else:
+        output.console().print(f"\n{made.sentence()}", soft_wrap=True)
+
+
+class _Typist:
+    """Writes the text to standard output while tokens arrive."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._written = 0
+
+    def __call__(self, step: GenerationStep) -> None:
+        self._ids.append(step.token_ids[0])
+        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        if not text.endswith("\ufffd"):  # half a character, which the next token completes
+            self._write(text)
+
+    def end(self) -> None:
+        """Write what is left, and end the line: an interrupted text stays readable."""
+        if self._ids:
+            self._write(str(self._tokenizer.decode(self._ids, skip_special_tokens=True)) + "\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(output.strip_control_characters(text[self._written :]))
+        sys.stdout.flush()
+        self._written = len(text)

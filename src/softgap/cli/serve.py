@@ -1,4 +1,4 @@
-"""`softgap serve`: a local page that shows the heads of a model while it writes."""
+"""`softgap serve`: a local page that shows the heads of a model, or what a plan saves, while it writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from softgap.cli.options import Attn, Device, Dtype, Json, Model
+from softgap.cli.options import Attn, Device, Dtype, Json, Model, PlanFile
 from softgap.cli.render import output
 
 __all__ = ["serve_command"]
@@ -17,6 +17,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def serve_command(
     model: Model = None,
+    plan: PlanFile = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 0,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any address but 127.0.0.1 gives other machines access.")
@@ -28,12 +29,21 @@ def serve_command(
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
-    """Type a prompt in the browser and watch the heads while the model writes. Ctrl-C stops the server."""
+    """Type a prompt in the browser and watch the heads while the model writes. Ctrl-C stops the server.
+
+    With --plan, the model writes under a plan, and the page shows what that saves instead of the heads.
+    """
     from softgap.cli.render.output import find_browser, open_address
+    from softgap.linearize import load_plan
+    from softgap.linearize.attached import plan_and_model
     from softgap.models import load_model
     from softgap.report.live import serve
 
     browser = find_browser() if open_it else None
+    planned = None
+    if plan is not None:
+        file, model = plan_and_model(plan, model)
+        planned = load_plan(file), file.name
     if host not in _LOCAL:
         output.warn(
             f"with --host {host}, every machine that can reach this one can run the model and read the studies in "
@@ -57,5 +67,6 @@ def serve_command(
         studies,
         host=host,
         port=port,
+        plan=planned,
         started=started,
     )

@@ -10,6 +10,7 @@ from softgap.linearize.attached import attach, attached_plan, detach, load_model
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.exchange import Export, export_plan, import_pattern
 from softgap.linearize.frontier import Budget, Frontier, Point, frontier
+from softgap.linearize.generation import Generation, GenerationStep, generate
 from softgap.linearize.impact import Impact, impact
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.plan import Plan, load_plan
@@ -25,6 +26,8 @@ __all__ = [
     "Budget",
     "Export",
     "Frontier",
+    "Generation",
+    "GenerationStep",
     "Impact",
     "Mixture",
     "Plan",
@@ -44,6 +47,7 @@ __all__ = [
     "find_plan",
     "fit_output_correction",
     "frontier",
+    "generate",
     "head_scores",
     "heads_of_group",
     "heads_of_layer",

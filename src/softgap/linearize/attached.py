@@ -18,14 +18,14 @@ import torch
 
 from softgap.errors import UnsupportedError
 from softgap.intervene.swap import prepare_swap
-from softgap.linearize.application import Applied, under_plan
+from softgap.linearize.application import Applied, apply, under_plan
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models import loading
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import ATTACHED
 from softgap.progress import Progress
 
-__all__ = ["PLAN_FILE", "attach", "attached_plan", "detach", "load_model", "plan_in"]
+__all__ = ["PLAN_FILE", "applied_plan", "attach", "attached_plan", "detach", "load_model", "plan_and_model", "plan_in"]
 
 PLAN_FILE = "softgap_plan.json"
 """The plan in a folder with the weights of its model."""
@@ -134,6 +134,30 @@ def _wants_cache(model: Any, kwargs: dict[str, Any]) -> bool:
     return setting("use_cache") is not False and not own and not branching
 
 
+@contextmanager
+def applied_plan(model: Model, plan: Plan | None) -> Iterator[tuple[Plan, Applied]]:
+    """Run a model under a plan while the block runs: the given one, or for None the one that is attached to it."""
+    attachment: _Attachment | None = getattr(model, ATTACHED, None)
+    if attachment is None:
+        if plan is None:
+            raise UnsupportedError(
+                "plan=None takes the plan that is attached to the model, and none is; give a plan, or load a folder "
+                "that 'softgap export --format folder' wrote with softgap.load_model"
+            )
+        with apply(model, plan) as applied:
+            yield plan, applied
+        return
+    if plan is not None and plan is not attachment.plan:
+        raise UnsupportedError(
+            "a plan is attached to this model already, and another one was given; give None for it, or take the "
+            "attached one off with softgap.linearize.detach"
+        )
+    with attachment.entered(model) as entered:
+        if entered is None:
+            raise UnsupportedError("the model is in use under its plan; wait until that call has ended")
+        yield attachment.plan, entered
+
+
 def attached_plan(model: Model) -> Plan | None:
     """The plan that is attached to a model; None where there is none."""
     attachment = getattr(model, ATTACHED, None)
@@ -156,6 +180,12 @@ def plan_in(name: str | os.PathLike[str] | None) -> Path | None:
         return file if file.is_file() else None
     except OSError:
         return None
+
+
+def plan_and_model(plan: Path, model: str | None) -> tuple[Path, str | None]:
+    """The file of a plan and the name of its model, where a folder of ``export_plan`` may stand for both."""
+    file = plan_in(plan)
+    return (plan, model) if file is None else (file, str(plan) if model is None else model)
 
 
 def load_model(

@@ -46,20 +46,25 @@ def sampling_settings(seed: int | None, settings: dict[str, Any]) -> dict[str, A
     return settings
 
 
-def stopping_settings(stop: Callable[[], bool] | None) -> dict[str, Any]:
-    """The setting that ends all rows of a generation once ``stop`` says so."""
-    return {} if stop is None else {"stopping_criteria": StoppingCriteriaList([_StopRequest(stop)])}
+def stopping_settings(stop: Callable[[], bool] | None, note: Callable[[Tensor], None] | None = None) -> dict[str, Any]:
+    """The setting that ends all rows of a generation once ``stop`` says so, and shows ``note`` the tokens so far."""
+    if stop is None and note is None:
+        return {}
+    return {"stopping_criteria": StoppingCriteriaList([_StopRequest(stop, note)])}
 
 
 class _StopRequest(StoppingCriteria):
     """Ends all rows of a generation once somebody says so."""
 
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
+    def __init__(self, stop: Callable[[], bool] | None, note: Callable[[Tensor], None] | None) -> None:
+        self._stop, self._note = stop, note
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Whether each row is over."""
-        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
+        if self._note is not None:
+            self._note(input_ids)
+        over = self._stop is not None and self._stop()
+        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager

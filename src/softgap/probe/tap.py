@@ -43,6 +43,7 @@ __all__ = [
     "observe_attention",
     "overridden_names",
     "override_attention",
+    "prepared_config",
     "prompt_length",
     "replace_attention",
     "row_lengths",
@@ -345,14 +346,7 @@ def prompt_length(arguments: dict[str, Any]) -> int:
 
 def generation_config(model: Any, arguments: dict[str, Any]) -> Any:
     """The settings this generation will use, refused where one step is not one token of one sequence."""
-    named = inspect.signature(type(model).generate).parameters
-    settings = {key: value for key, value in arguments.items() if key not in named}
-    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **settings)
-    mode = str(config.get_generation_mode(arguments.get("assistant_model")).value).replace("_", " ")
-    if arguments.get("custom_generate") is not None:
-        mode = "a custom generation"
-    elif config.guidance_scale not in (None, 1):
-        mode = "classifier-free guidance"
+    config, mode = prepared_config(model, arguments)
     if mode not in ("greedy search", "sample"):
         raise UnsupportedError(
             f"live recording follows greedy search and sampling, got {mode}; generate without recording, then replay "
@@ -364,6 +358,19 @@ def generation_config(model: Any, arguments: dict[str, Any]) -> Any:
             "recording and then replay the text with softgap.read"
         )
     return config
+
+
+def prepared_config(model: Any, arguments: dict[str, Any]) -> tuple[Any, str]:
+    """The settings that a ``generate`` with these arguments will use, and how it chooses tokens, in words."""
+    named = inspect.signature(type(model).generate).parameters
+    settings = {key: value for key, value in arguments.items() if key not in named}
+    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **settings)
+    mode = str(config.get_generation_mode(arguments.get("assistant_model")).value).replace("_", " ")
+    if arguments.get("custom_generate") is not None:
+        mode = "a custom generation"
+    elif config.guidance_scale not in (None, 1):
+        mode = "classifier-free guidance"
+    return config, mode
 
 
 def row_lengths(new: Int[Tensor, "batch time"], config: Any, arguments: dict[str, Any], otherwise: int) -> list[int]:

@@ -77,7 +77,7 @@ class RunRequest:
     Attributes
     ----------
     mechanisms
-        The control is among them.
+        The control is among them; none where nothing is measured.
     temperature
         None for greedy search.
     """
@@ -99,7 +99,7 @@ class RunRequest:
         }
 
 
-def parse_requests(body: bytes, known: Sequence[str], limits: Limits) -> list[RunRequest]:
+def parse_requests(body: bytes, known: Sequence[str], limits: Limits, *, measured: bool = True) -> list[RunRequest]:
     """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
     try:
         document = json.loads(body)
@@ -114,7 +114,9 @@ def parse_requests(body: bytes, known: Sequence[str], limits: Limits) -> list[Ru
     temperature = _temperature(document.get("temperature"))
     seed = document.get("seed")
     number = _whole("seed", 0 if seed is None else seed, 0, _GREATEST_SEED)
-    mechanisms = _mechanisms(document.get("mechanisms"), known, limits)
+    mechanisms = _mechanisms(document.get("mechanisms"), known, limits) if measured else ()
+    if not measured and document.get("mechanisms"):
+        raise ValueInputError("a server under a plan compares with no mechanisms; leave mechanisms out")
     return [
         RunRequest(prompt, mechanisms, length, temperature, number)
         for prompt in _prompts(document.get("prompts"), limits)

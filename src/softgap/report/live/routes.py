@@ -22,6 +22,7 @@ from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError
 from softgap.kinds import UNKNOWN_KINDS
 from softgap.report.kinds import opening_view
+from softgap.report.live.planned import PlannedWriter
 from softgap.report.live.requests import Guard, Limits, parse_requests
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
 from softgap.report.live.writer import Writer
@@ -56,6 +57,13 @@ PANE = replace(
 )
 
 
+PLANNED = Look(
+    "live/planned.html",
+    ("explorer.css", "live/live.css"),
+    ("data.js", "theme.js", "live/planned.js"),
+)
+
+
 def policy(look: Look) -> str:
     """The policy of a page for the header, where it can also say who may show it in a frame."""
     who = "'none'" if look is SHELL else "'self'"
@@ -71,8 +79,15 @@ def shell(writer: Writer, limits: Limits, *, boot: str, token: str) -> str:
         "boot": boot,
         "token": token,
         "limits": {"newTokens": limits.new_tokens},
+        "plan": list(writer.notes) if isinstance(writer, PlannedWriter) else None,
     }
     return render(Payload(document, ()), SHELL)
+
+
+def planned_pane(writer: PlannedWriter, run: LiveRun) -> str:
+    """The page of a run under a plan, empty: its events fill it."""
+    document = {**_frame(writer), "run": run.run_id, "prompt": run.request.prompt, "notes": list(writer.notes)}
+    return render(Payload(document, ()), PLANNED)
 
 
 def pane(writer: Writer, run: LiveRun) -> str:
@@ -292,16 +307,20 @@ class _Addresses:
 
     async def add(self, request: Request) -> Response:
         """Ask for runs."""
-        known = self._writer.mechanisms
-        run_requests = parse_requests(await _body(request, self._limits.request_bytes), known, self._limits)
+        body, known = await _body(request, self._limits.request_bytes), self._writer.mechanisms
+        run_requests = parse_requests(body, known, self._limits, measured=not isinstance(self._writer, PlannedWriter))
         for run_request in run_requests:
             await run_in_threadpool(self._writer.check, run_request, self._limits)
         return JSONResponse({"runs": self._queue.add(run_requests)}, 202)
 
     async def pane(self, request: Request) -> Response:
         """The explorer of a run."""
-        content = pane(self._writer, self._queue.run(request.path_params["run_id"]))
-        return HTMLResponse(content, headers={"Content-Security-Policy": policy(PANE)})
+        run = self._queue.run(request.path_params["run_id"])
+        if isinstance(self._writer, PlannedWriter):
+            content, look = planned_pane(self._writer, run), PLANNED
+        else:
+            content, look = pane(self._writer, run), PANE
+        return HTMLResponse(content, headers={"Content-Security-Policy": policy(look)})
 
     async def stop(self, request: Request) -> Response:
         """End a run."""

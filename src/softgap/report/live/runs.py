@@ -11,13 +11,10 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Literal
 
-from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_name
 from softgap.report.explorer import explorer_of
 from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.live.writer import Writer
-from softgap.report.payload import about, dynamics, opening_sentence
-from softgap.trajectories import open_study
 from softgap.trajectories.folder import Folder, new_name, slug
 
 __all__ = ["LiveRun", "Queue", "Studies", "TooManyError"]
@@ -266,18 +263,12 @@ class Queue:
             self._note()
 
         folder = self._studies.folder / run.run_id
-        measured = self._writer.write(run.request, folder, tell, lambda: run.asked_to_stop)
+        written = self._writer.write(run.request, folder, tell, lambda: run.asked_to_stop)
         with self._lock:
-            run.state, run.saved = "finishing", True
+            run.state, run.saved = "finishing", written.saved
         self._note()
-        study = open_study(folder)
-        early = run.asked_to_stop and measured.n_steps < run.request.max_new_tokens
-        values_at_end: dict[str, Any] = {} if self._closing else {"dynamics": dynamics(study, measured.mechanisms)}
-        values_at_end["about"] = about(study, measured, 1, (), whole=True)
-        sentence, known = opening_sentence([gap_sums(measured)], measured)
-        values_at_end["headline"] = sentence
-        values_at_end["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
-        self._end(run, "stopped" if early else "finished", values_at_end)
+        early = run.asked_to_stop and written.steps < run.request.max_new_tokens
+        self._end(run, "stopped" if early else "finished", written.at_end(not self._closing))
 
     def _end(self, run: LiveRun, state: State, values: Mapping[str, Any], reason: str = "") -> None:
         with self._lock:

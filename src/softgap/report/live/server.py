@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from softgap.errors import UnsupportedError, ValueInputError
+from softgap.linearize import Plan
 from softgap.models.loading import Loaded
 from softgap.report.live.requests import Limits
 
@@ -61,6 +62,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     limits: Limits | None = None,
+    plan: tuple[Plan, str] | None = None,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve the live explorer of a model until it is interrupted.
@@ -73,12 +75,15 @@ def serve(
         Folder that runs are saved to and studies are opened from.
     host, port
         Where to listen; port 0 takes one that is free.
+    plan
+        A plan to run the model under, and the name of its file; heads are not measured then.
     started
         Called with the address once pages can be opened.
     """
     require_server()
     import uvicorn
 
+    from softgap.report.live.planned import PlannedWriter
     from softgap.report.live.requests import allowed_names
     from softgap.report.live.routes import create_app
     from softgap.report.live.runs import Studies
@@ -87,7 +92,7 @@ def serve(
     limits = limits or Limits()
     folder = Studies.at(Path(studies).expanduser(), limits)
     with bind_socket(host, port) as listening:
-        writer = Writer.of(load())
+        writer = Writer.of(load()) if plan is None else PlannedWriter.under(load(), *plan)
         names = allowed_names(host, socket.gethostname())
         server: uvicorn.Server | None = None
         app = create_app(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.models.loading import Loaded
@@ -21,21 +22,41 @@ from softgap.probe.recording import prepare_mechanism
 from softgap.report.columns import calibration_kinds, study_calibration
 from softgap.report.kinds import kinds_of_page
 from softgap.report.live.requests import Limits, RunRequest
+from softgap.report.payload import about, dynamics, opening_sentence
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
-from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories import QUANTITIES, Trajectories, open_study
 from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
 
-__all__ = ["Writer"]
+__all__ = ["Tell", "Writer", "Written"]
 
 # Told with the name of an event and its plain values.
 Tell = Callable[[str, Mapping[str, Any]], None]
 # Hybrids that a visitor is offered beside the registered mechanisms, where the model has their parameters.
 _HYBRIDS = ("elu1+window", "fitted+window")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A run that has ended.
+
+    Attributes
+    ----------
+    steps
+        Tokens that were written.
+    saved
+        Whether it is a study in the folder.
+    at_end
+        What the page is told at the end; asked with whether there is time for all of it.
+    """
+
+    steps: int
+    saved: bool
+    at_end: Callable[[bool], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +128,7 @@ class Writer:
             )
         check_lengths(self.model, [ids], request.max_new_tokens)
 
-    def write(self, request: RunRequest, out: Path, tell: Tell, stop: Callable[[], bool]) -> Trajectories:
+    def write(self, request: RunRequest, out: Path, tell: Tell, stop: Callable[[], bool]) -> Written:
         """Generate and save: ``begin`` is told once, ``step`` for every token, with the numbers of the saved run."""
         settings = StudySettings(
             mechanisms=request.mechanisms,
@@ -126,7 +147,18 @@ class Writer:
             reserve=False,
             observer=Observer(on_step=_Listener(request, self.tokenizer, tell), stop=stop, on_run=runs.append),
         )
-        return runs[0]
+        return Written(runs[0].n_steps, saved=True, at_end=lambda whole: _findings(runs[0], out, whole))
+
+
+def _findings(measured: Trajectories, out: Path, whole: bool) -> dict[str, Any]:
+    """What can be said of a run when it has ended."""
+    study = open_study(out)
+    values: dict[str, Any] = {"dynamics": dynamics(study, measured.mechanisms)} if whole else {}
+    values["about"] = about(study, measured, 1, (), whole=True)
+    sentence, known = opening_sentence([gap_sums(measured)], measured)
+    values["headline"] = sentence
+    values["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
+    return values
 
 
 class _Listener:

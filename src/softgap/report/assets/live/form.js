@@ -40,7 +40,7 @@ async function ask(event) {
     const length = numberIn('length', 'the length');
     const body = {
       prompts: ['prompt', 'second'].map((id) => byId(id).value).filter((text, i) => i === 0 || text.trim()),
-      mechanisms: chosenMechanisms(),
+      ...(PAYLOAD.plan ? {} : { mechanisms: chosenMechanisms() }),
       temperature: numberIn('temperature', 'the temperature'),
       seed: numberIn('seed', 'the seed'),
       ...(length === null ? {} : { max_new_tokens: length }),
@@ -68,6 +68,10 @@ function keepDraft() {
 }
 
 function startForm() {
+  byId('mechanism-choice').hidden = Boolean(PAYLOAD.plan);
+  byId('plan-notes').hidden = !PAYLOAD.plan;
+  byId('plan-notes').append(...(PAYLOAD.plan || []).map((words) => element('p', '', words)));
+  if (PAYLOAD.plan) byId('studies-empty').textContent = 'No saved studies. Runs under a plan are not saved.';
   fillMechanisms();
   keepDraft();
   byId('length').max = PAYLOAD.limits.newTokens;
