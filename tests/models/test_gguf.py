@@ -151,6 +151,15 @@ def test_a_damaged_copy_is_converted_again(tiny: Path, cache: Path) -> None:
         assert read_record(folder) is None
 
 
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_the_file_says_whether_texts_begin_with_the_first_token(tmp_path: Path, cache: Path, add_bos: bool) -> None:
+    path = examples.write_gguf(tmp_path / "tiny.gguf", examples.tiny_llama(), add_bos=add_bos)
+    for _ in ("converted", "the copy"):
+        _, tokenizer = load_model(path)
+        assert tokenizer("ab").input_ids[0] == 1 if add_bos else tokenizer("ab").input_ids[0] != 1
+        assert tokenizer("ab", add_special_tokens=False).input_ids[0] != 1
+
+
 def test_a_copy_that_differs_from_its_source_is_not_published(
     tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

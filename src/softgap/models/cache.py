@@ -24,7 +24,7 @@ __all__ = ["CopyRecord", "build_copy", "cache_dir", "copy_folder", "models_dir",
 
 RECORD_NAME = "softgap.json"
 # A new number here makes every copy be converted again.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

