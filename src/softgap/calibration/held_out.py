@@ -17,6 +17,7 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval
 from softgap.models.loading import Model
+from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import record
@@ -159,9 +160,9 @@ def measure_sequence(
     model: Model, ids: Sequence[int], mechanisms: Sequence[str | Mechanism], *, offset: int = 0
 ) -> Trajectories:
     """One sequence measured against mechanisms, its first token at position ``offset``; no logits are computed."""
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=model.device), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=input_device(model)), "use_cache": False}
     if takes_positions(model):
-        inputs["position_ids"] = offset + torch.arange(len(ids), device=model.device)[None]
+        inputs["position_ids"] = offset + torch.arange(len(ids), device=input_device(model))[None]
     with record(model, mechanisms, block=1, logits=False) as recording, torch.inference_mode():
         forward_then_logits(model, inputs, len(ids))
     return recording.trajectories()[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.placement import input_device
 from softgap.probe.capture import fixed_seed
 
 __all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "generate_texts", "mix_generated", "tokens_needed"]
@@ -304,8 +305,8 @@ def generate_texts(
     each = min(MOST_NEW, context - longest, max(FEWEST_NEW, -(-tokens // len(rows))))
     written, batch = 0, 0
     while written < tokens:
-        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=input_device(model))
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=input_device(model))
         with torch.inference_mode(), fixed_seed(seed + batch, model):
             write: Any = model.generate
             generated = write(

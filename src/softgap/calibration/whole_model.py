@@ -38,7 +38,7 @@ from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
 from softgap.kinds import KINDS
-from softgap.models.fingerprint import library_versions, model_fingerprint
+from softgap.models.fingerprint import library_versions, model_fingerprint, rounded_fingerprints
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import (
@@ -433,6 +433,8 @@ def _metadata(model: Model, corpus: Corpus) -> dict[str, Any]:
     return {
         "model": model.name_or_path or model.config.model_type,
         "fingerprint": model_fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "rounded": rounded_fingerprints(model),
         "objective": "KL(softmax weights || fitted weights), sampled keys",
         "tokens": corpus.digest,
         "lengths": [len(sequence) for sequence in corpus.fitted],

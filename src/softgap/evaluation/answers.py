@@ -14,6 +14,7 @@ from torch import Tensor
 
 from softgap.errors import UnsupportedError
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.placement import input_device
 from softgap.probe.token_scores import forward_then_logits, score
 from softgap.tasks.long_context import Context, Question
 
@@ -34,9 +35,9 @@ def score_answers(model: Model, context: Context) -> list[Entry]:
     ``first`` is 1 where the most likely token is the first one of the answer. ``whole`` is 1 where that holds for
     every token of the answer, and ``answer_loss`` is the mean of -log p over its tokens.
     """
-    ids = torch.tensor([context.ids], device=model.device)
+    ids = torch.tensor([context.ids], device=input_device(model))
     places = [t - 1 for question in context.questions for t in range(question.start, question.stop)]
-    logits = _logits_at(model, ids[:, :-1], torch.tensor(places, device=model.device))
+    logits = _logits_at(model, ids[:, :-1], torch.tensor(places, device=input_device(model)))
     wanted = ids[:, 1:][:, places]
     right = (logits.argmax(dim=-1) == wanted)[0].tolist()
     losses = (-score(logits, wanted)[0])[0].tolist()
@@ -100,7 +101,7 @@ def _decode(
     new: list[int] = []
     ends = {tokenizer.eos_token_id}
     while True:
-        ids = torch.tensor([pending], device=model.device)
+        ids = torch.tensor([pending], device=input_device(model))
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_logits(model))
         cache = output.past_key_values
         token = int(output.logits[0, -1].argmax())
@@ -125,7 +126,7 @@ def _holds(tokenizer: Tokenizer, question: Question, answer: Sequence[int], new:
 
 def loss_by_position(model: Model, ids: Sequence[int]) -> list[Entry]:
     """The mean of -log p by position: up to 128, and in octaves from there on; an entry is named by where it begins."""
-    row = torch.tensor([list(ids)], device=model.device)
+    row = torch.tensor([list(ids)], device=input_device(model))
     n = row.shape[1] - 1
     losses = torch.empty(n)
     for start, logits in forward_then_logits(model, {"input_ids": row[:, :-1], "use_cache": False}, n)():

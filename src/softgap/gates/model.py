@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.errors import SoftgapError, UnsupportedError
+from softgap.models.placement import input_device
 from softgap.models.support import attention_modules
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.capture import read_ids
@@ -82,7 +83,7 @@ class Subject:
     @property
     def prompt(self) -> Tensor:
         """The tokens as a batch of one."""
-        return torch.tensor([self.ids], device=self.model.device)
+        return torch.tensor([self.ids], device=input_device(self.model))
 
     def generate(self, ids: Tensor | None = None, **settings: Any) -> Any:
         """Generate exactly ``new_tokens`` tokens, greedily unless told otherwise."""
@@ -151,8 +152,8 @@ def padding(subject: Subject) -> Gate:
     ids = list(subject.ids)
     short = ids[: max(1, len(ids) // 2)]
     hidden = len(ids) - len(short)
-    batch = torch.tensor([ids, [0] * hidden + short], device=subject.model.device)
-    attention_mask = torch.tensor([[1] * len(ids), [0] * hidden + [1] * len(short)], device=subject.model.device)
+    batch = torch.tensor([ids, [0] * hidden + short], device=input_device(subject.model))
+    attention_mask = torch.tensor([[1] * len(ids), [0] * hidden + [1] * len(short)], device=input_device(subject.model))
     rows, result = subject.record(batch, attention_mask=attention_mask)
     difference, model_difference = 0.0, 0.0
     for row, tokens in zip(rows, ([*ids], [*short]), strict=True):
@@ -294,7 +295,7 @@ def _query_difference(subject: Subject, batch: Tensor, attention_mask: Tensor, s
 def _calls(subject: Subject) -> list[AttentionCall]:
     """Every attention call of one forward over the subject's tokens."""
     calls: list[AttentionCall] = []
-    positions = torch.arange(len(subject.ids), device=subject.model.device)[None]
+    positions = torch.arange(len(subject.ids), device=input_device(subject.model))[None]
     accepted = {"position_ids": positions} if takes_positions(subject.model) else {}
     with torch.inference_mode(), observe_attention(subject.model, calls.append):
         subject.model(subject.prompt, use_cache=False, **accepted)

@@ -22,6 +22,7 @@ from softgap.linearize.application import Applied, apply, under_plan
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models import loading
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.placement import input_device
 from softgap.models.support import ATTACHED
 from softgap.progress import Progress
 
@@ -59,7 +60,7 @@ class _Attachment:
             self.depth -= 1
 
     def _prepare(self, model: Any) -> tuple[Any, Applied]:
-        wanted = (id(model), model.device, model.dtype)
+        wanted = (id(model), input_device(model), model.dtype)
         if self._parts is None or self._made_for != wanted:
             plan = self.plan
             self._parts = prepare_swap(model, plan.heads, plan.substitute), Applied(model, plan.heads, plan.substitute)

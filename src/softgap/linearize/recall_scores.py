@@ -41,6 +41,7 @@ from softgap.linearize.impact import BATCH_TOKENS, TOLERANCE, SideBySide
 from softgap.linearize.scores import SAMPLES, unit_scores
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
+from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers, layer_rotations, output_weight
 from softgap.probe.softmax import softmax_rows
@@ -379,7 +380,7 @@ def learn_gates(
         )
     chosen = _units(model, units)
     asked = recall_lists if recall_lists.first is None else replace(recall_lists, scored=recall_lists.first)
-    gates = torch.ones(len(chosen), device=model.device, requires_grad=True)
+    gates = torch.ones(len(chosen), device=input_device(model), requires_grad=True)
     mixture = _GatedUnits(model, substitute(mechanism, model), chosen, gates)
     optimiser = torch.optim.Adam([gates], lr=learning_rate)
     path = []

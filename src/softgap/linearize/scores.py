@@ -22,6 +22,7 @@ from softgap.intervene.substitute import Head, Substitute, SwappedLayer, substit
 from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
+from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers, output_weight
 from softgap.probe.softmax import head_shapes
@@ -173,7 +174,7 @@ def head_scores(
         for selection in (by_layer, heads_by_layer(layers, swapped) if swapped_heads else [])
     )
     columns: list[dict[str, Float[Tensor, " head"]]] = []
-    generator = torch.Generator(device=model.device).manual_seed(seed)
+    generator = torch.Generator(device=input_device(model)).manual_seed(seed)
     for number in range(len(sequences)):
         sequence = sequences.part(slice(number, number + 1))
         columns.append(_score_sequence(model, sequence, parts, swapped_parts, set(names), samples, steps, generator))
@@ -251,7 +252,7 @@ def unit_scores(
     members = torch.zeros(len(places), len(units))
     for number, unit in enumerate(units):
         members[[places[layer, head] for layer, head in unit], number] = 1
-    generator = torch.Generator(device=model.device).manual_seed(seed)
+    generator = torch.Generator(device=input_device(model)).manual_seed(seed)
     columns = []
     for number in range(len(sequences)):
         text = sequences.part(slice(number, number + 1))
@@ -304,7 +305,7 @@ def _score_sequence(
         scores |= {"gradient": slopes / n, "fisher": curvature / (2 * n)}
         scores["gradient+fisher"] = scores["gradient"] + scores["fisher"]
     if names & {"integrated", "integrated+fisher"}:
-        integrated = torch.zeros(sum(len(part.heads) for part in parts), device=model.device)
+        integrated = torch.zeros(sum(len(part.heads) for part in parts), device=input_device(model))
         for step in range(steps):
             with _Gates(model, [parts], swapped_parts, (step + 0.5) / steps) as gates:
                 integrated = integrated + gates.slopes(_loss(gates.logits(text), next_ids))[0] / (steps * n)

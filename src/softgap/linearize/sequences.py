@@ -19,6 +19,7 @@ from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute
 from softgap.intervene.swap import swap
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.probe.token_scores import forward_then_logits
 from softgap.tasks.generators import draw_pairs
@@ -141,8 +142,8 @@ def cut_sequences(model: Model, ids: Sequence[int], length: int, count: int) -> 
     """So many sequences of ``length`` tokens, or as many as there are, spread evenly over the tokens."""
     places = sequence_places(len(ids) // length, count)
     whole = len(ids) // length * length
-    rows = torch.tensor(ids[:whole]).view(-1, length)[torch.from_numpy(places)].to(model.device)
-    return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=model.device))
+    rows = torch.tensor(ids[:whole]).view(-1, length)[torch.from_numpy(places)].to(input_device(model))
+    return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=input_device(model)))
 
 
 def sequence_places(n_whole: int, count: int) -> Int[np.ndarray, " sequence"]:
@@ -198,8 +199,8 @@ def recall_sequences(
             f"recall lists of {pairs} pairs have {longest} tokens, and the model's context is {context}; ask for "
             "fewer pairs"
         )
-    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in drawn], device=model.device)
-    scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=model.device)
+    rows = torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in drawn], device=input_device(model))
+    scored, first = torch.zeros(2, n, longest - 1, dtype=torch.bool, device=input_device(model))
     for number, (_, answers, beginnings) in enumerate(drawn):
         scored[number, torch.tensor(answers, device=scored.device) - 1] = True
         first[number, torch.tensor(beginnings, device=first.device) - 1] = True

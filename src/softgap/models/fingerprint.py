@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,15 +15,23 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from softgap import __version__
 from softgap.attention import Mechanism
 from softgap.errors import ModelError
+from softgap.models.placement import (
+    OffloadedWeight,
+    describe_placement,
+    execution_devices,
+    offloaded_weights,
+    quantisation_of,
+)
 from softgap.models.support import attention_modules, layer_numbers
 from softgap.trajectories import Manifest
 
-__all__ = ["library_versions", "live_options", "manifest_of", "model_fingerprint", "replay_options"]
+__all__ = ["library_versions", "live_options", "manifest_of", "model_fingerprint", "replay_options", "rounded_fingerprints"]
 
 
 # Settings that do not change what the model computes from its weights, or that the weights' own dtype says.
@@ -65,6 +73,8 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     the attention implementation or on where the model came from. It does depend on the dtype: the same weights in
     bfloat16 compute other numbers and have another fingerprint.
 
+    Offloaded weights are hashed where they lie, one by one. Quantised weights are hashed as they are packed.
+
     Parameters
     ----------
     model
@@ -72,7 +82,8 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     fresh
         Hash again even if this object was hashed before. Otherwise the known value is kept as long as the
         configuration, every tensor's place and version counter, and a sample of its values are the same. Only an edit
-        behind autograd's back (through ``.data``) that misses the sample goes unseen.
+        behind autograd's back (through ``.data``) that misses the sample goes unseen, and an edit of weights that are
+        offloaded to disk.
     """
     tensors = _tensors(model)
     settings = _settings(model)
@@ -80,30 +91,87 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
     known = _FINGERPRINTS.get(model)
     if known is not None and known[0] == state and not fresh:
         return known[1]
-    hasher = hashlib.sha256(settings.encode())
-    # hashlib lets go of the interpreter lock, so threads hash side by side.
-    with ThreadPoolExecutor() as pool:
-        for digest in pool.map(_digest, tensors, tensors.values()):
-            hasher.update(digest)
-    value = hasher.hexdigest()[:32]
+    value = _hash(settings, tensors)
     _FINGERPRINTS[model] = (state, value)
     return value
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def rounded_fingerprints(model: PreTrainedModel) -> dict[str, str]:
+    """The fingerprints that a float32 model has once it is loaded in bfloat16 or float16; none for another model.
+
+    They tell that a model in half precision has the same weights, rounded. One tensor at a time is cast.
+    """
+    if model.dtype != torch.float32 or getattr(model, "hf_quantizer", None) is not None:
+        return {}
+    settings, tensors = _settings(model), _tensors(model)
+    return {
+        str(dtype).removeprefix("torch."): _hash(settings, tensors, lambda name, dtype=dtype: _dtype_of(model, name, dtype))
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+
+
+def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a weight is loaded in: some types keep a few of theirs in float32."""
+    kept = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    if dtype == torch.float16:
+        kept += getattr(model, "_keep_in_fp32_modules", None) or ()
+    return torch.float32 if set(name.split(".")) & set(kept) else dtype
+
+
+def _hash(
+    settings: str,
+    tensors: Mapping[str, Tensor | OffloadedWeight],
+    cast_to: Callable[[str], torch.dtype | None] = lambda name: None,
+) -> str:
+    hasher = hashlib.sha256(settings.encode())
+    # hashlib lets go of the interpreter lock, so threads hash side by side.
+    with ThreadPoolExecutor() as pool:
+        for digest in pool.map(lambda name: _digest(name, tensors[name], cast_to(name)), tensors):
+            hasher.update(digest)
+    return hasher.hexdigest()[:32]
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor | OffloadedWeight]:
     """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    tensors = {}
+    offloaded = offloaded_weights(model)
+    spread = bool(offloaded) or len(execution_devices(model)) > 1
+    # Tied weights share no storage where they lie on several devices or on disk.
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {}) if spread else {}
+    sources = set(tied.values())
+    seen: set[object] = set()
+    tensors: dict[str, Tensor | OffloadedWeight] = {}
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.is_meta:
+        weight = offloaded.get(name, tensor)
+        if isinstance(weight, Tensor) and weight.is_meta:
             raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or key not in seen:
+        held = weight.in_memory if isinstance(weight, OffloadedWeight) else weight
+        if name in tied or name in sources:
+            key: object = tied.get(name, name)
+        else:
+            key = name if held is None or held.numel() == 0 else _place(held)
+        if key not in seen:
             seen.add(key)
-            tensors[name] = tensor
+            tensors[name] = weight
     return tensors
+
+
+def _place(tensor: Tensor) -> object:
+    """What two tensors share that are one."""
+    parts = _packed_parts(tensor)
+    if parts:
+        return tuple(_place(part) for part in parts.values())
+    # A tensor without a storage of its own is known by itself.
+    return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
+
+
+def _packed_parts(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a quantised weight is made of (codes, scales, zero points); none for a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -131,8 +199,15 @@ def _essential(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
     return essential
 
 
-def _state(name: str, tensor: Tensor) -> _State:
+def _state(name: str, weight: Tensor | OffloadedWeight) -> _State:
     """What tells cheaply that a tensor was replaced or edited."""
+    tensor = weight.in_memory if isinstance(weight, OffloadedWeight) else weight
+    if tensor is None:
+        # On disk: to look at it would be to load it.
+        return name, id(weight.weights) if isinstance(weight, OffloadedWeight) else 0
+    parts = _packed_parts(tensor)
+    if parts:
+        return name, *(_state(part, inner) for part, inner in parts.items())
     # Inference tensors count no versions.
     version = -1 if tensor.is_inference() else tensor._version
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
@@ -141,9 +216,19 @@ def _state(name: str, tensor: Tensor) -> _State:
     return name, tensor.data_ptr(), version, tensor.shape, tensor.dtype, sample
 
 
-def _digest(name: str, tensor: Tensor) -> bytes:
-    header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
-    digest = hashlib.sha256(header)
+def _digest(name: str, weight: Tensor | OffloadedWeight, dtype: torch.dtype | None) -> bytes:
+    tensor = weight.load() if isinstance(weight, OffloadedWeight) else weight
+    header = [name, list(tensor.shape), str(tensor.dtype)]
+    parts = _packed_parts(tensor)
+    if parts:
+        digest = hashlib.sha256(json.dumps([*header, type(tensor).__name__]).encode())
+        for part, inner in parts.items():
+            digest.update(_digest(part, inner, None))
+        return digest.digest()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.detach().to(dtype)
+        header[-1] = str(dtype)
+    digest = hashlib.sha256(json.dumps(header).encode())
     digest.update(_view(tensor))
     return digest.digest()
 
@@ -180,7 +265,7 @@ def manifest_of(
         dropped_sinks=drop_sinks,
         inputs=inputs,
         options=options or {},
-        extra=_held_out_report(model, mechanisms),
+        extra={**_loading_report(model), **_held_out_report(model, mechanisms)},
         command=shlex.join(sys.argv),
     )
 
@@ -193,6 +278,12 @@ def library_versions() -> dict[str, str]:
 def _describe_mechanism(mechanism: Mechanism) -> dict[str, Any]:
     """Its numbers, and which calibration its parameters come from."""
     return {**mechanism.options, **({"calibration": mechanism.origin} if mechanism.origin else {})}
+
+
+def _loading_report(model: PreTrainedModel) -> dict[str, str]:
+    """How the weights are packed and where they lie, for the reader; nothing for a plain model on one device."""
+    about = {"placement": describe_placement(model), "quantisation": quantisation_of(model)}
+    return {name: words for name, words in about.items() if words}
 
 
 def _held_out_report(model: PreTrainedModel, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:

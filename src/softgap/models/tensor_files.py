@@ -33,6 +33,7 @@ __all__ = [
     "default_mechanisms",
     "digest_of",
     "equip_mechanism",
+    "find_calibration",
     "held_out_summary",
     "load_calibration",
     "save_calibration",
@@ -47,11 +48,15 @@ BLOCK = "softgap_calibration"
 
 @dataclass(frozen=True, eq=False)
 class StoredCalibration:
-    """A calibration as it was read: its tensors by ``mechanism.parameter``, its metadata, and a hash of the tensors."""
+    """A calibration as it was read: its tensors by ``mechanism.parameter``, its metadata, and a hash of the tensors.
+
+    ``rounded`` is True for a model whose weights are those of the calibration, rounded to a shorter dtype.
+    """
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     digest: str
+    rounded: bool = False
 
     def equip(self, mechanism: str | Mechanism) -> Mechanism:
         """The mechanism with the parameters that this calibration holds for it."""
@@ -69,7 +74,9 @@ class StoredCalibration:
             raise UnsupportedError(
                 f"the calibration has no {', '.join(missing)} for mechanism '{mechanism.name}'; calibrate again"
             )
-        held_out = held_out_summary(self.metadata.get("held_out", {})) | _kinds_summary(self.metadata)
+        held_out: dict[str, Any] = held_out_summary(self.metadata.get("held_out", {})) | _kinds_summary(self.metadata)
+        if self.rounded:
+            held_out["calibrated_in"] = self.metadata["dtype"]
         return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
 
     def _parameters_of(self, mechanism: Mechanism) -> dict[str, Tensor]:
@@ -190,6 +197,25 @@ def calibration_path(fingerprint: str) -> Path:
     return folder / f"{fingerprint}.safetensors"
 
 
+def find_calibration(fingerprint: str) -> Path | None:
+    """The calibration of the model with this fingerprint, or of the same weights before they were rounded to it."""
+    path = calibration_path(fingerprint)
+    if path.is_file():
+        return path
+    others = (other for other in sorted(path.parent.glob("*.safetensors")) if fingerprint in _rounded_to(other))
+    return next(others, None)
+
+
+def _rounded_to(path: Path) -> tuple[str, ...]:
+    """Fingerprints of the models whose weights are those of a calibration, rounded."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            rounded = json.loads((file.metadata() or {}).get(BLOCK, "{}")).get("rounded", {})
+        return tuple(map(str, rounded.values()))
+    except (OSError, SafetensorError, ValueError, AttributeError):
+        return ()  # a file that is no calibration is not this model's
+
+
 def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """A mechanism ready for a model: by name, as ``name@file``, or itself; parameters come from its calibration."""
     if isinstance(mechanism, str) and "@" in mechanism:
@@ -198,8 +224,8 @@ def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mecha
     resolved = resolve(mechanism)
     if not resolved.missing:
         return resolved
-    path = calibration_path(model_fingerprint(model))
-    if not path.is_file():
+    path = find_calibration(model_fingerprint(model))
+    if path is None:
         raise UnsupportedError(
             f"mechanism '{resolved.name}' needs the parameters {', '.join(resolved.missing)}, and there is no "
             f"calibration for this model; make one with 'softgap calibrate', or name a file as in {resolved.name}@FILE"
@@ -214,11 +240,13 @@ def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
 
 def calibrated_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
     """``fitted`` where the model has a calibration, else nothing."""
-    return ("fitted",) if calibration_path(model_fingerprint(model)).is_file() else ()
+    return () if find_calibration(model_fingerprint(model)) is None else ("fitted",)
 
 
 def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:
     fingerprint = model_fingerprint(model)
+    if fingerprint in dict(stored.metadata.get("rounded") or {}).values():
+        return replace(stored, rounded=True)
     if stored.metadata.get("fingerprint") != fingerprint:
         raise UnsupportedError(
             f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
 from softgap.models.fingerprint import live_options, manifest_of, replay_options
+from softgap.models.placement import input_device, random_devices
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.recording import BLOCK, Step, record
@@ -73,12 +74,12 @@ def fixed_seed(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
     if seed is None:
         yield
         return
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = random_devices(model)
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would seed every other device too, and nobody would put those back.
         torch.default_generator.manual_seed(seed)
         if devices:
-            with torch.cuda.device(model.device):
+            with torch.cuda.device(input_device(model)):
                 torch.cuda.manual_seed(seed)
         yield
 
@@ -288,7 +289,7 @@ def _continue_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], settings: dict[str, Any]
 ) -> bool:
     """Let the model continue rows of tokens; whether it came to its end, or was interrupted by Ctrl-C."""
-    ids, mask = pad_rows(rows, tokenizer, "left", model.device)
+    ids, mask = pad_rows(rows, tokenizer, "left", input_device(model))
     write: Any = model.generate
     try:
         write(ids, attention_mask=mask, pad_token_id=pad_id(tokenizer), **settings)
@@ -432,7 +433,7 @@ def read_ids(
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
     check_lengths(model, fed, 0)
     check_sinks(fed, drop_sinks)
-    ids, mask = pad_rows(fed, tokenizer, "right", model.device)
+    ids, mask = pad_rows(fed, tokenizer, "right", input_device(model))
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not bool(mask.all()):
         inputs["attention_mask"] = mask

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from softgap.attention import ScoreRule, Visible
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError, ValueInputError
+from softgap.models.placement import input_device, random_devices
 from softgap.models.support import attention_modules, check_tappable, layer_numbers
 from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
@@ -90,9 +91,9 @@ def _calls(model: PreTrainedModel) -> list[CalledLayer]:
         seen.append((call.module, call.query.shape[1], call.key.shape[1]))
 
     # Dropout draws random numbers, where the model is in training.
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = random_devices(model)
     with torch.no_grad(), torch.random.fork_rng(devices=devices), observe_attention(model, note, alone=True):
-        model.forward(input_ids=torch.tensor([PROBE_TOKENS], device=model.device), use_cache=False)
+        model.forward(input_ids=torch.tensor([PROBE_TOKENS], device=input_device(model)), use_cache=False)
     if not seen:
         raise ModelError(f"model type '{model.config.model_type}' made no attention call that the tap could see")
     return seen
@@ -141,7 +142,7 @@ def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
 def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors, Vectors]]:
     """Queries and keys of every attention call over a few tokens from a position on; empty where none is told."""
     seen: list[tuple[Vectors, Vectors]] = []
-    positions = torch.arange(start, start + ROTARY_TOKENS, device=model.device)[None]
+    positions = torch.arange(start, start + ROTARY_TOKENS, device=input_device(model))[None]
     untold: list[AttentionCall] = []
 
     def note(call: AttentionCall) -> None:
@@ -151,7 +152,7 @@ def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors,
         seen.append((call.query[0].detach().clone(), call.key[0].detach().clone()))
 
     # Dropout draws random numbers, where the model is in training.
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = random_devices(model)
     with torch.no_grad(), torch.random.fork_rng(devices=devices), observe_attention(model, note, alone=True):
         model.forward(input_ids=_tokens(model), position_ids=positions, use_cache=False)
     return [] if untold else seen
@@ -160,7 +161,7 @@ def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors,
 def _tokens(model: PreTrainedModel) -> Int[Tensor, "1 time"]:
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = np.random.default_rng(0).integers(vocabulary, size=ROTARY_TOKENS)
-    return torch.from_numpy(tokens)[None].to(model.device)
+    return torch.from_numpy(tokens)[None].to(input_device(model))
 
 
 def _frequencies(model: PreTrainedModel) -> list[Float[Tensor, " pair"]]:
@@ -276,7 +277,7 @@ def visit_layers(
         )
 
     with torch.inference_mode(), observe_attention(model, listen):
-        inputs = {"input_ids": torch.tensor([list(token_ids)], device=model.device), "use_cache": False}
+        inputs = {"input_ids": torch.tensor([list(token_ids)], device=input_device(model)), "use_cache": False}
         # The logits of a long text would be the largest tensor of all, and nobody asks for them.
         forward_then_logits(model, inputs, len(token_ids))
     return results

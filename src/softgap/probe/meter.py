@@ -253,7 +253,8 @@ class Meter:
                 # States under a window are as long as the window: stacking them would copy more than it saves.
                 alone = index if layer.window is not None or layer.rule.sink_logits is not None else None
                 shape = (tuple(q.shape), k.shape[1], v.shape[-1], layer.scale, layer.rule.softcap, layer.stated, alone)
-                groups.setdefault((shape, *(run.n for run in layer.held)), []).append(index)
+                # Only layers on one device can be stacked.
+                groups.setdefault((shape, q.device, *(run.n for run in layer.held)), []).append(index)
         for indices in groups.values():
             self._flush_layers([self.layers[index] for index in indices], indices)
 

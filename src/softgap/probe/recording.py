@@ -18,6 +18,7 @@ from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.models.fingerprint import manifest_of
+from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.probe.meter import Meter
@@ -114,7 +115,7 @@ class Recording:
             if stream.length == 0:
                 continue
             rows = range(len(runs), len(runs) + stream.fed[0].shape[0])
-            with _arithmetic(self.model.device):
+            with _arithmetic(input_device(self.model)):
                 runs += stream.trajectories(names, self._decode, manifest, self._drop, [str(row) for row in rows])
         return runs
 
@@ -202,7 +203,7 @@ class Recording:
         cache = getattr(output, "past_key_values", None)
         if cache is not None:
             stream.cache, stream.keys = _weak_reference(cache), _weak_reference(cached_keys(cache))
-        with _arithmetic(self.model.device):
+        with _arithmetic(input_device(self.model)):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
             stream.prompts = [self._generating.n_prompt] * stream.fed[0].shape[0]
@@ -214,7 +215,7 @@ class Recording:
         if self._listener is None or index < 0:
             return
         known = torch.cat([*stream.fed, tokens[:, None]], dim=1)
-        with _arithmetic(self.model.device):
+        with _arithmetic(input_device(self.model)):
             layers = stream.meter.last_step()
             logprob, entropy = (scores[:, -1].numpy() for scores in stream.scores.result(known, stream.length))
         widest = max(layer.shape[-1] for layer in layers)
@@ -235,7 +236,7 @@ class Recording:
         """End the stream that was fed last."""
         stream, self._active = self._active, None
         if stream is not None:
-            with _arithmetic(self.model.device):
+            with _arithmetic(input_device(self.model)):
                 stream.close()
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,10 +382,13 @@ def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mec
 
 def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
     """The instrument computes without gradients, and in float32 also where the caller casts automatically."""
-    if not torch.is_autocast_enabled(device.type):
+    # Results are on the CPU, wherever the model runs.
+    cast = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]
+    if not cast:
         return torch.inference_mode()
     stack = ExitStack()
-    stack.enter_context(torch.autocast(device.type, enabled=False))
+    for kind in cast:
+        stack.enter_context(torch.autocast(kind, enabled=False))
     stack.enter_context(torch.inference_mode())
     return stack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from softgap.models.placement import input_device
 
 __all__ = ["TokenScores", "forward_then_logits", "return_constant", "score"]
 
@@ -168,12 +171,29 @@ def forward_then_logits(
         return lambda: iter([(0, whole)])
 
     def blocks() -> Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]:
-        with return_constant(base, inputs_of_head[-1]):
-            for start in range(begin, n, rows):
-                positions = torch.arange(start, min(n, start + rows), device=model.device)
-                yield start, model.forward(**inputs, logits_to_keep=positions).logits
+        below = inputs_of_head[-1]
+        for start in range(begin, n, rows):
+            stop = min(n, start + rows)
+            if below[0].device == input_device(model):
+                kept = {"logits_to_keep": torch.arange(start, stop, device=below[0].device)}
+                answer = below
+            else:  # the head of a model on several devices: inputs come where the first layer is
+                kept, answer = {}, _rows_of(below, slice(start, stop))
+            with return_constant(base, answer):
+                logits = model.forward(**inputs, **kept).logits
+            yield start, logits
 
     return blocks
+
+
+def _rows_of(output: Any, rows: slice) -> Any:
+    """What the part below the head returned, for some positions only."""
+    hidden = output[0][:, rows]
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    part = copy.copy(output)
+    part.last_hidden_state = hidden
+    return part
 
 
 @contextmanager

@@ -151,10 +151,10 @@ def study_calibration(manifest: Manifest) -> Path | None:
         return None
     # Only now: they bring torch with them.
     from softgap.calibration import Calibration
-    from softgap.models.tensor_files import calibration_path
+    from softgap.models.tensor_files import find_calibration
 
-    path = calibration_path(manifest.weights)
-    if not path.is_file():
+    path = find_calibration(manifest.weights)
+    if path is None:
         return None
     try:
         return path if Calibration.load(path).digest == digest else None

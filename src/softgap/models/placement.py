@@ -1,0 +1,270 @@
+"""Where the weights of a model lie, how they are packed, and where its forwards run: on one device or on several.
+
+accelerate's hooks bring an offloaded weight to the device that runs its module, and leave the weight on the device
+"meta" between two forwards. Whoever makes inputs for a model asks ``input_device``; whoever reads a weight asks
+``weight_of``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from softgap.errors import ModelError
+
+__all__ = [
+    "STRATEGIES",
+    "DeviceMap",
+    "MaxMemory",
+    "OffloadedWeight",
+    "available_devices",
+    "check_device_map",
+    "check_max_memory",
+    "describe_placement",
+    "execution_devices",
+    "input_device",
+    "offloaded_weights",
+    "parse_device_map",
+    "parse_max_memory",
+    "quantisation_of",
+    "random_devices",
+    "resolve_device",
+    "weight_of",
+]
+
+DeviceMap = str | Mapping[str, int | str | torch.device]
+"""How weights are spread: "auto", "balanced", "balanced_low_0", "sequential", or a place for each part of the model."""
+MaxMemory = Mapping[int | str, int | str]
+"""The most memory that weights may take on each device: a number of bytes, or text such as "10GiB"."""
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadedWeight:
+    """A weight that is in memory or on disk between two forwards, under a name in one of accelerate's mappings."""
+
+    weights: Mapping[str, Tensor]
+    key: str
+
+    def load(self) -> Tensor:
+        """The weight, read from disk where it lies there."""
+        return self.weights[self.key]
+
+    @property
+    def in_memory(self) -> Tensor | None:
+        """The weight where it is in memory; None where it must be read from disk."""
+        if isinstance(self.weights, OffloadedWeightsLoader):
+            return self.weights.state_dict.get(self.key)
+        return self.weights[self.key] if isinstance(self.weights, dict) else None
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """The device that inputs of a model go to, and that its logits come back on."""
+    first = next(model.parameters(), None)
+    if first is not None and not first.is_meta:
+        return first.device
+    for module in model.modules():
+        for hook in _hooks(module):
+            if hook.execution_device is not None:
+                return torch.device(hook.execution_device)
+    raise ModelError("the weights of the model are not loaded (device 'meta'); load them before using the model")
+
+
+def execution_devices(model: nn.Module) -> tuple[torch.device, ...]:
+    """Every device that runs a part of a model, in the order of its modules."""
+    devices: dict[torch.device, None] = {input_device(model): None}
+    for module in model.modules():
+        for hook in _hooks(module):
+            if hook.execution_device is not None:
+                devices[torch.device(hook.execution_device)] = None
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                devices[parameter.device] = None
+    return tuple(devices)
+
+
+def random_devices(model: nn.Module) -> list[torch.device]:
+    """The devices whose random numbers a forward or a generation may draw, besides the CPU."""
+    return [device for device in execution_devices(model) if device.type == "cuda"]
+
+
+def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
+    """Every weight that accelerate keeps off its device between two forwards, by its name in the model."""
+    found = {}
+    for place, module in model.named_modules():
+        for hook in _hooks(module):
+            if not hook.offload or hook.weights_map is None:
+                continue
+            for name, tensor in _own_tensors(module, recurse=hook.place_submodules):
+                if tensor.is_meta:
+                    found[f"{place}.{name}" if place else name] = _resolved(hook.weights_map, name)
+    return found
+
+
+def weight_of(module: nn.Module, name: str = "weight") -> Tensor | None:
+    """A weight of a module as a plain floating-point tensor: loaded if it is offloaded, unpacked if it is quantised.
+
+    None where the module has no weight of this name, or one whose packing only its own library can undo.
+    """
+    tensor = getattr(module, name, None)
+    if not isinstance(tensor, Tensor):
+        return None
+    if tensor.is_meta:
+        known = offloaded_weights(module).get(name)
+        if known is None:
+            return None
+        tensor = known.load()
+    if is_traceable_wrapper_subclass(tensor):
+        unpack = getattr(tensor, "dequantize", None)
+        return unpack() if callable(unpack) else None
+    return tensor if tensor.is_floating_point() else None
+
+
+def quantisation_of(model: nn.Module) -> str:
+    """How the weights of a model are quantised, in the words of the library that did it; empty where they are not."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = config.get("quant_method", "") if isinstance(config, Mapping) else getattr(config, "quant_method", "")
+    packed = next((type(x).__name__ for x in model.parameters() if is_traceable_wrapper_subclass(x)), "")
+    return " ".join(word for word in (str(getattr(method, "value", method)), packed) if word)
+
+
+def _hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    hook = getattr(module, "_hf_hook", None)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    yield from (each for each in hooks if isinstance(each, AlignDevicesHook))
+
+
+def _own_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
+def _resolved(weights: Mapping[str, Tensor], key: str) -> OffloadedWeight:
+    while isinstance(weights, PrefixedDataset):
+        weights, key = weights.dataset, f"{weights.prefix}{key}"
+    return OffloadedWeight(weights, key)
+
+
+def check_device_map(device_map: DeviceMap | None) -> None:
+    """Refuse a device map that names no strategy, and a place that is not here."""
+    if device_map is None:
+        return
+    if isinstance(device_map, str):
+        if device_map not in STRATEGIES:
+            raise ModelError(
+                f"device_map must be one of {', '.join(STRATEGIES)}, or a place for each part of the model, got "
+                f"'{device_map}'; to use one device, give device='{device_map}'"
+            )
+        return
+    if not device_map:
+        raise ModelError("device_map must place at least one part of the model, got none; use 'auto'")
+    here = available_devices()
+    for part, place in device_map.items():
+        if str(place) != "disk" and not _is_here(place, here):
+            raise ModelError(
+                f"device_map must name devices here ({', '.join(here)}) or disk, got '{place}' for '{part}'; use 'cpu'"
+            )
+
+
+def available_devices() -> dict[str, int]:
+    """Kinds of device that can be used here, with how many there are of each."""
+    available = {"cpu": 1}
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        available[accelerator.type] = torch.accelerator.device_count()
+    return available
+
+
+def resolve_device(device: int | str | torch.device) -> torch.device | None:
+    """The device of this name, or None if there is none here."""
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        return None
+    return resolved if (resolved.index or 0) < available_devices().get(resolved.type, 0) else None
+
+
+def _is_here(place: int | str | torch.device, here: Mapping[str, int]) -> bool:
+    if isinstance(place, int):
+        return place < max((count for kind, count in here.items() if kind != "cpu"), default=0)
+    return resolve_device(place) is not None
+
+
+def parse_device_map(text: str | None) -> DeviceMap | None:
+    """A device map as it is written on a command line: a strategy, or a JSON object of parts and places.
+
+    >>> parse_device_map("auto")
+    'auto'
+    >>> parse_device_map('{"model.embed_tokens": "cpu", "": "disk"}')
+    {'model.embed_tokens': 'cpu', '': 'disk'}
+    """
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        places = json.loads(text)
+    except ValueError as error:
+        raise ModelError(
+            f"a device map must be a strategy ({', '.join(STRATEGIES)}) or a JSON object such as "
+            f'{{"model.layers.0": "cpu", "": "disk"}}, got \'{text}\' ({error}); check its quotes'
+        ) from None
+    wrong = [place for place in places.values() if isinstance(place, bool) or not isinstance(place, int | str)]
+    if wrong:
+        raise ModelError(f"a device map gives each part a device or disk, got {wrong[0]!r}; use 'cpu'")
+    return dict(places)
+
+
+_SIZE = re.compile(r"\d+(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
+
+
+def parse_max_memory(text: str | None) -> MaxMemory | None:
+    """Memory limits as they are written on a command line.
+
+    >>> parse_max_memory("0=10GiB,cpu=30GiB")
+    {0: '10GiB', 'cpu': '30GiB'}
+    """
+    if text is None:
+        return None
+    limits: dict[int | str, int | str] = {}
+    for part in text.split(","):
+        device, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals or not device or _SIZE.fullmatch(size) is None:
+            raise ModelError(
+                f"--max-memory takes a limit for each device, such as 0=10GiB,cpu=30GiB, got '{text}'; write "
+                "device=number and a unit"
+            )
+        limits[int(device) if device.isdigit() else device] = size.replace(" ", "")
+    return limits
+
+
+def check_max_memory(max_memory: MaxMemory | None, device_map: DeviceMap | None) -> None:
+    """Refuse limits without a strategy that heeds them, and limits for devices that are not here."""
+    if max_memory is None:
+        return
+    if not isinstance(device_map, str):
+        raise ModelError(
+            "max_memory limits what device_map='auto' puts on each device, and no such strategy was given; add "
+            "device_map='auto'"
+        )
+    here = available_devices()
+    for device in max_memory:
+        if not _is_here(device, here):
+            raise ModelError(
+                f"max_memory must name devices here ({', '.join(here)}; accelerators by number), got '{device}'; "
+                "leave it out"
+            )
+
+
+def describe_placement(model: nn.Module) -> str:
+    """Where the weights lie, in words for a manifest; empty where they are whole on one device."""
+    places: dict[str, None] = dict.fromkeys(str(device) for device in execution_devices(model))
+    for weight in offloaded_weights(model).values():
+        places["offloaded to memory" if weight.in_memory is not None else "offloaded to disk"] = None
+    return ", ".join(places) if len(places) > 1 else ""
