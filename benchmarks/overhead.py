@@ -184,23 +184,29 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", choices=("live", "replay"))
     parser.add_argument("--profile", action="store_true", help="only measure where the time of recording goes")
+    parser.add_argument("--loaded", action="store_true", help="measure on a busy machine; nothing is written")
+    parser.add_argument("--sizes", type=int, nargs="+", help="only these numbers of tokens; nothing is written")
     parser.add_argument("--peak", nargs=3, metavar=("MODE", "SIZE", "SIDE"), help="only report one process's peak")
     arguments = parser.parse_args()
     if arguments.peak:
         report_peak(arguments.peak[0], int(arguments.peak[1]), arguments.peak[2])
         return
-    require_quiet_machine()
+    if not arguments.loaded:
+        require_quiet_machine()
+    unwritten = arguments.loaded or arguments.sizes
     if arguments.profile:
         text = profile((("live", 100), ("replay", 512), ("replay", 2048)))
-        write_section("overhead-profile", "Where the time of recording goes", text)
+        if not unwritten:
+            write_section("overhead-profile", "Where the time of recording goes", text)
         return
     for mode, sizes in (("live", LIVE), ("replay", REPLAY)):
         lines = list(HEADING)
-        for size in sizes if arguments.only in (None, mode) else ():
+        for size in (arguments.sizes or sizes) if arguments.only in (None, mode) else ():
             lines.append(measure(mode, size, arguments.pairs))
             print(lines[-1], flush=True)
             # Row by row: an interrupted run keeps what it has measured.
-            write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments.pairs))
+            if not unwritten:
+                write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments.pairs))
 
 
 def _text(mode: str, lines: list[str], pairs: int) -> str:

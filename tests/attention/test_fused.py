@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softgap.attention import LinearState, attend, compare_heads, mechanisms
+from softgap.attention import LinearState, Visible, attend, compare_heads, mechanisms
 from softgap.attention.fused import MOST_FEATURES, supports
 from softgap.attention.reference import reference_comparison
 from support.attention_cases import Case, cases, equipped, reference
@@ -119,3 +119,23 @@ def test_long_texts_keep_their_digits() -> None:
         exact = compare_heads(o.double(), attend(name, q, k, v, dtype=torch.float64).output)
         found = LinearState(name).compare(q, k, v, o)
         assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 4, 7])
+@pytest.mark.parametrize("name", ["elu1", "uniform", "relu"])
+def test_any_number_of_heads_in_a_group_and_nothing_of_the_padding(name: str, per_group: int) -> None:
+    rng = torch.Generator().manual_seed(3)
+    q, o = torch.randn(2, 2, 2 * per_group, 37, 20, generator=rng)
+    k, v = torch.randn(2, 2, 2, 37, 20, generator=rng)
+    valid = torch.ones(2, 37, dtype=torch.bool)
+    valid[1, :9] = False
+    for x in (k, v):
+        x[1, :, :9] = torch.nan
+    state = LinearState(name)
+    parts = [slice(0, 5), slice(5, 37)]
+    found = torch.cat([state.compare(q[:, :, p], k[:, :, p], v[:, :, p], o[:, :, p], valid[:, p]) for p in parts], -1)
+    known = [x.nan_to_num() for x in (k, v)]
+    expected = compare_heads(o.double(), attend(name, q, *known, visible=Visible(key_valid=valid)).output.double())
+    seen = (slice(None), 1, slice(None), slice(9, None))
+    assert torch.allclose(found[:, 0].double(), expected[:, 0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(found[seen].double(), expected[seen], rtol=1e-4, atol=1e-5)

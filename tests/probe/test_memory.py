@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softgap.probe import Recording, read_ids, record
+from softgap.attention import Visible
+from softgap.probe import Recording, meter, read_ids, record
 from support.probe_cases import ids_of, row, tiny_with, written
 
 LAYERS, HEADS, KV_HEADS, D, VOCABULARY = 2, 4, 2, 16, 128
@@ -117,3 +118,22 @@ def test_reading_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(sizes) <= 128
     # Every position once, and the last one with the pass itself.
     assert sum(sizes) == 501
+
+
+def test_queries_times_keys_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_with("llama")
+    monkeypatch.setattr(meter, "POSITIONS", 16)
+    sizes: list[int] = []
+    rows = Visible.rows
+
+    def spied(self: Visible, start: int, stop: int, *arguments: Any) -> Tensor:
+        sizes.append(stop - start)
+        return rows(self, start, stop, *arguments)
+
+    monkeypatch.setattr(Visible, "rows", spied)
+    read_ids(model, [ids_of(100)])
+    assert sizes == []
+    # Sets that are described in two ways are compared part by part.
+    monkeypatch.setattr(meter, "same_description", lambda *_: False)
+    read_ids(model, [ids_of(100)])
+    assert max(sizes) == 16

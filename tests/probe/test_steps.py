@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softgap.errors import ValueInputError
 from softgap.probe import Step, generate, read, read_ids, record
-from softgap.probe.token_scores import score
+from softgap.probe.logit_scores import score
 from softgap.trajectories import Trajectories
 from support import model_examples as examples
 from support.probe_cases import (

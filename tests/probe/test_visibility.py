@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from softgap.attention import Visible
 from softgap.errors import ModelError
+from softgap.probe.meter import same_description
 from softgap.probe.tap import AttentionCall
 from softgap.probe.visibility import VisibleSets, interval_or_mask, seen_by_mask
 
@@ -167,3 +168,22 @@ def test_layers_that_share_a_mask_share_the_work() -> None:
     call = attention_call(Module("sdpa", True), 3, 3, mask)
     assert sets.of(call) is sets.of(call)
     assert sets.of(attention_call(Module("sdpa", True), 3, 3, mask.clone())) is not sets.of(call)
+
+
+@st.composite
+def descriptions(draw: st.DrawFn) -> Visible:
+    """A visible set of 3 queries over 5 keys or 6."""
+    valid = draw(st.none() | st.lists(st.booleans(), min_size=5, max_size=6))
+    return Visible(
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([None, 2, 4, 5, 9])),
+        None if valid is None else torch.tensor([valid]),
+    )
+
+
+@given(a=descriptions(), b=descriptions())
+def test_sets_of_the_same_description_are_the_same(a: Visible, b: Visible) -> None:
+    if same_description(a, b, 5):
+        device = torch.device("cpu")
+        assert torch.equal(*torch.broadcast_tensors(*(x.rows(0, 3, (0, 5), device) for x in (a, b))))
+    assert same_description(a, a, 5)

@@ -1,9 +1,9 @@
 """Compute linear attention and compare it with the model's output in one compiled pass.
 
 The chunked form is fastest where its output is wanted. A recording wants only the distance of that output from another
-one, and then the passes over memory (output, quotient, differences, norms) cost more than the products. Here each
-position updates the state S += phi(k) v^T, z += phi(k), asks it with every query head of its group, and is compared at
-once. The state is a plain running sum, so results do not depend on how positions come in blocks.
+one, and then the passes over memory (features, output, quotient, differences, norms) cost more than the products. Here
+each position updates the state S += phi(k) v^T, z += phi(k), asks it with every query head of its group, and is
+compared at once. The state is a plain running sum, so results do not depend on how positions come in blocks.
 
 Only for the plain case: CPU, float32, all keys before a query visible, features that are not logarithms and do not
 decay, weights that are divided by a positive sum, and few features, so that the state stays in the first-level cache.
@@ -11,18 +11,32 @@ decay, weights that are divided by a positive sum, and few features, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
+import torch
+from torch import Tensor
 
+from softgap.attention import feature_maps
 from softgap.attention.mechanism import Mechanism
+from softgap.attention.simd import LANES, compiled, elu1, fill, load, multiply_add, store, total
 
-__all__ = ["MOST_FEATURES", "compare_positions", "supports"]
+__all__ = [
+    "GIVEN",
+    "MOST_FEATURES",
+    "ONES",
+    "Rows",
+    "compare_positions",
+    "compare_with_mean",
+    "map_in_pass",
+    "supports",
+]
 
 # 128 features of 64 values are 32 KiB.
 MOST_FEATURES = 128
+
+# What the pass makes of queries and keys: nothing, because they are features already; elu + 1; a single one.
+GIVEN, ELU1, ONES = 0, 1, 2
 
 Array = np.ndarray[Any, Any]
 
@@ -36,173 +50,216 @@ def supports(mechanism: Mechanism, d: int) -> bool:
     )
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+def map_in_pass(mechanism: Mechanism) -> int:
+    """The feature map that the pass computes by itself; GIVEN where features must be handed over."""
+    maps = (mechanism.query_map, mechanism.key_map)
+    if maps == (feature_maps.ones, feature_maps.ones) and mechanism.query_free:
+        return ONES
+    return ELU1 if maps == (feature_maps.elu1, feature_maps.elu1) and mechanism.scale == "none" else GIVEN
 
 
-def _compiled(**options: Any) -> Callable[[Function], Function]:
-    """Machine code on one thread, kept on disk where there is a folder for it."""
+class Rows(NamedTuple):
+    """The numbers of a tensor ``[batch, head, time, dim]`` as they lie in memory, and the steps of its first axes."""
 
-    def compiled(function: Function) -> Function:
-        try:
-            return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function))
-        except RuntimeError:  # a read-only install without a user cache
-            return cast(Function, numba.njit(nogil=True, error_model="numpy", **options)(function))
+    numbers: Array
+    steps: tuple[int, int, int]
 
-    return compiled
-
-
-# Sums may be reordered, so that they run in vector registers; NaN and infinities keep their meaning.
-_SUMS = {"reassoc", "contract", "nsz", "arcp"}
-
-
-@_compiled(fastmath=_SUMS)
-def _append(k: Array, v: Array, sums: Array, totals: Array) -> None:
-    for r in range(k.size):
-        totals[r] += k[r]
-        for e in range(v.size):
-            sums[r, e] += k[r] * v[e]
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        """Without a copy where the numbers of a row lie side by side."""
+        x = x.detach().float()
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        batch, head, time, _ = x.stride()
+        return cls(torch.as_strided(x, (span,), (1,)).numpy(), (batch, head, time))
 
 
-@_compiled(fastmath=_SUMS)
-def _append_two(k: Array, v: Array, next_k: Array, next_v: Array, sums: Array, totals: Array) -> None:
-    for r in range(k.size):
-        totals[r] += k[r] + next_k[r]
-        for e in range(v.size):
-            sums[r, e] += k[r] * v[e] + next_k[r] * next_v[e]
+@compiled
+def _copy_row(source: Array, at: int, n: int, row: Array, to: int, feature_map: int) -> None:
+    """Copy n numbers, or their features, with zeros behind them up to whole vectors."""
+    whole = n - n % LANES
+    for i in range(0, whole, LANES):
+        x = load(source, at + i)
+        if feature_map == ELU1:
+            x = elu1(x)
+        store(row, to + i, x)
+    if whole < n:
+        store(row, to + whole, fill(np.float32(0)))
+        for i in range(whole, n):
+            row[to + i] = source[at + i]
+        if feature_map == ELU1:
+            store(row, to + whole, elu1(load(row, to + whole)))
+            for i in range(n, whole + LANES):
+                row[to + i] = 0
 
 
-@_compiled(fastmath=_SUMS)
-def _ask(q: Array, sums: Array, totals: Array, answer: Array) -> np.float32:
-    """Write phi(q)^T S to ``answer`` and return phi(q)^T z."""
-    denominator = np.float32(0)
-    for r in range(q.size):
-        denominator += q[r] * totals[r]
-    answer[:] = 0
-    for r in range(q.size):
-        for e in range(answer.size):
-            answer[e] += q[r] * sums[r, e]
-    return denominator
+@compiled
+def _append_and_ask(k: Array, v: Array, q: Array, at: int, state: Array, answers: Array) -> None:
+    """S += k v^T, and q^T S for three queries, of which the first is number ``at``; a key of zeros adds nothing."""
+    wide, r, long = v.size, state.size // v.size, k.size
+    for e in range(0, wide, LANES):
+        value = load(v, e)
+        first, second, third = fill(np.float32(0)), fill(np.float32(0)), fill(np.float32(0))
+        for i in range(r):
+            row = multiply_add(fill(k[i]), value, load(state, i * wide + e))
+            store(state, i * wide + e, row)
+            first = multiply_add(fill(q[at * long + i]), row, first)
+            second = multiply_add(fill(q[(at + 1) * long + i]), row, second)
+            third = multiply_add(fill(q[(at + 2) * long + i]), row, third)
+        store(answers, at * wide + e, first)
+        store(answers, (at + 1) * wide + e, second)
+        store(answers, (at + 2) * wide + e, third)
 
 
-@_compiled(fastmath=_SUMS)
-def _ask_two(
-    q: Array, other: Array, sums: Array, totals: Array, answer: Array, other_answer: Array
-) -> tuple[np.float32, np.float32]:
-    """The same for two queries at once, four rows of the state at a time: fewer loads and stores per product."""
-    whole = q.size - q.size % 4
-    denominator, other_denominator = np.float32(0), np.float32(0)
-    for r in range(q.size):
-        denominator += q[r] * totals[r]
-        other_denominator += other[r] * totals[r]
-    answer[:] = 0
-    other_answer[:] = 0
-    for r in range(0, whole, 4):
-        for e in range(answer.size):
-            first, second, third, fourth = sums[r, e], sums[r + 1, e], sums[r + 2, e], sums[r + 3, e]
-            answer[e] += q[r] * first + q[r + 1] * second + q[r + 2] * third + q[r + 3] * fourth
-            other_answer[e] += other[r] * first + other[r + 1] * second + other[r + 2] * third + other[r + 3] * fourth
-    for r in range(whole, q.size):
-        for e in range(answer.size):
-            answer[e] += q[r] * sums[r, e]
-            other_answer[e] += other[r] * sums[r, e]
-    return denominator, other_denominator
+@compiled
+def _ask(q: Array, at: int, state: Array, wide: int, answers: Array) -> None:
+    """q^T S for three queries, of which the first is number ``at``."""
+    r = state.size // wide
+    long = _padded(r)
+    for e in range(0, wide, LANES):
+        first, second, third = fill(np.float32(0)), fill(np.float32(0)), fill(np.float32(0))
+        for i in range(r):
+            row = load(state, i * wide + e)
+            first = multiply_add(fill(q[at * long + i]), row, first)
+            second = multiply_add(fill(q[(at + 1) * long + i]), row, second)
+            third = multiply_add(fill(q[(at + 2) * long + i]), row, third)
+        store(answers, at * wide + e, first)
+        store(answers, (at + 1) * wide + e, second)
+        store(answers, (at + 2) * wide + e, third)
 
 
-@_compiled(fastmath=_SUMS)
-def _add_key(q: Array, k: Array, v: Array, answer: Array) -> np.float32:
-    """Add one key that the state does not hold yet, and return its weight."""
-    weight = np.float32(0)
-    for r in range(q.size):
-        weight += q[r] * k[r]
-    for e in range(v.size):
-        answer[e] += weight * v[e]
-    return weight
+@compiled
+def _append(k: Array, totals: Array) -> None:
+    """z += k."""
+    for i in range(0, k.size, LANES):
+        store(totals, i, multiply_add(load(k, i), fill(np.float32(1)), load(totals, i)))
 
 
-@_compiled(fastmath=_SUMS)
-def _compare(o: Array, answer: Array, denominator: float, out: Array) -> None:
-    """Divergence, relative L2 and norm ratio of o and answer / denominator, as in divergence.py."""
+@compiled
+def _product(a: Array, at: int, b: Array) -> Any:
+    """a^T b, where a begins at an index."""
+    terms = fill(np.float32(0))
+    for i in range(0, b.size, LANES):
+        terms = multiply_add(load(a, at + i), load(b, i), terms)
+    return total(terms)
+
+
+@compiled
+def _compare(o: Array, answers: Array, at: int, denominator: float, out: Array, b: int, h: int, t: int) -> None:
+    """Divergence, relative L2 and norm ratio of o and answer / denominator, as in ``compare_outputs``."""
     tiny = np.float32(np.finfo(np.float32).tiny)
-    n, m = np.float32(0), np.float32(0)
-    for e in range(o.size):
-        n += o[e] * o[e]
-        m += answer[e] * answer[e]
-    n, m = np.sqrt(n), np.sqrt(m)
+    squares, answer_squares = fill(np.float32(0)), fill(np.float32(0))
+    for e in range(0, o.size, LANES):
+        output, answer = load(o, e), load(answers, at + e)
+        squares = multiply_add(output, output, squares)
+        answer_squares = multiply_add(answer, answer, answer_squares)
+    n, m = np.sqrt(total(squares)), np.sqrt(total(answer_squares))
     if abs(denominator) <= tiny or m == 0:
         # A zero vector: the cosine with it is 0, and two zero vectors agree.
-        out[0] = 0 if n == 0 else 1
-        out[1] = np.nan if n == 0 else 1
-        out[2] = np.nan if n == 0 else 0
+        out[0, b, h, t] = 0 if n == 0 else 1
+        out[1, b, h, t] = np.nan if n == 0 else 1
+        out[2, b, h, t] = np.nan if n == 0 else 0
         return
     if n == 0:
-        out[0], out[1], out[2] = 1, np.nan, np.nan
+        out[0, b, h, t], out[1, b, h, t], out[2, b, h, t] = 1, np.nan, np.nan
         return
-    scale, apart = n / m, np.float32(0)
-    for e in range(o.size):
-        difference = o[e] - answer[e] * scale
-        apart += difference * difference
-    value = min(apart / (n * n) / np.float32(2), np.float32(2))
+    scale, apart = fill(-n / m), fill(np.float32(0))
+    for e in range(0, o.size, LANES):
+        difference = multiply_add(load(answers, at + e), scale, load(o, e))
+        apart = multiply_add(difference, difference, apart)
+    value = min(total(apart) / (n * n) / np.float32(2), np.float32(2))
     ratio = m / denominator / n
-    out[0] = value
-    out[1] = np.sqrt((ratio - 1) * (ratio - 1) + 2 * ratio * value)
-    out[2] = ratio
+    out[0, b, h, t] = value
+    out[1, b, h, t] = np.sqrt((ratio - 1) * (ratio - 1) + 2 * ratio * value)
+    out[2, b, h, t] = ratio
 
 
-@_compiled()
+@compiled
+def _place(rows: Rows, b: int, h: int, t: int) -> int:
+    """Where a row of numbers begins."""
+    return b * rows.steps[0] + h * rows.steps[1] + t * rows.steps[2]
+
+
+@compiled
+def _padded(n: int) -> int:
+    """n numbers as whole vectors."""
+    return (n + LANES - 1) // LANES * LANES
+
+
+@compiled
 def compare_positions(
-    q: Array, k: Array, v: Array, valid: Array, o: Array, state: tuple[Array, Array], out: Array
+    feature_map: int,
+    asked: int,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    v_heads: int,
+    o: Rows,
+    valid: Array,
+    sums: Array,
+    totals: Array,
+    out: Array,
 ) -> None:
     """Walk through the positions of every batch row and KV head, and move the state on.
 
-    Shapes, time before heads as models have it: q [batch, time, query_head, r], k [batch, time, kv_head, r], v
-    [batch, time, kv_head, e], valid [batch, time], o [batch, time, head, e]; state ([batch * kv_head, r, e],
-    [batch * kv_head, r]); out [batch, head, time, 3]. Query heads are as many as heads, or one per KV head where a
-    mechanism ignores the query.
+    The state is sums ``[batch * kv_head, r, e]`` and totals ``[batch * kv_head, r]``; valid is ``[batch, time]``, out
+    ``[quantity, batch, head, time]``. Each KV head is asked with so many queries: as many as it serves heads, or one
+    where a mechanism ignores the query.
     """
-    heads, time = out.shape[1:3]
-    groups = k.shape[2]
-    n_queries, per_group = q.shape[2] // groups, heads // groups
-    answers = np.empty((2 * n_queries, v.shape[3]), np.float32)
-    denominators = np.empty(2 * n_queries, np.float32)
-    for unit in range(len(state[0])):
+    _, batch, heads, time = out.shape
+    units, r, e = sums.shape
+    groups = units // batch
+    per_group, long, wide = heads // groups, _padded(r), _padded(e)
+    threes = (asked + 2) // 3  # queries come in threes, with zeros for those that are missing
+    state, seen = np.zeros(r * wide, np.float32), np.zeros(long, np.float32)
+    key, value, output = np.zeros(long, np.float32), np.zeros(wide, np.float32), np.zeros(wide, np.float32)
+    queries, answers = np.zeros(3 * threes * long, np.float32), np.zeros(3 * threes * wide, np.float32)
+    for unit in range(units):
         b, g = unit // groups, unit % groups
-        sums, totals = state[0][unit], state[1][unit]
-        # Two positions at a time: both ask the state before them, and get the keys of the pair by themselves.
-        for start in range(0, time, 2):
-            stop = min(time, start + 2)
-            _ask_state(q, b, g, start, stop, sums, totals, answers, denominators)
-            for t in range(start, stop):
-                for h in range(n_queries):
-                    i = (t - start) * n_queries + h
-                    for seen in range(start, t + 1):
-                        if valid[b, seen]:
-                            query = q[b, t, g * n_queries + h]
-                            denominators[i] += _add_key(query, k[b, seen, g], v[b, seen, g], answers[i])
-            if stop - start == 2 and valid[b, start] and valid[b, start + 1]:
-                _append_two(k[b, start, g], v[b, start, g], k[b, start + 1, g], v[b, start + 1, g], sums, totals)
+        state.reshape(r, wide)[:, :e] = sums[unit]
+        seen[:r] = totals[unit]
+        for t in range(time):
+            if valid[b, t]:
+                _copy_row(k.numbers, _place(k, b, g, t), r, key, 0, feature_map)
+                _copy_row(v.numbers, _place(v, b, g * v_heads // groups, t), e, value, 0, GIVEN)
             else:
-                for t in range(start, stop):
-                    if valid[b, t]:
-                        _append(k[b, t, g], v[b, t, g], sums, totals)
-            for t in range(start, stop):
-                for h in range(per_group):
-                    i = (t - start) * n_queries + min(h, n_queries - 1)
-                    _compare(o[b, t, g * per_group + h], answers[i], denominators[i], out[b, g * per_group + h, t])
+                # Whatever lies there, NaN included, must not reach the state.
+                key[:] = 0
+                value[:] = 0
+            for h in range(asked):
+                _copy_row(q.numbers, _place(q, b, g * asked + h, t), r, queries, h * long, feature_map)
+            _append(key, seen)
+            _append_and_ask(key, value, queries, 0, state, answers)
+            for three in range(1, threes):
+                _ask(queries, 3 * three, state, wide, answers)
+            for h in range(per_group):
+                i = min(h, asked - 1)
+                _copy_row(o.numbers, _place(o, b, g * per_group + h, t), e, output, 0, GIVEN)
+                denominator = _product(queries, i * long, seen)
+                _compare(output, answers, i * wide, denominator, out, b, g * per_group + h, t)
+        sums[unit] = state.reshape(r, wide)[:, :e]
+        totals[unit] = seen[:r]
 
 
-@_compiled()
-def _ask_state(
-    q: Array, b: int, g: int, start: int, stop: int, sums: Array, totals: Array, answers: Array, denominators: Array
-) -> None:
-    """Ask with the queries of one KV head at some positions, two of them at a time."""
-    n_queries = answers.shape[0] // 2
-    count = (stop - start) * n_queries
-    for i in range(0, count - 1, 2):
-        # Whole arrays are indexed, not sliced: a slice would lose the knowledge that its numbers lie side by side.
-        query = q[b, start + i // n_queries, g * n_queries + i % n_queries]
-        other = q[b, start + (i + 1) // n_queries, g * n_queries + (i + 1) % n_queries]
-        denominators[i], denominators[i + 1] = _ask_two(query, other, sums, totals, answers[i], answers[i + 1])
-    if count % 2:
-        last = count - 1
-        query = q[b, start + last // n_queries, g * n_queries + last % n_queries]
-        denominators[last] = _ask(query, sums, totals, answers[last])
+@compiled
+def compare_with_mean(v: Rows, o: Rows, valid: Array, sums: Array, totals: Array, out: Array) -> None:
+    """The same for the one feature 1: S is the sum of the values, z their number, and every query gets their mean."""
+    _, batch, heads, time = out.shape
+    units, e = sums.shape[0], sums.shape[2]
+    groups = units // batch
+    per_group, wide = heads // groups, _padded(e)
+    state, value, output = np.zeros(wide, np.float32), np.zeros(wide, np.float32), np.zeros(wide, np.float32)
+    for unit in range(units):
+        b, g = unit // groups, unit % groups
+        state[:e] = sums[unit, 0]
+        count = totals[unit, 0]
+        for t in range(time):
+            if valid[b, t]:
+                _copy_row(v.numbers, _place(v, b, g, t), e, value, 0, GIVEN)
+                _append(value, state)
+                count += np.float32(1)
+            for h in range(per_group):
+                _copy_row(o.numbers, _place(o, b, g * per_group + h, t), e, output, 0, GIVEN)
+                _compare(output, state, 0, count, out, b, g * per_group + h, t)
+        sums[unit, 0] = state[:e]
+        totals[unit, 0] = count

@@ -188,24 +188,28 @@ class LinearState:
     def _compare_features(
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
     ) -> Float[Tensor, "quantity batch head time"]:
-        from softgap.attention.fused import compare_positions
+        from softgap.attention.fused import GIVEN, ONES, Rows, compare_positions, compare_with_mean, map_in_pass
 
-        features = self._features(q, k, key_valid)
-        batch, heads, t, r = features.key.shape
-        if heads > v.shape[1]:  # one key map per query head
-            v = v.repeat_interleave(heads // v.shape[1], dim=1)
+        feature_map = map_in_pass(self.mechanism)
+        if feature_map == GIVEN:
+            features = self._features(q, k, key_valid)
+            q, k = features.query, features.key
+        batch, kv_heads, t, r = k.shape
         carry = self._carries.get("weights")
         if carry is None:
-            carry = empty_carry(batch * heads, r, v.shape[-1], features.key, log=False)
+            carry = empty_carry(batch * kv_heads, 1 if feature_map == ONES else r, v.shape[-1], v.float(), log=False)
         self._carries["weights"] = carry  # the pass writes into it
         valid = torch.ones(batch, t, dtype=torch.bool) if key_valid is None else key_valid.contiguous()
-        quantities = torch.empty(batch, output.shape[1], t, 3)
-        by_time = (x.float().transpose(1, 2).contiguous().numpy() for x in (features.query, features.key, v, output))
-        queries, keys, values, outputs = by_time
-        state = (carry.sums.numpy(), carry.totals.numpy())
-        compare_positions(queries, keys, values, valid.numpy(), outputs, state, quantities.numpy())
+        quantities = torch.empty(3, batch, output.shape[1], t)
+        state = (valid.numpy(), carry.sums.numpy(), carry.totals.numpy(), quantities.numpy())
+        values, outputs = Rows.of(v), Rows.of(output)
+        if feature_map == ONES:
+            compare_with_mean(values, outputs, *state)
+        else:
+            asked = q.shape[1] // kv_heads
+            compare_positions(feature_map, asked, Rows.of(q), Rows.of(k), values, v.shape[1], outputs, *state)
         self._advance(batch, t, key_valid, k.device)
-        return quantities.movedim(-1, 0)
+        return quantities
 
     def _check(self, q: Tensor, k: Tensor) -> None:
         if not self.mechanism.factorable(k.shape[-1]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from softgap.errors import UnsupportedError
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
-from softgap.probe.token_scores import forward_then_logits, score
+from softgap.probe.token_scores import forward_then_logits
 from softgap.tasks.long_context import Context, Question
 
 __all__ = ["Entry", "generate_answers", "loss_by_position", "new_cache", "score_answers"]
@@ -35,6 +35,8 @@ def score_answers(model: Model, context: Context) -> list[Entry]:
     ``first`` is 1 where the most likely token is the first one of the answer. ``whole`` is 1 where that holds for
     every token of the answer, and ``answer_loss`` is the mean of -log p over its tokens.
     """
+    from softgap.probe.logit_scores import score  # here, since it loads numba
+
     ids = torch.tensor([context.ids], device=input_device(model))
     places = [t - 1 for question in context.questions for t in range(question.start, question.stop)]
     logits = _logits_at(model, ids[:, :-1], torch.tensor(places, device=input_device(model)))
@@ -126,6 +128,8 @@ def _holds(tokenizer: Tokenizer, question: Question, answer: Sequence[int], new:
 
 def loss_by_position(model: Model, ids: Sequence[int]) -> list[Entry]:
     """The mean of -log p by position: up to 128, and in octaves from there on; an entry is named by where it begins."""
+    from softgap.probe.logit_scores import score  # here, since it loads numba
+
     row = torch.tensor([list(ids)], device=input_device(model))
     n = row.shape[1] - 1
     losses = torch.empty(n)

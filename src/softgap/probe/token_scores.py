@@ -15,40 +15,11 @@ from transformers import PreTrainedModel
 
 from softgap.models.placement import input_device
 
-__all__ = ["TokenScores", "forward_then_logits", "return_constant", "score"]
+__all__ = ["TokenScores", "forward_then_logits", "return_constant"]
 
 ROWS = 128
-# Logits scored at once: few enough to stay in the cache from one pass to the next.
-CACHED = 2**19
 
 LogitBlocks = Callable[[], Iterator[tuple[int, Float[Tensor, "batch time vocabulary"]]]]
-
-
-def score(
-    logits: Float[Tensor, "batch time vocabulary"], tokens: Int[Tensor, "batch time"]
-) -> tuple[Float[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """log p of the given tokens, and the entropy of p in nats; both in float32, token -1 giving NaN.
-
-    With x the logits less their largest, Z = sum exp(x): log p = x - log Z and H = log Z - sum x exp(x) / Z.
-    """
-    rows, targets = logits.flatten(0, 1), tokens.flatten()
-    logprobs = torch.empty(len(rows), device=logits.device)
-    entropy = torch.empty_like(logprobs)
-    step = max(1, CACHED // rows.shape[-1])
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        x = rows[part].float()
-        x = x - x.amax(dim=-1, keepdim=True)
-        e = x.exp()
-        total = e.sum(dim=-1)
-        log_total = total.log()
-        logprobs[part] = x.gather(-1, targets[part].clamp(min=0)[:, None])[:, 0] - log_total
-        mean = torch.linalg.vecdot(x, e) / total
-        if bool(mean.isnan().any()):
-            # A token that a model rules out has the logit -inf, and 0 * -inf counts as 0.
-            mean = x.mul_(e).nan_to_num_(nan=0.0).sum(dim=-1) / total
-        entropy[part] = log_total - mean
-    return logprobs.masked_fill_(targets < 0, torch.nan).view_as(tokens), entropy.view_as(tokens)
 
 
 class TokenScores:
@@ -128,6 +99,9 @@ class TokenScores:
             del self._waiting[:count]
 
     def _note(self, first: int, logits: Tensor, tokens: Tensor) -> None:
+        # Here, since it loads numba.
+        from softgap.probe.logit_scores import score
+
         self._keep(first, torch.stack(score(logits, tokens.to(logits.device))))
 
     def _keep(self, first: int, scores: Float[Tensor, "quantity batch time"]) -> None:
@@ -144,6 +118,8 @@ class TokenScores:
 
 def _without_tokens(logits: Float[Tensor, "batch time vocabulary"]) -> Float[Tensor, "quantity batch time"]:
     """The scores of positions whose next token is not known: entropy alone."""
+    from softgap.probe.logit_scores import score
+
     return torch.stack(score(logits, torch.full(logits.shape[:2], -1, device=logits.device)))
 
 

@@ -1,0 +1,209 @@
+"""Vectors of float32 numbers in compiled code: load, store, multiply and add, exponential, sum.
+
+numba compiles loops over single numbers and leaves it to LLVM which of them become vector instructions. Here that is
+written down, because the sums of ``fused.py`` must stay in registers. A vector has ``LANES`` numbers; LLVM splits it
+where the registers of the processor are shorter, so the code runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+__all__ = ["LANES", "compiled", "elu1", "exp", "fill", "larger", "largest", "load", "multiply_add", "store", "total"]
+
+# Two registers of AVX-512, four of AVX2 or NEON: enough independent sums to hide the time that one product takes.
+LANES = 32 if llvm.get_host_cpu_features().get("avx512f") else 16
+
+_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_Code = Callable[[Any, Any, Any, Any], Any]
+
+
+def compiled(function: Function) -> Function:
+    """Machine code on one thread, kept on disk where there is a folder for it."""
+    try:
+        return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    except RuntimeError:  # a read-only install without a user cache
+        return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+class _Lanes(types.Type):  # type: ignore[misc]
+    """The type of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"float32x{LANES}")
+
+
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    """How a vector is held: as a vector of LLVM."""
+
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _FLOATS)
+
+
+register_model(_Lanes)(_LanesModel)
+_lanes: Any = _Lanes()
+
+
+def _operation(function: Callable[..., tuple[Any, _Code]]) -> Any:
+    """An operation of compiled code; the function says its types and writes its instructions."""
+    return intrinsic(function)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), _FLOATS.as_pointer())
+
+
+def _constant(value: float) -> Any:
+    return ir.Constant(_FLOATS, [ir.Constant(ir.FloatType(), value)] * LANES)
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(_WORDS, [ir.Constant(ir.IntType(32), value)] * LANES)
+
+
+@_operation
+def load(typing: Any, array: Any, index: Any) -> tuple[Any, _Code]:
+    """The numbers of a flat array from an index on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(_pointer(context, builder, signature.args[0], *values), align=4, typ=_FLOATS)
+
+    return _lanes(array, types.intp), code
+
+
+@_operation
+def store(typing: Any, array: Any, index: Any, a: Any) -> tuple[Any, _Code]:
+    """Write a vector to a flat array from an index on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        array, index, a = values
+        builder.store(a, _pointer(context, builder, signature.args[0], array, index), align=4)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, a), code
+
+
+@_operation
+def fill(typing: Any, value: Any) -> tuple[Any, _Code]:
+    """A vector of one number."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        nothing = ir.Constant(_FLOATS, ir.Undefined)
+        first = builder.insert_element(nothing, values[0], ir.IntType(32)(0))
+        return builder.shuffle_vector(first, nothing, _word(0))
+
+    return _lanes(types.float32), code
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    # One instruction where the processor has it.
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+@_operation
+def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> tuple[Any, _Code]:
+    """a * b + c."""
+    return _lanes(_lanes, _lanes, _lanes), lambda context, builder, signature, values: _multiply_add(builder, *values)
+
+
+@_operation
+def larger(typing: Any, a: Any, b: Any) -> tuple[Any, _Code]:
+    """The larger of two, number by number; a NaN of b is passed over."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        a, b = values
+        return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+    return _lanes(_lanes, _lanes), code
+
+
+def _reduce(name: str, start: float | None, flags: tuple[str, ...]) -> _Code:
+    """A reduction of LLVM to one number."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        before = [] if start is None else [ir.Constant(ir.FloatType(), start)]
+        kind = ir.FunctionType(ir.FloatType(), [*(x.type for x in before), _FLOATS])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v{LANES}f32")
+        return builder.call(function, [*before, *values], fastmath=flags)
+
+    return code
+
+
+@_operation
+def total(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """The sum of a vector, added pair by pair."""
+    return types.float32(_lanes), _reduce("fadd", -0.0, ("reassoc",))
+
+
+@_operation
+def largest(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """The largest number of a vector."""
+    return types.float32(_lanes), _reduce("fmax", None, ())
+
+
+# Of Cephes' expf: exp(r) is 1 + r + r^2 times these, from the highest power on, for |r| <= log(2) / 2.
+_POWERS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+    1.0,
+    1.0,
+)
+# log(2) in two parts, the first of which has few digits, so that its multiples are exact.
+_LOG_2 = (0.693359375, -2.12194440e-4)
+# exp of less is no float32 above 0.
+_LOWEST = -104.0
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """exp(x) = 2^n exp(r) with r = x - n log(2), for x of at most 0; NaN stays NaN."""
+    lowest = _constant(_LOWEST)
+    within = builder.select(builder.fcmp_ordered(">", x, lowest), x, lowest)
+    # Conversion cuts towards 0: the nearest whole number, since x is not positive.
+    n = builder.fptosi(_multiply_add(builder, within, _constant(1.4426950408889634), _constant(-0.5)), _WORDS)
+    whole, r = builder.sitofp(n, _FLOATS), x
+    for part in _LOG_2:
+        r = _multiply_add(builder, whole, _constant(-part), r)
+    result = _constant(_POWERS[0])
+    for power in _POWERS[1:]:
+        result = _multiply_add(builder, result, r, _constant(power))
+    # 2^n as a product of two: one alone would leave the range where the result has few digits.
+    half = builder.ashr(n, _word(1))
+    for exponent in (half, builder.sub(n, half)):
+        bits = builder.shl(builder.add(exponent, _word(127)), _word(23))
+        result = builder.fmul(result, builder.bitcast(bits, _FLOATS))
+    return builder.select(builder.fcmp_ordered("<", x, lowest), _constant(0.0), result)
+
+
+@_operation
+def exp(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """The exponential of numbers that are not positive, to the last digit but one."""
+    return _lanes(_lanes), lambda context, builder, signature, values: _exp(builder, values[0])
+
+
+@_operation
+def elu1(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """exp(x) below 0, x + 1 above."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, zero = values[0], _constant(0.0)
+        # NaN is below, and stays NaN.
+        below = builder.select(builder.fcmp_ordered(">=", x, zero), zero, x)
+        above = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
+        return builder.fadd(_exp(builder, below), above)
+
+    return _lanes(_lanes), code

@@ -1,0 +1,67 @@
+"""Vectors in compiled code compute what numpy computes, number by number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softgap.attention import simd
+from softgap.attention.simd import LANES, compiled, fill, larger, largest, load, multiply_add, store, total
+
+
+@compiled
+def _mapped(name: int, source: Any, target: Any) -> None:
+    for i in range(0, source.size, LANES):
+        store(target, i, simd.exp(load(source, i)) if name == 0 else simd.elu1(load(source, i)))
+
+
+@compiled
+def _reduced(source: Any, target: Any) -> None:
+    a, b = load(source, 0), load(source, LANES + 1)
+    store(target, 0, multiply_add(a, b, fill(source[0])))
+    store(target, LANES, larger(a, b))
+    target[2 * LANES], target[2 * LANES + 1] = total(a), largest(a)
+
+
+def applied(name: int, values: np.ndarray) -> np.ndarray:
+    """A map over any number of values."""
+    padded = np.zeros((values.size + LANES - 1) // LANES * LANES, np.float32)
+    padded[: values.size] = values
+    target = np.empty_like(padded)
+    _mapped(name, padded, target)
+    return target[: values.size]
+
+
+def test_exp_has_all_digits_but_one() -> None:
+    x = -np.concatenate([np.logspace(-8, np.log10(104), 50_001), np.linspace(0, 104, 50_001)]).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    found = applied(0, x)
+    normal = exact >= np.finfo(np.float32).tiny
+    assert np.abs(found - exact)[normal].max() > 0
+    assert (np.abs(found - exact) / exact)[normal].max() < 1e-7
+    assert np.abs(found - exact)[~normal].max() <= np.finfo(np.float32).smallest_subnormal
+
+
+def test_exp_at_the_ends() -> None:
+    found = applied(0, np.array([0.0, -0.0, -200.0, -np.inf, np.nan], np.float32))
+    np.testing.assert_array_equal(found, [1, 1, 0, 0, np.nan])
+
+
+def test_elu1_is_its_formula() -> None:
+    x = np.concatenate([np.linspace(-110, 110, 10_007), [0.0, -0.0, 3e38, -np.inf, np.inf, np.nan]]).astype(np.float32)
+    exact = np.where(x > 0, x.astype(np.float64) + 1, np.exp(np.minimum(x, 0).astype(np.float64)))
+    np.testing.assert_allclose(applied(1, x), exact, rtol=1.2e-7, atol=1.5e-45)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_products_and_reductions(seed: int) -> None:
+    source = np.random.default_rng(seed).normal(size=2 * LANES + 1).astype(np.float32)
+    target = np.empty(2 * LANES + 2, np.float32)
+    _reduced(source, target)
+    a, b = source[:LANES], source[LANES + 1 :]
+    np.testing.assert_allclose(target[:LANES], a.astype(float) * b + source[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(target[LANES : 2 * LANES], np.maximum(a, b))
+    assert target[2 * LANES] == pytest.approx(a.astype(float).sum(), rel=1e-5, abs=1e-5)
+    assert target[2 * LANES + 1] == a.max()
