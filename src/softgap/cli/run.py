@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from softgap.cli.options import (
+    WHOLE,
     Attn,
     Device,
     DropSinks,
@@ -18,7 +19,9 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    PlacementOptions,
     default_out,
+    expand_option_groups,
     read_prompt_argument,
     with_baseline,
 )
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["run_command"]
 
 
+@expand_option_groups
 def run_command(
     prompt: Annotated[str, typer.Argument(help="Prompt for the model; - reads it from standard input.")],
     model: Model = None,
@@ -46,6 +50,7 @@ def run_command(
     raw: Annotated[bool, typer.Option("--raw", help="Pass the prompt to the model without a chat template.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
@@ -73,6 +78,7 @@ def run_command(
         dtype=dtype,
         device=device,
         attn=attn,
+        **placement.loading,
     )
     place = default_out(text) if out is None else out
     run = _generate(text, place, settings, overwrite=overwrite)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from softgap.cli.options import Attn, Device, Dtype, Json, Model
+from softgap.cli.options import WHOLE, Attn, Device, Dtype, Json, Model, PlacementOptions, expand_option_groups
 from softgap.cli.render import output
 
 __all__ = ["serve_command"]
@@ -15,6 +15,7 @@ __all__ = ["serve_command"]
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
+@expand_option_groups
 def serve_command(
     model: Model = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 0,
@@ -25,6 +26,7 @@ def serve_command(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -53,7 +55,7 @@ def serve_command(
             output.warn(f"the browser did not open {address}; open it by hand")
 
     serve(
-        lambda: load_model(model, dtype=dtype, device=device, attn=attn),
+        lambda: load_model(model, dtype=dtype, device=device, attn=attn, **placement.loading),
         studies,
         host=host,
         port=port,
