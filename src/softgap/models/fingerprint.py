@@ -28,10 +28,11 @@ from softgap.models.placement import (
     offloaded_weights,
 )
 from softgap.models.quantisation import packed_parts, quantisation_of
-from softgap.models.support import attention_modules, layer_numbers
+from softgap.models.support import attention_modules, in_training, layer_numbers
 from softgap.trajectories import Manifest
 
 __all__ = [
+    "dropout_options",
     "library_versions",
     "live_options",
     "manifest_of",
@@ -296,6 +297,11 @@ def _held_out_report(model: PreTrainedModel, mechanisms: Sequence[Mechanism]) ->
         numbers = layer_numbers(modules if len(modules) == len(rows) else [None] * len(rows))
         report["kinds"] = {str(number): row for number, row in zip(numbers, rows, strict=True)}
     return {"held_out": report}
+
+
+def dropout_options(model: PreTrainedModel, allow_dropout: bool) -> dict[str, Any]:
+    """What a manifest says about dropout: nothing, unless the model was measured in training mode."""
+    return {"allow_dropout": True} if allow_dropout and in_training(model) else {}
 
 
 def live_options(
