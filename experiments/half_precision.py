@@ -79,8 +79,8 @@ def table(sums: dict[str, np.ndarray], arguments: argparse.Namespace) -> str:
     return (
         f"`python experiments/half_precision.py --sequences {arguments.sequences} --length {arguments.length}` on the "
         "embedded model: the share of the gap to the mean of values that one calibration, made in float32, closes of "
-        f"the same weights in each dtype, on {arguments.sequences} sequences of {arguments.length:,} tokens of held-out "
-        f"text, from position {FIRST} on. Intervals (95 %) resample sequences, paired; {machine()}.\n\n"
+        f"the same weights in each dtype, on {arguments.sequences} sequences of {arguments.length:,} tokens of "
+        f"held-out text, from position {FIRST} on. Intervals (95 %) resample sequences, paired; {machine()}.\n\n"
         + "\n".join(lines)
     )
 

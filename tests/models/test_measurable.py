@@ -187,7 +187,10 @@ COMPILED = {
     "a compiled forward": (with_compiled_forward, "got LlamaForCausalLM compiled"),
     "a compiled layer": (with_compiled_layer, r"got its part 'model\.layers\.1' compiled"),
     "layer.compile()": (lambda: compiled("model.layers.1"), r"got its part 'model\.layers\.1' compiled"),
-    "attention alone": (lambda: compiled("model.layers.0.self_attn"), r"part 'model\.layers\.0\.self_attn' compiled"),
+    "attention alone": (
+        lambda: compiled("model.layers.0.self_attn"),
+        r"got its part 'model\.layers\.0\.self_attn' compiled",
+    ),
 }
 
 
@@ -204,7 +207,7 @@ def test_a_compiled_model_is_refused_or_recorded_as_it_is(way: str) -> None:
 
 def test_the_wrapper_of_torch_compile_is_refused_and_says_what_to_pass() -> None:
     wrapped = torch.compile(tiny_llama(), backend="eager")
-    with pytest.raises(ModelError, match="got the OptimizedModule that torch.compile returned, .*; pass the module"):
+    with pytest.raises(ModelError, match=r"got the OptimizedModule that torch.compile returned, .*; pass the module"):
         recorded(wrapped)
     recorded(wrapped._orig_mod)
 

@@ -121,10 +121,10 @@ def test_calibrations_and_plans_are_those_of_the_whole_model(offload: Callable[[
         out = tmp_path / f"{number}.safetensors"
         recipe = Recipe(features=4, steps=2)
         made = softgap.calibrate(
-            model, TOKENIZER, [text(420)], recipe=recipe, positions=64, stability=False, out=str(out)
+            model, TOKENIZER, [text(520)], recipe=recipe, positions=128, stability=False, out=str(out)
         )
         plan = find_plan(
-            model, TOKENIZER, [text(420)], "window:w=16,sinks=2", budget=0.5, length=64, tokens=700,
+            model, TOKENIZER, [text(520)], "window:w=16,sinks=2", budget=0.5, length=64, tokens=700,
             recall_budget=None, baselines=False,
         )  # fmt: skip
         ids = torch.tensor([TOKENIZER("the old fox " * 4)["input_ids"]])
@@ -199,6 +199,7 @@ def test_weights_beyond_memory_are_refused_before_they_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = save_folder(tmp_path / "large", whole())
+    capsys.readouterr()
     os.truncate(large / "model.safetensors", 10**12)
     assert main(["doctor", str(large)]) == 2
     assert re.fullmatch(

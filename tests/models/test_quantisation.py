@@ -45,9 +45,9 @@ def test_int8_weights_are_recorded_calibrated_and_swapped(folder: Path, tmp_path
     assert run.manifest.extra["quantisation"] == "torchao Int8Tensor"
     assert 0 < np.abs(run.divergence - plain.divergence).max() < 0.05
     assert [g for g in softgap.doctor(model, TOKENIZER, repeats=4).gates if g.verdict != "pass"] == []
-    text = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "the", "old", "fox"], size=420))
+    text = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "the", "old", "fox"], size=520))
     made = softgap.calibrate(
-        model, TOKENIZER, [text], recipe=Recipe(features=4, steps=2), positions=64, stability=False,
+        model, TOKENIZER, [text], recipe=Recipe(features=4, steps=2), positions=128, stability=False,
         out=str(tmp_path / "c.safetensors"),
     )  # fmt: skip
     assert made.metadata["rounded"] == {}, "codes and scales are no roundings of float32 weights"

@@ -29,8 +29,8 @@ def llama(seed: int = 0) -> Any:
 def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A calibration of the float32 model where every part finds it."""
     monkeypatch.setenv("SOFTGAP_CALIBRATIONS", str(tmp_path))
-    text = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "the", "old", "fox"], size=420))
-    softgap.calibrate(llama(), TOKENIZER, [text], recipe=Recipe(features=4, steps=2), positions=64, stability=False)
+    text = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "the", "old", "fox"], size=520))
+    softgap.calibrate(llama(), TOKENIZER, [text], recipe=Recipe(features=4, steps=2), positions=128, stability=False)
     return calibration_path(model_fingerprint(llama()))
 
 

@@ -26,7 +26,7 @@ from support.simulated_device import simulated_devices
 
 TOKENIZER = byte_tokenizer()
 MECHANISMS = ["elu1", "uniform", "window:w=8,sinks=2", "elu1+window:w=6,sinks=1", "top_k:k=4"]
-TEXT = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "3", "the", "old", "fox"], size=300))
+TEXT = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "3", "the", "old", "fox"], size=520))
 Devices = tuple[torch.device, torch.device]
 
 
@@ -116,7 +116,7 @@ def test_a_plan_is_found_and_applied_on_two_devices(mechanism: str | None, devic
 def test_a_calibration_is_made_on_two_devices(devices: Devices, tmp_path: Path) -> None:
     made = [
         softgap.calibrate(
-            model, TOKENIZER, [TEXT], recipe=Recipe(features=4, steps=2), positions=64, stability=False,
+            model, TOKENIZER, [TEXT], recipe=Recipe(features=4, steps=2), positions=128, stability=False,
             out=str(tmp_path / f"{number}.safetensors"),
         )
         for number, model in enumerate((whole(), spread(devices)))

@@ -142,18 +142,20 @@ def _hash(
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor | OffloadedWeight]:
     """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
     offloaded = offloaded_weights(model)
+    stored = sorted(model.state_dict(keep_vars=True).items())
+    for name, tensor in stored:
+        if isinstance(tensor, Tensor) and tensor.is_meta and name not in offloaded:
+            raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
     spread = bool(offloaded) or len(execution_devices(model)) > 1
     # Tied weights share no storage where they lie on several devices or on disk.
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {}) if spread else {}
     sources = set(tied.values())
     seen: set[object] = set()
     tensors: dict[str, Tensor | OffloadedWeight] = {}
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    for name, tensor in stored:
         if not isinstance(tensor, Tensor):
             continue
         weight = offloaded.get(name, tensor)
-        if isinstance(weight, Tensor) and weight.is_meta:
-            raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
         held = weight.in_memory if isinstance(weight, OffloadedWeight) else weight
         if name in tied or name in sources:
             key: object = tied.get(name, name)

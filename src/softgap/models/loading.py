@@ -309,8 +309,21 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress)
 
 
 def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> Loaded:
-    """A model folder or a hub repository, checked before its weights are read."""
-    folder = tempfile.TemporaryDirectory(prefix="softgap-offload-") if options.placement else None
+    """A model folder or a hub repository, with a folder for weights that do not fit into memory."""
+    with contextlib.ExitStack() as temporary:
+        placement = dict(options.placement)
+        if placement:
+            placement["offload_folder"] = temporary.enter_context(
+                tempfile.TemporaryDirectory(prefix="softgap-offload-")
+            )
+        model, tokenizer = _read_pretrained(source, place, options, placement)
+        # Weights on disk live as long as the model does.
+        weakref.finalize(model, temporary.pop_all().close)
+    return _finish_loading(source, model, tokenizer, options)
+
+
+def _read_pretrained(source: _Source, place: str | Path, options: _Options, placement: dict[str, Any]) -> Loaded:
+    """A model and its tokenizer, checked before the weights are read."""
     with quiet_transformers(downloads=options.downloads):
         try:
             values, _ = PreTrainedConfig.get_config_dict(place)
@@ -333,7 +346,7 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
                 dtype=options.dtype or "auto",
                 use_safetensors=True,
                 output_loading_info=True,
-                **_offloading(_complete(options.placement, config), folder),
+                **_complete(placement, config),
                 **quantising(options.quantise),
                 **pinned,
             )
@@ -343,10 +356,7 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
             raise explain(source.name, error) from None
     model, info = loaded
     _require_all_weights(source, info)
-    if folder is not None:
-        # Weights on disk live as long as the model does.
-        weakref.finalize(model, folder.cleanup)
-    return _finish_loading(source, model, tokenizer, options)
+    return model, tokenizer
 
 
 def _hint(source: _Source) -> str:
@@ -426,10 +436,6 @@ def _check_placement(
         return {}
     limits = {} if max_memory is None else {"max_memory": dict(max_memory)}
     return {"device_map": device_map if isinstance(device_map, str) else dict(device_map), **limits}
-
-
-def _offloading(placement: dict[str, Any], folder: tempfile.TemporaryDirectory[str] | None) -> dict[str, Any]:
-    return {} if folder is None else {**placement, "offload_folder": folder.name}
 
 
 def _complete(placement: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:

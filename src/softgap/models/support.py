@@ -61,12 +61,13 @@ def model_refusal(model: PreTrainedModel, attention: Iterable[nn.Module]) -> str
     config, names = model.config, [kind.__name__ for kind in type(model).__mro__]
     model_type, text = config.model_type, config.get_text_config()
     known = any(name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in names)
-    if not known and any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names):
+    both = getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False)
+    if not (known or both) and any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names):
         return f"{names[0]} predicts masked tokens from both sides, not the next token"
     decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     reason = _not_causal(
         model_type,
-        encoder_decoder=getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False),
+        encoder_decoder=both,
         decoder=decoder,
         bidirectional=getattr(config, "use_bidirectional_attention", None),
     )
