@@ -77,6 +77,42 @@ WITHOUT_MODEL: Table = {
 }
 
 WITH_MODEL: Table = {
+    "run: an unknown map": ("run fox --model tiny --device-map side", "'side'", "device_map must be one of auto, .*;"),
+    "read: a device elsewhere": (
+        """read fox.txt --model tiny --device-map '{"": "cuda:7"}'""",
+        "'cuda:7'",
+        r"device_map must name devices here \(cpu.*\) or disk, got 'cuda:7' for ''; use 'cpu'",
+    ),
+    "doctor: half a map": (
+        """doctor tiny --device-map '{"model.layers.0": "disk"}'""",
+        "'model.embed_tokens'",
+        "device_map must give every part of the model a place, and 'model.embed_tokens' has none; add one",
+    ),
+    "doctor: a map of no part": (
+        """doctor tiny --device-map '{"model.layer.0": "disk", "": "cpu"}'""",
+        "'model.layer.0'",
+        "device_map must name parts of the model, got 'model.layer.0'; did you mean 'model.layers.0'?",
+    ),
+    "doctor: a map that is no JSON": (
+        "doctor tiny --device-map '{a'",
+        "'{a'",
+        "a device map must be a strategy .* or a JSON object such as .*, got '{a' .*; check its quotes",
+    ),
+    "calibrate: memory without a map": (
+        "calibrate tiny --max-memory cpu=1GB",
+        "max_memory",
+        "max_memory limits what device_map='auto' puts on each device, and no such strategy was given; add",
+    ),
+    "doctor: memory of no device": (
+        "doctor tiny --device-map auto --max-memory 1GB",
+        "'1GB'",
+        "--max-memory takes a limit for each device, such as 0=10GiB,cpu=30GiB, got '1GB'; write",
+    ),
+    "doctor: no library for its weights": (
+        "doctor packed",
+        "'packed'",
+        "the weights of 'packed' are quantised with gptq, and the library gptqmodel that unpacks them is not installed",
+    ),
     "run: no model": ("run fox --model ''", "''", "unknown model ''; allowed are 'smollm2-135m', 'gemma-3-270m', a"),
     "run: a text as model": ("run fox --model fox.txt", "fox.txt", "'fox.txt' is a file, and of files only .gguf can"),
     "run: a study as model": ("run fox --model s", "'s'", "the folder 's' is no model: it has no config.json; give"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from softgap.attention import Visible
 from softgap.errors import UnknownNameError
@@ -171,7 +173,23 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tap.AttentionCall, "scale", property(lambda call: 0.5))
 
 
+def stale_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose compiled graph was made without the tap and is never made again."""
+    import torch._dynamo.eval_frame as frame
+
+    honest = LlamaDecoderLayer.forward
+
+    def forward(self: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Any:
+        if frame._stance.stance == "force_eager" or self.self_attn.layer_idx != 1:
+            return honest(self, *args, **kwargs)
+        with patch.dict(tap._taps, clear=True):
+            return honest(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+
+
 BROKEN = [
+    (stale_graph, "compiled code"),
     (adding_tap, "non-interference"),
     (dropped_mask, "mask"),
     (dropped_mask, "oracle"),

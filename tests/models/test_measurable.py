@@ -97,7 +97,7 @@ def test_a_model_in_training_mode_is_refused_before_it_runs(entrance: str) -> No
         ENTRANCES[entrance](model)
     assert str(caught.value) == (
         "a model must be in evaluation mode to be measured, got GPT2LMHeadModel in training mode, where dropout "
-        "changes the numbers at random; call model.eval() first"
+        "changes the numbers at random; call model.eval() first, or give allow_dropout=True to record, generate or read"
     )
     assert model.training, "nobody changes the mode of the user's model"
 
@@ -145,8 +145,96 @@ def test_heads_may_be_swapped_in_a_model_that_trains() -> None:
     assert model.model.layers[0].self_attn.v_proj.weight.grad is not None
 
 
+def test_dropout_is_measured_where_it_is_meant() -> None:
+    """Two readings differ, the manifest says why, and the same entrances go back to a calm model."""
+    model, drops = dropping_gpt2(), {"allow_dropout": True}
+    calm = softgap.read(model, byte_tokenizer(), "Boat 3 left", **drops)
+    assert "allow_dropout" not in calm.manifest.options, "a model in evaluation mode drops nothing"
+    model.train()
+    with softgap.record(model, ["elu1"], **drops) as recording:
+        model(torch.tensor([IDS]))
+    runs = [
+        recording.trajectories()[0],
+        softgap.generate(model, byte_tokenizer(), "Boat", 2, **drops),
+        *(softgap.read(model, byte_tokenizer(), "Boat 3 left", **drops) for _ in range(2)),
+    ]
+    assert [run.manifest.options["allow_dropout"] for run in runs] == [True] * 4
+    assert not np.allclose(runs[2].divergence, runs[3].divergence, atol=1e-3)
+    assert model.training
+
+
+def compiled(part: str) -> Any:
+    """A tiny Llama of which a part is compiled; "" is the whole model."""
+    model = tiny_llama()
+    model.get_submodule(part).compile(backend="eager")
+    return model
+
+
+def with_compiled_forward() -> Any:
+    model = tiny_llama()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def with_compiled_layer() -> Any:
+    model = tiny_llama()
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
+COMPILED = {
+    "model.compile()": (lambda: compiled(""), "got LlamaForCausalLM compiled"),
+    "a compiled forward": (with_compiled_forward, "got LlamaForCausalLM compiled"),
+    "a compiled layer": (with_compiled_layer, r"got its part 'model\.layers\.1' compiled"),
+    "layer.compile()": (lambda: compiled("model.layers.1"), r"got its part 'model\.layers\.1' compiled"),
+    "attention alone": (
+        lambda: compiled("model.layers.0.self_attn"),
+        r"got its part 'model\.layers\.0\.self_attn' compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_model_is_refused_or_recorded_as_it_is(way: str) -> None:
+    make, sentence = COMPILED[way]
+    model = make()
+    with pytest.raises(ModelError, match=f"must run its own code, {sentence} .*set_stance"):
+        recorded(model)
+    with torch.compiler.set_stance("force_eager"):
+        found, plain = (softgap.read(m, byte_tokenizer(), "Boat 3 left") for m in (model, tiny_llama()))
+    assert np.array_equal(found.divergence, plain.divergence)
+
+
+def test_the_wrapper_of_torch_compile_is_refused_and_says_what_to_pass() -> None:
+    wrapped = torch.compile(tiny_llama(), backend="eager")
+    with pytest.raises(ModelError, match=r"got the OptimizedModule that torch.compile returned, .*; pass the module"):
+        recorded(wrapped)
+    recorded(wrapped._orig_mod)
+
+
+def test_a_compiled_part_without_attention_hides_nothing() -> None:
+    model = tiny_llama()
+    model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp, backend="eager")
+    check_measurable(model)
+
+
 def t5() -> T5Config:
     return T5Config(vocab_size=270, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+
+
+def bart() -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=270, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sides)
+    )
+
+
+def vit() -> Any:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
 
 
 def pictures() -> Any:
@@ -162,6 +250,8 @@ def pictures() -> Any:
     [
         (lambda: T5ForConditionalGeneration(t5()), "model type 't5' is an encoder-decoder"),
         (lambda: T5EncoderModel(t5()), "T5EncoderModel is the encoder of an encoder-decoder of type 't5'"),
+        (bart, "model type 'bart' is an encoder-decoder"),
+        (vit, "all attention of ViTModel is declared to go in both directions"),
         (pictures, "model type 'vision-encoder-decoder' is an encoder-decoder"),
         (lambda: BertLMHeadModel(BertConfig(**SMALL)), r"'bert' is an encoder .* \(is_decoder is not set\)"),
         (lambda: BertModel(BertConfig(**SMALL)), r"'bert' is an encoder .* \(is_decoder is not set\)"),

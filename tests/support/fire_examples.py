@@ -139,6 +139,7 @@ def _broken_models(here: Path) -> None:
     for name, file, content in (
         ("cut", "model.safetensors", (whole / "model.safetensors").read_bytes()[:300]),
         ("garbled", "config.json", b"{"),
+        ("packed", "config.json", _packed((whole / "config.json").read_text(encoding="utf-8"))),
         ("future", "config.json", b'{"model_type": "llama99", "architectures": ["Llama99ForCausalLM"]}'),
     ):
         folder = here / name
@@ -147,6 +148,11 @@ def _broken_models(here: Path) -> None:
             (folder / source.name).write_bytes(source.read_bytes() if source.name != file else content)
     (here / "cut.gguf").write_bytes((here / "tiny.gguf").read_bytes()[:2000])
     (here / "text.gguf").write_text("not a model", encoding="utf-8")
+
+
+def _packed(config: str) -> bytes:
+    """A config.json of weights that no library here unpacks."""
+    return json.dumps(json.loads(config) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}).encode()
 
 
 def arguments_of(line: str) -> list[str]:

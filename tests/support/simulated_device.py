@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
 
 
 class SimulatedTensor(Tensor):
-    """A tensor that says it is on a pretend device; ``inner`` holds its numbers."""
+    """A tensor that says it is on a pretend device; ``numbers`` holds its numbers."""
 
-    inner: Tensor
+    numbers: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> SimulatedTensor:
@@ -45,15 +46,15 @@ class SimulatedTensor(Tensor):
             device=device,
             requires_grad=False,
         )
-        made.inner = inner
+        made.numbers = inner
         return made
 
     def tolist(self) -> Any:
         """The numbers, which PyTorch does not read out of a subclass."""
-        return self.inner.tolist()
+        return self.numbers.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"SimulatedTensor({self.inner!r}, device='{self.device}')"
+        return f"SimulatedTensor({self.numbers!r}, device='{self.device}')"
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,12 +66,25 @@ class _Devices(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        target = None if device is None else torch.device(device)
-        simulated = any(isinstance(x, SimulatedTensor) for x in tree_flatten((args, kwargs))[0])
-        if simulated or (target is not None and target.type == NAME):
+        leaves = tree_flatten((args, kwargs))[0]
+        if any(isinstance(x, SimulatedTensor) or (isinstance(x, torch.device) and x.type == NAME) for x in leaves):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
+                # In inference mode operations made of others arrive whole.
+                with self:
+                    return function.decompose(*args, **kwargs)
             return _run(function, args, kwargs)
         return function(*args, **kwargs)
+
+
+class _Generator(torch.Generator):
+    """Random numbers of a pretend device are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        real = "cpu" if torch.device(device).type == NAME else device
+        return _REAL_GENERATOR(device=real)
+
+
+_REAL_GENERATOR = torch.Generator
 
 
 class _Literals(TorchFunctionMode):
@@ -135,7 +149,7 @@ def _own_device(tensors: list[Tensor]) -> torch.device:
 
 
 def _inner(x: Any) -> Any:
-    return x.inner if isinstance(x, SimulatedTensor) else x
+    return x.numbers if isinstance(x, SimulatedTensor) else x
 
 
 class _Module:
@@ -181,5 +195,7 @@ def _register() -> None:
 def simulated_devices() -> Iterator[tuple[torch.device, torch.device]]:
     """Let the block use two pretend accelerators."""
     _register()
-    with _Devices(), _Literals():
+    # The engine has threads for devices that PyTorch was built for only.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with one_thread, _Devices(), _Literals(), patch("torch.Generator", _Generator):
         yield torch.device(NAME, 0), torch.device(NAME, 1)

@@ -223,10 +223,12 @@ def held_out_sentence(held_out: object) -> str:
         else f" Across heads, gap closed and energy explained have a rank correlation of {_signed(ranks)} (Spearman): "
         "the two metrics agree to that extent on which heads need softmax."
     )
+    dtype = held_out.get("calibrated_in") if isinstance(held_out, Mapping) else None
+    elsewhere = f" It was calibrated in {dtype}, and these numbers are of that dtype." if dtype else ""
     return (
         f"On held-out text the calibration closes {_percent(share)} of the gap that the mean of values leaves, and "
         f"{_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
-        f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}"
+        f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}{elsewhere}"
     )
 
 

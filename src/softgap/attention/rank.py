@@ -115,7 +115,7 @@ def block_spectra(weights: Float[Tensor, "head query key"], smallest: int = 16) 
             f"a text of {weights.shape[1]} tokens has no off-diagonal block of {smallest}; read at least {2 * smallest}"
         )
     a = weights.double()
-    values = tuple(torch.linalg.svdvals(a[:, rows, columns]).numpy() for rows, columns in blocks)
+    values = tuple(torch.linalg.svdvals(a[:, rows, columns]).cpu().numpy() for rows, columns in blocks)
     return BlockSpectra(tuple(rows.stop - rows.start for rows, _ in blocks), values)
 
 
@@ -123,12 +123,12 @@ def block_error(
     weights: Float[Tensor, "head query key"], exact: Float[Tensor, "head query key"], smallest: int = 16
 ) -> Float[NDArray[np.float64], " head"]:
     """Relative Frobenius error of some weights over the dyadic off-diagonal blocks of the exact ones, per head."""
-    lost, whole = (torch.zeros(len(exact), dtype=torch.float64) for _ in range(2))
+    lost, whole = (torch.zeros(len(exact), dtype=torch.float64, device=exact.device) for _ in range(2))
     for rows, columns in dyadic_blocks(exact.shape[1], smallest):
         block = exact[:, rows, columns].double()
         lost += (weights[:, rows, columns] - block).square().sum(dim=(-1, -2))
         whole += block.square().sum(dim=(-1, -2))
-    return np.asarray((lost / whole).sqrt().numpy())
+    return np.asarray((lost / whole).sqrt().cpu().numpy())
 
 
 def without_sink(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
@@ -184,4 +184,4 @@ def capacity_exponent(sizes: Sequence[int], ranks: Float[NDArray[np.float64], "s
 def numerical_rank(matrix: Float[Tensor, "... row column"], tolerance: float = 1e-10) -> NDArray[np.int64]:
     """Singular values above ``tolerance`` times the largest, in float64."""
     values = torch.linalg.svdvals(matrix.double())
-    return np.asarray((values > tolerance * values[..., :1]).sum(dim=-1).numpy())
+    return np.asarray((values > tolerance * values[..., :1]).sum(dim=-1).cpu().numpy())

@@ -321,7 +321,9 @@ def divergences(mechanism: str | Mechanism, texts: Sequence[LayerTensors]) -> tu
             attend(
                 mechanism, x.query[None], x.key[None], x.value[None], visible=x.visible, scale=x.scale, rule=x.rule
             ).output[0],
-        ).divergence.numpy()
+        )
+        .divergence.cpu()
+        .numpy()
         for x in texts
     )
 

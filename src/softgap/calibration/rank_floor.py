@@ -159,7 +159,7 @@ def _measure_layer(layer: LayerTensors, mechanisms: Sequence[Mechanism]) -> _Lay
         divergence = compare_outputs(layer.output, weights @ value).divergence[:, counted].mean(dim=-1)
         features = mechanism.feature_dim(d)
         floor = np.full(heads, np.nan) if features is None else spectra.floor(features)
-        rows.append((features, np.stack([divergence.double().numpy(), block_error(weights, exact), floor])))
+        rows.append((features, np.stack([divergence.double().cpu().numpy(), block_error(weights, exact), floor])))
     return _LayerErrors(
         tuple(features for features, _ in rows),
         np.stack([numbers for _, numbers in rows]),

@@ -9,7 +9,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new, read_text_argument
+from softgap.cli.options import (
+    WHOLE,
+    Attn,
+    Device,
+    Dtype,
+    Json,
+    PlacementOptions,
+    check_new,
+    expand_option_groups,
+    read_text_argument,
+)
 from softgap.cli.render import output
 from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate_command"]
 
 
+@expand_option_groups
 def calibrate_command(
     model: Annotated[
         str | None, typer.Argument(help="Model to calibrate, as for --model of run.", show_default="smollm2-135m")
@@ -76,6 +87,7 @@ def calibrate_command(
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -88,7 +100,7 @@ def calibrate_command(
         check_new(out, overwrite)
     settings: dict[str, Any] = {"features": features, "seed": seed, **({} if steps is None else {"steps": steps})}
     texts = None if text is None else [read_text_argument(name)[1] for name in text]
-    options = {"dtype": dtype, "device": device, "attn": attn}
+    options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
     if not mix:
         settings["rows"] = {"generated": 0.0, "moved": 0.0}
     report = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from softgap.cli.options import Attn, Device, Dtype, Json
+from softgap.cli.options import WHOLE, Attn, Device, Dtype, Json, PlacementOptions, expand_option_groups
 from softgap.cli.render import output
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _VERDICTS = {"fine": "green", "absent": "yellow", "wrong": "bold red"}
 _STYLES = {"pass": "green", "fail": "bold red", "model": "yellow", "skip": "dim"}
 
 
+@expand_option_groups
 def doctor_command(
     model: Annotated[
         str | None,
@@ -32,6 +33,7 @@ def doctor_command(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> int:
@@ -42,7 +44,7 @@ def doctor_command(
     """
     if model is None and not gate:
         return _check_installation(as_json)
-    diagnosis = _run_gates(model, gate, dtype=dtype, device=device, attn=attn)
+    diagnosis = _run_gates(model, gate, {"dtype": dtype, "device": device, "attn": attn, **placement.loading})
     if as_json:
         output.write_json(diagnosis.to_json())
     else:
@@ -76,7 +78,7 @@ def _check_installation(as_json: bool) -> int:
     return 0 if fine else 1
 
 
-def _run_gates(model: str | None, gates: list[str] | None, *, dtype: str, device: str, attn: str | None) -> Diagnosis:
+def _run_gates(model: str | None, gates: list[str] | None, options: dict[str, Any]) -> Diagnosis:
     from softgap.errors import unknown_name
     from softgap.gates import doctor
     from softgap.gates.model import GATES
@@ -86,7 +88,7 @@ def _run_gates(model: str | None, gates: list[str] | None, *, dtype: str, device
     for name in gates or ():
         if name not in GATES:
             raise unknown_name("gate", name, GATES)
-    loaded = load_model(model, dtype=dtype, device=device, attn=attn)
+    loaded = load_model(model, **options)
     names = list(gates or GATES)
     with show_progress("checking", items=len(names)) as report:
         return doctor(*loaded, gates=names, progress=report)

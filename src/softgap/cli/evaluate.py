@@ -14,7 +14,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new, plain_text, read_text_argument
+from softgap.cli.options import (
+    WHOLE,
+    Attn,
+    Device,
+    Dtype,
+    Json,
+    PlacementOptions,
+    check_new,
+    expand_option_groups,
+    plain_text,
+    read_text_argument,
+)
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluate_command", "parse_counts"]
 
 
+@expand_option_groups
 def evaluate_command(
     *,
     model: Annotated[
@@ -80,6 +92,7 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed that contexts are drawn from.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -105,7 +118,8 @@ def evaluate_command(
         "contexts": contexts,
         "seed": seed,
     }
-    found = _evaluate(model, (plan, against), settings, out, {"dtype": dtype, "device": device, "attn": attn})
+    options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
+    found = _evaluate(model, (plan, against), settings, out, options)
     if as_json:
         output.write_json(found.to_json())
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from softgap.cli.options import Attn, Device, Dtype, Json, check_new
+from softgap.cli.options import WHOLE, Attn, Device, Dtype, Json, PlacementOptions, check_new, expand_option_groups
 from softgap.cli.render import output
 
 __all__ = ["export_command", "import_command"]
@@ -18,6 +18,7 @@ _Model = Annotated[
 ]
 
 
+@expand_option_groups
 def export_command(
     *,
     plan: Annotated[Path, typer.Argument(help="Plan of softgap linearize (JSON).")],
@@ -33,6 +34,7 @@ def export_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +49,7 @@ def export_command(
     from softgap.models import load_model
 
     found = load_plan(plan)
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device, attn=attn)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, attn=attn, **placement.loading)
     export = export_plan(loaded, found, out, format=format, tokenizer=tokenizer, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         output.write_json(export.to_json())
@@ -58,6 +60,7 @@ def export_command(
     console.print(f"Wrote {', '.join(export.files)} to {export.folder}", soft_wrap=True)
 
 
+@expand_option_groups
 def import_command(
     *,
     pattern: Annotated[Path, typer.Argument(help="Folder with full_attention_heads.tsv and config.json.")],
@@ -67,6 +70,7 @@ def import_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -78,7 +82,7 @@ def import_command(
     from softgap.models import load_model
 
     check_new(out, overwrite)
-    loaded, _ = load_model(model, dtype=dtype, device=device, attn=attn)
+    loaded, _ = load_model(model, dtype=dtype, device=device, attn=attn, **placement.loading)
     plan = import_pattern(loaded, pattern, threshold=threshold)
     plan.save(out)
     if as_json:

@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli.options import (
+    WHOLE,
     Attn,
     Device,
     Dtype,
     Json,
+    PlacementOptions,
     check_new,
     expand_option_groups,
     plain_text,
@@ -207,6 +209,7 @@ def linearize_command(
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -224,7 +227,7 @@ def linearize_command(
     limit = _recall_limit(recall_budget, off=no_recall_budget)
     settings = {"budget": budget, "recall_budget": limit, **asdict(search), "seed": seed}
     size = None if budget_bytes is None else parse_bytes(budget_bytes)
-    options = {"dtype": dtype, "device": device, "attn": attn}
+    options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
     plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options)
     if picture is not None:
         _draw(plan, layers, picture)

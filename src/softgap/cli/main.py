@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import shlex
 import signal
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one softgap command and return its exit code."""
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     reopen_streams()
+    # transformers imports torchao where it is installed, which then tells of kernels for other machines.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     signals: list[int] = []
 
     def terminated(number: int, _: object) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from softgap.study import StudySettings
 
 __all__ = [
+    "WHOLE",
     "Attn",
     "CommandWithAliases",
     "Device",
@@ -34,6 +35,7 @@ __all__ = [
     "Model",
     "Out",
     "Overwrite",
+    "PlacementOptions",
     "PlanFile",
     "StudyOptions",
     "StudyOut",
@@ -73,7 +75,10 @@ Dtype = Annotated[
 ]
 
 
-Device = Annotated[str, typer.Option(help="Device that runs the model: cpu, cuda, cuda:1 or mps.")]
+Device = Annotated[
+    str,
+    typer.Option(help="Device that runs the model: cpu, cuda, cuda:1 or mps. Tested on cpu only; mps was never run."),
+]
 
 
 Attn = Annotated[
@@ -152,7 +157,7 @@ class CommandWithAliases(TyperCommand):
         return super().parse_args(ctx, [*current, *args[end:]])
 
 
-def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+def expand_option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command whose dataclass parameters become one option per field.
 
     Typer reads options from the signature. This wrapper lists the fields of each dataclass there, and builds the
@@ -169,10 +174,10 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
+    def wrapper(**values: Any) -> Any:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
+        return command(**values)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -196,7 +201,51 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the 
 
 
 @dataclass(frozen=True)
-class StudyOptions:
+class PlacementOptions:
+    """Where the weights of a model go, and how they are packed, one field each."""
+
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            "--device-map",
+            help="Spread the weights instead of --device: auto (accelerators, then memory, then disk), or a JSON "
+            'object of parts and places, as in {"model.layers.0": "disk", "": "cpu"}.',
+            show_default=False,
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--max-memory",
+            help="Most memory for weights on each device with --device-map auto, as in 0=10GiB,cpu=30GiB.",
+            show_default=False,
+        ),
+    ] = None
+    quantise: Annotated[
+        Literal["int8"] | None,
+        typer.Option(
+            help="Quantise the weights of linear layers while loading (int8; extra quantised).", show_default=False
+        ),
+    ] = None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What ``load_model`` is told about them; nothing, and no import, where none was given."""
+        given = {"device_map": self.device_map, "max_memory": self.max_memory, "quantise": self.quantise}
+        if self.device_map is not None or self.max_memory is not None:
+            from softgap.models.placement import parse_device_map, parse_max_memory
+
+            given["device_map"] = parse_device_map(self.device_map)  # type: ignore[assignment]
+            given["max_memory"] = parse_max_memory(self.max_memory)  # type: ignore[assignment]
+        return {name: value for name, value in given.items() if value is not None}
+
+
+WHOLE = PlacementOptions()
+"""Whole weights on one device."""
+
+
+@dataclass(frozen=True)
+class StudyOptions(PlacementOptions):
     """The options that `study run` and `study task` share, one field each."""
 
     model: Model = None
@@ -253,6 +302,7 @@ class StudyOptions:
             device=self.device,
             attn=self.attn,
             threads=self.threads,
+            **self.loading,
         )
 
 

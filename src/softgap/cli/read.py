@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from softgap.cli.options import (
+    WHOLE,
     Attn,
     Device,
     DropSinks,
@@ -20,7 +21,9 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    PlacementOptions,
     default_out,
+    expand_option_groups,
     plain_text,
     read_text_argument,
     with_baseline,
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["read_command"]
 
 
+@expand_option_groups
 def read_command(
     file: Annotated[str, typer.Argument(help="Text file, .jsonl file with samples, or - for standard input.")],
     jsonl: Annotated[
@@ -54,6 +58,7 @@ def read_command(
     overwrite: Overwrite = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
@@ -77,6 +82,7 @@ def read_command(
         dtype=dtype,
         device=device,
         attn=attn,
+        **placement.loading,
     )
     from softgap.cli.render.run import present_run, present_study
     from softgap.trajectories import open_study

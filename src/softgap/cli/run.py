@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from softgap.cli.options import (
+    WHOLE,
     Attn,
     Device,
     DropSinks,
@@ -21,8 +22,10 @@ from softgap.cli.options import (
     Model,
     Out,
     Overwrite,
+    PlacementOptions,
     PlanFile,
     default_out,
+    expand_option_groups,
     read_prompt_argument,
     with_baseline,
 )
@@ -40,6 +43,7 @@ _MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "map_of")
 """Options that say what to measure or where to save it."""
 
 
+@expand_option_groups
 def run_command(
     context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Prompt for the model; - reads it from standard input.")],
@@ -58,6 +62,7 @@ def run_command(
     raw: Annotated[bool, typer.Option("--raw", help="Pass the prompt to the model without a chat template.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
@@ -78,7 +83,7 @@ def run_command(
         check_temperature(temperature, "--temperature")
         seed = seed or 0
     if plan is not None:
-        options = {"dtype": dtype, "device": device, "attn": attn}
+        options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
         under: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": False if raw else None, "seed": seed}
         if temperature is not None:
             under["temperature"] = temperature
@@ -98,6 +103,7 @@ def run_command(
         dtype=dtype,
         device=device,
         attn=attn,
+        **placement.loading,
     )
     place = default_out(text) if out is None else out
     run = _generate(text, place, settings, overwrite=overwrite)

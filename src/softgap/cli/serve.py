@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from softgap.cli.options import Attn, Device, Dtype, Json, Model, PlanFile
+from softgap.cli.options import (
+    WHOLE,
+    Attn,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    PlacementOptions,
+    PlanFile,
+    expand_option_groups,
+)
 from softgap.cli.render import output
 
 __all__ = ["serve_command"]
@@ -15,6 +25,7 @@ __all__ = ["serve_command"]
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
+@expand_option_groups
 def serve_command(
     model: Model = None,
     plan: PlanFile = None,
@@ -26,6 +37,7 @@ def serve_command(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    placement: PlacementOptions = WHOLE,
     attn: Attn = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +75,7 @@ def serve_command(
             output.warn(f"the browser did not open {address}; open it by hand")
 
     serve(
-        lambda: load_model(model, dtype=dtype, device=device, attn=attn),
+        lambda: load_model(model, dtype=dtype, device=device, attn=attn, **placement.loading),
         studies,
         host=host,
         port=port,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -224,6 +225,30 @@ def block_size(subject: Subject) -> Gate:
     return _gate_of("block size", difference, subject.limit("block"), "blocks of 1, 5 and 1000 steps")
 
 
+def compiled_code(subject: Subject) -> Gate:
+    """No compiled code hides an attention call: the tap and a module's own hook see as many as without compilation."""
+    entries = [entry.module for entry in attention_modules(subject.model)]
+
+    def seen() -> tuple[int, int]:
+        hooked: list[int] = []
+        handles = [module.register_forward_hook(lambda *_: hooked.append(1)) for module in entries]
+        try:
+            return len(_calls(subject)), len(hooked)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # A graph that was made without hooks is used with hooks too, unless something else changes.
+    _calls(subject)
+    counted = seen()
+    eager = counted
+    if "torch._dynamo" in sys.modules:  # nobody can have compiled anything without it
+        with torch.compiler.set_stance("force_eager"):
+            eager = seen()
+    hidden = float(max(b - a for a, b in zip(counted, eager, strict=True)))
+    return _gate_of("compiled code", hidden, 0.0, f"attention calls hidden by compiled code, of {eager[0]}")
+
+
 def stability(subject: Subject) -> Gate:
     """Many recordings leave no tensor behind."""
     short = Subject(subject.model, subject.ids[:8], new_tokens=2)
@@ -260,6 +285,7 @@ GATES: dict[str, Callable[[Subject], Gate]] = {
     "static cache": static_cache,
     "batch = single": padding,
     "block size": block_size,
+    "compiled code": compiled_code,
     "stability": stability,
     "restore": restore,
 }

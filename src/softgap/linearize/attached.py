@@ -22,7 +22,7 @@ from softgap.linearize.application import Applied, apply, under_plan
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models import loading
 from softgap.models.loading import Model, Tokenizer
-from softgap.models.placement import input_device
+from softgap.models.placement import DeviceMap, MaxMemory, input_device
 from softgap.models.support import ATTACHED
 from softgap.progress import Progress
 
@@ -194,6 +194,9 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    quantise: str | None = None,
     attn: str | None = None,
     progress: Progress | bool = True,
 ) -> tuple[Model, Tokenizer]:
@@ -211,6 +214,14 @@ def load_model(
         stored in, which is float32 for the embedded model and GGUF files.
     device
         ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ...
+    device_map
+        Where accelerate puts the weights: ``"auto"`` fills accelerators, then memory, then the disk; a mapping gives
+        parts of the model a device or ``"disk"``, ``""`` standing for all that is left.
+    max_memory
+        The most that ``"auto"`` may put on each device, as ``{0: "10GiB", "cpu": "30GiB"}``.
+    quantise
+        ``"int8"`` keeps the weights of linear layers as 8-bit integers with a scale per row (torchao; extra
+        ``quantised``). Models that were saved quantised are loaded as they are.
     attn
         ``"sdpa"`` or ``"eager"``; None takes the default of the model type.
     progress
@@ -236,7 +247,16 @@ def load_model(
     >>> model.config.num_hidden_layers, model.config.num_attention_heads
     (30, 9)
     """
-    loaded = loading.load_model(name, dtype=dtype, device=device, attn=attn, progress=progress)
+    loaded = loading.load_model(
+        name,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        max_memory=max_memory,
+        quantise=quantise,
+        attn=attn,
+        progress=progress,
+    )
     file = plan_in(name)
     if file is not None:
         attach(loaded[0], load_plan(file))

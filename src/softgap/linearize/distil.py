@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
@@ -32,11 +31,12 @@ from softgap.intervene.swap import swap
 from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
+from softgap.models.placement import freeze_weights
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import digest_of
 from softgap.progress import Progress, silent
 
-__all__ = ["distil_substitute", "freeze_weights", "log_probabilities", "sequence_order"]
+__all__ = ["distil_substitute", "log_probabilities", "sequence_order"]
 
 STEPS = 96
 LEARNING_RATE = 6e-4
@@ -171,16 +171,3 @@ def log_probabilities(model: Model, text: Sequences) -> Float[Tensor, "next voca
     if not bool(text.scored.all()):
         logits = logits[text.scored[0]]
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
-
-
-@contextmanager
-def freeze_weights(model: Model) -> Iterator[None]:
-    """The model's weights collect no gradients while the block runs."""
-    trainable = [x for x in model.parameters() if x.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)

@@ -420,5 +420,6 @@ class SideBySide:
         output = call.output.clone()
         for copy, places in enumerate(self.places):
             rows = slice(copy * self._texts, (copy + 1) * self._texts)
-            output[rows, :, self._part.heads[list(places)]] = self._output[:, :, list(places)]
+            heads = self._part.heads[list(places)].to(output.device)
+            output[rows].index_copy_(2, heads, self._output[:, :, list(places)])
         return output

@@ -35,13 +35,13 @@ from softgap.inputs import as_items
 from softgap.intervene.layerwise import Blocks
 from softgap.intervene.substitute import Substitute, SwappedLayer, substitute, swapped_layer
 from softgap.intervene.swap import heads_by_layer, swap
-from softgap.linearize.distil import freeze_weights, log_probabilities, sequence_order
+from softgap.linearize.distil import log_probabilities, sequence_order
 from softgap.linearize.frontier import Unit, units_of
 from softgap.linearize.impact import BATCH_TOKENS, TOLERANCE, SideBySide
 from softgap.linearize.scores import SAMPLES, unit_scores
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
-from softgap.models.placement import input_device
+from softgap.models.placement import freeze_weights, input_device
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, attention_layers, layer_rotations, output_weight
 from softgap.probe.softmax import softmax_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from softgap.intervene.substitute import Head, Substitute, SwappedLayer, substit
 from softgap.intervene.swap import heads_by_layer
 from softgap.linearize.sequences import Sequences
 from softgap.models.loading import Model
-from softgap.models.placement import input_device
+from softgap.models.placement import freeze_weights, input_device
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers, output_weight
 from softgap.probe.softmax import head_shapes
@@ -345,17 +346,14 @@ class _Gates:
 
     def __enter__(self) -> _Gates:
         # Weights need no gradients: the embeddings are where the way back begins.
-        self._frozen = [x for x in self._model.parameters() if x.requires_grad]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
-        self._replaced = replace_attention(self._model, self._gated)
-        self._replaced.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(freeze_weights(self._model))
+            stack.enter_context(replace_attention(self._model, self._gated))
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._replaced.__exit__(*error)
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
+        self._entered.close()
         self._outputs.clear()
         self._steps.clear()
 
@@ -375,6 +373,8 @@ class _Gates:
             at_heads = _as_float(gradient.index_select(2, self._parts[module][0].heads.to(gradient.device)))
             # Sums over tokens, and then squared: more than half precision holds.
             slopes.append(torch.stack([(at_heads * _as_float(x)).sum(dim=(0, 1, 3)) for x in self._steps[module]]))
+        # One number a head, from layers that may be on several devices.
+        slopes = [x.to(loss.device) for x in slopes]
         return torch.cat(slopes, dim=-1)
 
     def _gated(self, call: AttentionCall) -> Tensor:
@@ -442,7 +442,7 @@ def _forward_scores(
     with torch.inference_mode(), replace_attention(model, swapped), observe_attention(model, listen):
         model(ids[:, :-1], use_cache=False)
     columns = [rows[id(part.layer.module)] for part in parts]
-    return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+    return {name: torch.cat([column[name].cpu() for column in columns]) for name in columns[0]}
 
 
 SPLITS = 100

@@ -85,7 +85,7 @@ class Sequences:
         if self.first is None:
             raise ValueInputError("these sequences ask nothing, so there are no answers to count; use recall_sequences")
         first = self.first.to(right)
-        number = (self.first.cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
+        number = (self.first.to(right.device).cumsum(dim=-1) - 1).clamp(min=0).expand(right.shape)
         wrong = torch.zeros_like(right).scatter_add(-1, number, (1 - right) * self.scored.to(right))
         questions = first.sum(dim=-1)
         answers = torch.arange(right.shape[-1], device=right.device) < questions[:, None]

@@ -9,13 +9,13 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from softgap import __version__
@@ -26,12 +26,20 @@ from softgap.models.placement import (
     describe_placement,
     execution_devices,
     offloaded_weights,
-    quantisation_of,
 )
-from softgap.models.support import attention_modules, layer_numbers
+from softgap.models.quantisation import packed_parts, quantisation_of
+from softgap.models.support import attention_modules, in_training, layer_numbers
 from softgap.trajectories import Manifest
 
-__all__ = ["library_versions", "live_options", "manifest_of", "model_fingerprint", "replay_options", "rounded_fingerprints"]
+__all__ = [
+    "dropout_options",
+    "library_versions",
+    "live_options",
+    "manifest_of",
+    "model_fingerprint",
+    "replay_options",
+    "rounded_fingerprints",
+]
 
 
 # Settings that do not change what the model computes from its weights, or that the weights' own dtype says.
@@ -105,12 +113,12 @@ def rounded_fingerprints(model: PreTrainedModel) -> dict[str, str]:
         return {}
     settings, tensors = _settings(model), _tensors(model)
     return {
-        str(dtype).removeprefix("torch."): _hash(settings, tensors, lambda name, dtype=dtype: _dtype_of(model, name, dtype))
+        str(dtype).removeprefix("torch."): _hash(settings, tensors, partial(_dtype_of, model, dtype))
         for dtype in (torch.bfloat16, torch.float16)
     }
 
 
-def _dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+def _dtype_of(model: PreTrainedModel, dtype: torch.dtype, name: str) -> torch.dtype:
     """What a weight is loaded in: some types keep a few of theirs in float32."""
     kept = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     if dtype == torch.float16:
@@ -134,18 +142,20 @@ def _hash(
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor | OffloadedWeight]:
     """Parameters and saved buffers under sorted names, each storage once however many names are tied to it."""
     offloaded = offloaded_weights(model)
+    stored = sorted(model.state_dict(keep_vars=True).items())
+    for name, tensor in stored:
+        if isinstance(tensor, Tensor) and tensor.is_meta and name not in offloaded:
+            raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
     spread = bool(offloaded) or len(execution_devices(model)) > 1
     # Tied weights share no storage where they lie on several devices or on disk.
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {}) if spread else {}
     sources = set(tied.values())
     seen: set[object] = set()
     tensors: dict[str, Tensor | OffloadedWeight] = {}
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    for name, tensor in stored:
         if not isinstance(tensor, Tensor):
             continue
         weight = offloaded.get(name, tensor)
-        if isinstance(weight, Tensor) and weight.is_meta:
-            raise ModelError(f"the weight '{name}' is not loaded (device 'meta'); load the model before using it")
         held = weight.in_memory if isinstance(weight, OffloadedWeight) else weight
         if name in tied or name in sources:
             key: object = tied.get(name, name)
@@ -159,19 +169,11 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor | OffloadedWeight]:
 
 def _place(tensor: Tensor) -> object:
     """What two tensors share that are one."""
-    parts = _packed_parts(tensor)
+    parts = packed_parts(tensor)
     if parts:
         return tuple(_place(part) for part in parts.values())
     # A tensor without a storage of its own is known by itself.
     return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
-
-
-def _packed_parts(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a quantised weight is made of (codes, scales, zero points); none for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return {}
-    names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -205,7 +207,7 @@ def _state(name: str, weight: Tensor | OffloadedWeight) -> _State:
     if tensor is None:
         # On disk: to look at it would be to load it.
         return name, id(weight.weights) if isinstance(weight, OffloadedWeight) else 0
-    parts = _packed_parts(tensor)
+    parts = packed_parts(tensor)
     if parts:
         return name, *(_state(part, inner) for part, inner in parts.items())
     # Inference tensors count no versions.
@@ -219,7 +221,7 @@ def _state(name: str, weight: Tensor | OffloadedWeight) -> _State:
 def _digest(name: str, weight: Tensor | OffloadedWeight, dtype: torch.dtype | None) -> bytes:
     tensor = weight.load() if isinstance(weight, OffloadedWeight) else weight
     header = [name, list(tensor.shape), str(tensor.dtype)]
-    parts = _packed_parts(tensor)
+    parts = packed_parts(tensor)
     if parts:
         digest = hashlib.sha256(json.dumps([*header, type(tensor).__name__]).encode())
         for part, inner in parts.items():
@@ -297,6 +299,11 @@ def _held_out_report(model: PreTrainedModel, mechanisms: Sequence[Mechanism]) ->
         numbers = layer_numbers(modules if len(modules) == len(rows) else [None] * len(rows))
         report["kinds"] = {str(number): row for number, row in zip(numbers, rows, strict=True)}
     return {"held_out": report}
+
+
+def dropout_options(model: PreTrainedModel, allow_dropout: bool) -> dict[str, Any]:
+    """What a manifest says about dropout: nothing, unless the model was measured in training mode."""
+    return {"allow_dropout": True} if allow_dropout and in_training(model) else {}
 
 
 def live_options(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging as python_logging
 import os
 import re
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub.utils
+import psutil
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -39,6 +43,17 @@ from transformers.utils import logging
 from softgap.errors import ModelError
 from softgap.models.cache import copy_folder, read_record
 from softgap.models.catalogue import EMBEDDED, PACKAGED, packaged_model
+from softgap.models.placement import (
+    DeviceMap,
+    MaxMemory,
+    available_devices,
+    check_device_map,
+    check_max_memory,
+    complete_device_map,
+    input_device,
+    resolve_device,
+)
+from softgap.models.quantisation import check_quantise, quantising, require_library
 from softgap.models.support import TAPPED_ATTENTION, refusal
 from softgap.progress import Progress, bar_or_callback
 
@@ -62,6 +77,9 @@ def quiet_transformers(*, downloads: bool) -> Iterator[None]:
         hub_bars = not huggingface_hub.utils.are_progress_bars_disabled()
         logging.set_verbosity_error()
         hub_logging.set_verbosity(hub_logging.ERROR)
+        spread = python_logging.getLogger("accelerate.big_modeling")
+        spread_level = spread.level
+        spread.setLevel(python_logging.ERROR)
         logging.disable_progress_bar()
         if downloads and hub_bars:
             huggingface_hub.utils.enable_progress_bars()
@@ -70,6 +88,7 @@ def quiet_transformers(*, downloads: bool) -> Iterator[None]:
         finally:
             logging.set_verbosity(level)
             hub_logging.set_verbosity(hub_level)
+            spread.setLevel(spread_level)
             if bars:
                 logging.enable_progress_bar()
             if hub_bars:
@@ -188,6 +207,9 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    quantise: str | None = None,
     attn: str | None = None,
     progress: Progress | bool = True,
 ) -> Loaded:
@@ -196,7 +218,9 @@ def load_model(
     ``softgap.load_model`` explains the parameters, and puts the model under such a plan.
     """
     downloads = bool(progress) and sys.stderr.isatty()
-    options = _Options(_check_dtype(dtype), _check_device(device), _check_attn(attn), downloads)
+    placement = _check_placement(device, device_map, max_memory)
+    check_quantise(quantise)
+    options = _Options(_check_dtype(dtype), _check_device(device), placement, quantise, _check_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
         packaged = packaged_model(source.name) if source.kind == "packaged" else None
@@ -213,6 +237,8 @@ def load_model(
 class _Options:
     dtype: torch.dtype | None
     device: torch.device
+    placement: dict[str, Any]
+    quantise: str | None
     attn: str | None
     downloads: bool
 
@@ -268,6 +294,11 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress)
     from softgap.models.gguf import LARGEST_CACHED, convert, file_hash, gguf_metadata, read_gguf
 
     if path.stat().st_size > LARGEST_CACHED:
+        if options.placement or options.quantise:
+            raise ModelError(
+                f"a GGUF file above {LARGEST_CACHED / 2**30:g} GiB is unpacked whole, without device_map and quantise, "
+                f"got '{source.name}'; give the original model by its hub id or folder"
+            )
         model, tokenizer = read_gguf(path, report)
         if options.attn is not None:
             model.set_attn_implementation(options.attn)
@@ -283,7 +314,21 @@ def _load_gguf(source: _Source, path: Path, options: _Options, report: Progress)
 
 
 def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> Loaded:
-    """A model folder or a hub repository, checked before its weights are read."""
+    """A model folder or a hub repository, with a folder for weights that do not fit into memory."""
+    with contextlib.ExitStack() as temporary:
+        placement = dict(options.placement)
+        if placement:
+            placement["offload_folder"] = temporary.enter_context(
+                tempfile.TemporaryDirectory(prefix="softgap-offload-")
+            )
+        model, tokenizer = _read_pretrained(source, place, options, placement)
+        # Weights on disk live as long as the model does.
+        weakref.finalize(model, temporary.pop_all().close)
+    return _finish_loading(source, model, tokenizer, options)
+
+
+def _read_pretrained(source: _Source, place: str | Path, options: _Options, placement: dict[str, Any]) -> Loaded:
+    """A model and its tokenizer, checked before the weights are read."""
     with quiet_transformers(downloads=options.downloads):
         try:
             values, _ = PreTrainedConfig.get_config_dict(place)
@@ -295,6 +340,8 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
             if not values:
                 raise ModelError(f"'{source.name}' is no model: it has no config.json; {_hint(source)}")
             _require_causal(source, values)
+            require_library(source.name, values)
+            _require_memory(source, place, options)
             config = AutoConfig.from_pretrained(place, **pinned)
             config._attn_implementation = options.attn
             tokenizer = AutoTokenizer.from_pretrained(place, **pinned)
@@ -304,6 +351,8 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
                 dtype=options.dtype or "auto",
                 use_safetensors=True,
                 output_loading_info=True,
+                **_complete(placement, config),
+                **quantising(options.quantise),
                 **pinned,
             )
         except ModelError:
@@ -312,7 +361,7 @@ def _load_pretrained(source: _Source, place: str | Path, options: _Options) -> L
             raise explain(source.name, error) from None
     model, info = loaded
     _require_all_weights(source, info)
-    return _finish_loading(source, model, tokenizer, options)
+    return model, tokenizer
 
 
 def _hint(source: _Source) -> str:
@@ -344,7 +393,9 @@ def _finish_loading(
     source: _Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: _Options
 ) -> Loaded:
     try:
-        moved = _cast(model, device=options.device).eval()
+        # A model that was spread, or quantised by a library that forbids it, stays where it was loaded.
+        stays = options.placement or input_device(model) == options.device
+        moved = (model if stays else _cast(model, device=options.device)).eval()
     except torch.OutOfMemoryError as error:
         raise explain(source.name, error) from None
     moved.config._name_or_path = moved.name_or_path = source.name
@@ -369,22 +420,49 @@ def _check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _check_device(device: str | torch.device) -> torch.device:
-    available = _devices()
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        resolved = None
-    if resolved is None or (resolved.index or 0) >= available.get(resolved.type, 0):
-        raise ModelError(f"device must be one of those here ({', '.join(available)}), got '{device}'; use 'cpu'")
+    resolved = resolve_device(device)
+    if resolved is None:
+        here = ", ".join(available_devices())
+        raise ModelError(f"device must be one of those here ({here}), got '{device}'; use 'cpu'")
     return resolved
 
 
-def _devices() -> dict[str, int]:
-    """Kinds of device that can be used here, with how many there are of each."""
-    available = {"cpu": 1}
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        available[accelerator.type] = torch.accelerator.device_count()
-    return available
+def _check_placement(
+    device: str | torch.device, device_map: DeviceMap | None, max_memory: MaxMemory | None
+) -> dict[str, Any]:
+    """What transformers is told about placement; nothing for a model that is whole on one device."""
+    if device_map is not None and str(device) != "cpu":
+        raise ModelError(
+            f"device and device_map both say where the model goes, got '{device}' and a map; leave one of them out"
+        )
+    check_device_map(device_map)
+    check_max_memory(max_memory, device_map)
+    if device_map is None:
+        return {}
+    limits = {} if max_memory is None else {"max_memory": dict(max_memory)}
+    return {"device_map": device_map if isinstance(device_map, str) else dict(device_map), **limits}
+
+
+def _complete(placement: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """The placement with a place for every part of the model, by its names alone: no weight is made."""
+    if not isinstance(placement.get("device_map"), dict):
+        return placement
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    return {**placement, "device_map": complete_device_map(placement["device_map"], empty)}
+
+
+def _require_memory(source: _Source, place: str | Path, options: _Options) -> None:
+    """Refuse weights in a folder that are larger than the memory they would go to."""
+    if options.placement or options.device.type != "cpu" or not Path(place).is_dir():
+        return
+    size = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    if size > free:
+        raise ModelError(
+            f"the weights of '{source.name}' take {size / 1e9:,.0f} GB, and {free / 1e9:,.0f} GB of memory are free; "
+            "use device_map='auto', which leaves on disk what does not fit, or a smaller model"
+        )
 
 
 def _check_attn(attn: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Where the weights of a model lie, how they are packed, and where its forwards run: on one device or on several.
+"""Where the weights of a model lie and where its forwards run: on one device, on several, or offloaded by accelerate.
 
 accelerate's hooks bring an offloaded weight to the device that runs its module, and leave the weight on the device
 "meta" between two forwards. Whoever makes inputs for a model asks ``input_device``; whoever reads a weight asks
@@ -7,19 +7,20 @@ accelerate's hooks bring an offloaded weight to the device that runs its module,
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from softgap.errors import ModelError
+from softgap.models.quantisation import packed_parts
 
 __all__ = [
     "STRATEGIES",
@@ -29,13 +30,14 @@ __all__ = [
     "available_devices",
     "check_device_map",
     "check_max_memory",
+    "complete_device_map",
     "describe_placement",
     "execution_devices",
+    "freeze_weights",
     "input_device",
     "offloaded_weights",
     "parse_device_map",
     "parse_max_memory",
-    "quantisation_of",
     "random_devices",
     "resolve_device",
     "weight_of",
@@ -123,18 +125,30 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor | None:
         if known is None:
             return None
         tensor = known.load()
-    if is_traceable_wrapper_subclass(tensor):
+    if packed_parts(tensor):
         unpack = getattr(tensor, "dequantize", None)
         return unpack() if callable(unpack) else None
     return tensor if tensor.is_floating_point() else None
 
 
-def quantisation_of(model: nn.Module) -> str:
-    """How the weights of a model are quantised, in the words of the library that did it; empty where they are not."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    method = config.get("quant_method", "") if isinstance(config, Mapping) else getattr(config, "quant_method", "")
-    packed = next((type(x).__name__ for x in model.parameters() if is_traceable_wrapper_subclass(x)), "")
-    return " ".join(word for word in (str(getattr(method, "value", method)), packed) if word)
+@contextmanager
+def freeze_weights(model: nn.Module) -> Iterator[None]:
+    """The weights of a model collect no gradients while the block runs."""
+    # By name: accelerate makes new parameters whenever it brings weights.
+    trainable = [name for name, x in model.named_parameters(remove_duplicate=False) if x.requires_grad]
+    _collect_gradients(model, trainable, False)
+    try:
+        yield
+    finally:
+        _collect_gradients(model, trainable, True)
+
+
+def _collect_gradients(model: nn.Module, names: Sequence[str], collect: bool) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # What accelerate made during inference may be told about gradients in inference mode only.
+    with torch.inference_mode():
+        for name in names:
+            parameters[name].requires_grad_(collect)
 
 
 def _hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
@@ -173,6 +187,41 @@ def check_device_map(device_map: DeviceMap | None) -> None:
             raise ModelError(
                 f"device_map must name devices here ({', '.join(here)}) or disk, got '{place}' for '{part}'; use 'cpu'"
             )
+
+
+def complete_device_map(
+    device_map: Mapping[str, int | str | torch.device], model: nn.Module
+) -> dict[str, int | str | torch.device]:
+    """The map with a place for every part of the model: "" in it stands for all that the other names leave."""
+    places = {name: place for name, place in device_map.items() if name}
+    parts = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    for name in places:
+        if name not in parts:
+            near = difflib.get_close_matches(name, parts, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "the empty name '' stands for all that is left"
+            raise ModelError(f"device_map must name parts of the model, got '{name}'; {hint}")
+    if not places:
+        return dict(device_map)
+    for name in _left_over(model, places):
+        if "" not in device_map:
+            raise ModelError(
+                f"device_map must give every part of the model a place, and '{name}' has none; add one, or one for ''"
+            )
+        places[name] = device_map[""]
+    return places
+
+
+def _left_over(model: nn.Module, places: Mapping[str, object], name: str = "") -> list[str]:
+    """The largest parts of a module that hold something and have no place."""
+    if name in places:
+        return []
+    if name and not any(place.startswith(f"{name}.") for place in places):
+        return [name] if next(_own_tensors(model, recurse=True), None) is not None else []
+    prefix = f"{name}." if name else ""
+    own = [f"{prefix}{tensor}" for tensor, _ in _own_tensors(model, recurse=False) if f"{prefix}{tensor}" not in places]
+    return own + [
+        part for child, module in model.named_children() for part in _left_over(module, places, prefix + child)
+    ]
 
 
 def available_devices() -> dict[str, int]:

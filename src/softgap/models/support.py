@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = [
     "attention_modules",
     "check_measurable",
     "check_tappable",
+    "in_training",
     "layer_numbers",
     "refusal",
     "refuse_attached",
@@ -59,12 +61,13 @@ def model_refusal(model: PreTrainedModel, attention: Iterable[nn.Module]) -> str
     config, names = model.config, [kind.__name__ for kind in type(model).__mro__]
     model_type, text = config.model_type, config.get_text_config()
     known = any(name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in names)
-    if not known and any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names):
+    both = getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False)
+    if not (known or both) and any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names):
         return f"{names[0]} predicts masked tokens from both sides, not the next token"
     decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     reason = _not_causal(
         model_type,
-        encoder_decoder=getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False),
+        encoder_decoder=both,
         decoder=decoder,
         bidirectional=getattr(config, "use_bidirectional_attention", None),
     )
@@ -145,19 +148,21 @@ class AttentionModule:
     registry: AttentionInterface
 
 
-def check_measurable(model: nn.Module) -> None:
+def check_measurable(model: nn.Module, *, allow_dropout: bool = False) -> None:
     """Raise `ModelError` unless the model can be tapped and is in evaluation mode, where no dropout adds noise.
 
-    A swap alone takes no numbers, so heads may be swapped in a model that trains.
+    ``allow_dropout`` accepts training mode. A swap alone takes no numbers, so heads may be swapped in a model that
+    trains.
     """
     check_tappable(model)
     refuse_attached(model)
-    part = _in_training(model)
+    part = None if allow_dropout else _in_training(model)
     if part is not None:
         where = f" ('{part}')" if part else ""
         raise ModelError(
             f"a model must be in evaluation mode to be measured, got {type(model).__name__} in training mode{where}, "
-            "where dropout changes the numbers at random; call model.eval() first"
+            "where dropout changes the numbers at random; call model.eval() first, or give allow_dropout=True to "
+            "record, generate or read"
         )
 
 
@@ -179,6 +184,12 @@ def check_tappable(model: nn.Module) -> None:
 
 def untappable_reason(model: nn.Module) -> str | None:
     """Why this is not a causal model or its attention cannot be tapped, as one sentence, or None if it is and can."""
+    if _is_compiled_wrapper(model):
+        return (
+            f"the model must be a transformers PreTrainedModel, got the {type(model).__name__} that torch.compile "
+            "returned, whose graph was made without the tap; pass the module that was compiled, model._orig_mod, and "
+            "call that one"
+        )
     if not isinstance(model, PreTrainedModel):
         return (
             f"the model must be a transformers PreTrainedModel, got {type(model).__name__}; "
@@ -194,6 +205,12 @@ def untappable_reason(model: nn.Module) -> str | None:
         )
     if not modules:
         return _outside_registry(model, model_type)
+    part = _compiled_part(model, modules)
+    if part is not None and not _compiles_nothing():
+        return (
+            f"a tapped model must run its own code, got {part} compiled by torch.compile, whose graph was made without "
+            "the tap; do it inside 'with torch.compiler.set_stance(\"force_eager\"):', or load the model again"
+        )
     for entry in modules:
         config = getattr(entry.module, "config", model.config)
         name = config._attn_implementation
@@ -209,6 +226,36 @@ def untappable_reason(model: nn.Module) -> str | None:
                 "'eager'; call model.set_attn_implementation('sdpa') or set config.reorder_and_upcast_attn to False"
             )
     return None
+
+
+def _is_compiled_wrapper(module: nn.Module) -> bool:
+    # By name, because torch._dynamo takes long to import and nobody may have compiled anything.
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+
+
+def _compiled_part(model: nn.Module, attention: Iterable[AttentionModule]) -> str | None:
+    """The part of a model that torch.compile has compiled and that holds attention, in words, or None."""
+    inside = {id(entry.module) for entry in attention}
+    for name, module in model.named_modules():
+        compiled = (
+            _is_compiled_wrapper(module)
+            or getattr(module, "_compiled_call_impl", None) is not None
+            or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        )
+        if compiled and any(id(part) in inside for part in module.modules()):
+            return f"its part '{name}'" if name else type(module).__name__
+    return None
+
+
+def _compiles_nothing() -> bool:
+    """Whether compiled code runs uncompiled now: inside torch.compiler.set_stance("force_eager")."""
+    frame = sys.modules.get("torch._dynamo.eval_frame")
+    return getattr(getattr(frame, "_stance", None), "stance", None) == "force_eager"
+
+
+def in_training(model: nn.Module) -> bool:
+    """Whether a model, or a part of it that may drop something, is in training mode."""
+    return _in_training(model) is not None
 
 
 def attention_modules(model: PreTrainedModel) -> tuple[AttentionModule, ...]:

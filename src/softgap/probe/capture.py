@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from softgap.attention import Mechanism
 from softgap.errors import ValueInputError
-from softgap.models.fingerprint import live_options, manifest_of, replay_options
+from softgap.models.fingerprint import dropout_options, live_options, manifest_of, replay_options
 from softgap.models.placement import input_device, random_devices
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
@@ -202,6 +202,7 @@ def generate(
     block: int = BLOCK,
     focus: bool = False,
     drop_sinks: int = 0,
+    allow_dropout: bool = False,
     **settings: Any,
 ) -> Trajectories | list[Trajectories]:
     """Let a model continue a prompt, or a batch of prompts, and record it with its KV cache on.
@@ -234,6 +235,8 @@ def generate(
         Measure S(a), attention entropy and the largest weight too.
     drop_sinks
         Leave out this many first keys of every sequence, in softmax and in the mechanisms.
+    allow_dropout
+        Measure a model in training mode, whose dropout changes every number at random; the manifest says so.
     **settings
         Anything else that ``model.generate`` takes.
 
@@ -260,7 +263,7 @@ def generate(
     >>> run.mechanisms
     ('elu1', 'uniform')
     """
-    check_measurable(model)
+    check_measurable(model, allow_dropout=allow_dropout)
     if max_new_tokens < 1:
         raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -269,13 +272,14 @@ def generate(
     check_sinks(rows, drop_sinks)
     settings = sampling_settings(seed, settings)
     recorded: dict[str, Any] = {"listener": listener, "block": block, "focus": focus, "drop_sinks": drop_sinks}
+    recorded["allow_dropout"] = allow_dropout
     with record(model, mechanisms, tokenizer=tokenizer, **recorded) as recording, fixed_seed(seed, model):
         whole = _continue_rows(
             model, tokenizer, rows, {"max_new_tokens": max_new_tokens, **stopping_settings(stop), **settings}
         )
     options = live_options(
         model, max_new_tokens=max_new_tokens, chat=uses_chat(tokenizer, chat), focus=focus, settings=settings
-    )
+    ) | dropout_options(model, allow_dropout)
     manifest = manifest_of(
         model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
     )
@@ -325,6 +329,7 @@ def read(
     chat: bool = ...,
     focus: bool = ...,
     drop_sinks: int = ...,
+    allow_dropout: bool = ...,
 ) -> Trajectories: ...
 
 
@@ -339,6 +344,7 @@ def read(
     chat: bool = ...,
     focus: bool = ...,
     drop_sinks: int = ...,
+    allow_dropout: bool = ...,
 ) -> list[Trajectories]: ...
 
 
@@ -352,6 +358,7 @@ def read(
     chat: bool = False,
     focus: bool = False,
     drop_sinks: int = 0,
+    allow_dropout: bool = False,
 ) -> Trajectories | list[Trajectories]:
     """Read a text in one teacher-forced pass: one step per query, whoever wrote the text.
 
@@ -374,6 +381,8 @@ def read(
         Measure S(a), attention entropy and the largest weight too.
     drop_sinks
         Leave out this many first keys of every sequence, in softmax and in the mechanisms.
+    allow_dropout
+        Measure a model in training mode, whose dropout changes every number at random; the manifest says so.
 
     Returns
     -------
@@ -392,7 +401,7 @@ def read(
     >>> run.divergence.shape
     (2, 4, 10)
     """
-    check_measurable(model)
+    check_measurable(model, allow_dropout=allow_dropout)
     texts = [text] if isinstance(text, str) else list(text)
     completions = [completion] if isinstance(completion, str) else None if completion is None else list(completion)
     if completions is not None and len(completions) != len(texts):
@@ -405,11 +414,12 @@ def read(
         mechanisms=mechanisms,
         focus=focus,
         drop_sinks=drop_sinks,
+        allow_dropout=allow_dropout,
     )
     inputs = inputs_digest([*texts, *(completions or ())])
     named = []
     for i, run in enumerate(runs):
-        options = replay_options(chat=chat, focus=focus)
+        options = replay_options(chat=chat, focus=focus) | dropout_options(model, allow_dropout)
         manifest = dataclasses.replace(run.manifest, inputs=inputs, options=options)
         before, after = ("", texts[i]) if completions is None else (texts[i], completions[i])
         named.append(dataclasses.replace(run, manifest=manifest, prompt_text=before, completion_text=after))
@@ -425,9 +435,10 @@ def read_ids(
     mechanisms: Mechanisms = DEFAULT_MECHANISMS,
     focus: bool = False,
     drop_sinks: int = 0,
+    allow_dropout: bool = False,
 ) -> list[Trajectories]:
     """Read token ids: the same as ``read``, for who has tokens already."""
-    check_measurable(model)
+    check_measurable(model, allow_dropout=allow_dropout)
     followed: Sequence[Sequence[int]] = [()] * len(prompts) if completions is None else completions
     # The last token of a completion is predicted, never fed: as in a generation.
     fed = [[*p, *c[:-1]] for p, c in zip(prompts, followed, strict=True)]
@@ -450,6 +461,7 @@ def read_ids(
         "drop_sinks": drop_sinks,
         "block": 1,
         "logits": False,
+        "allow_dropout": allow_dropout,
     }
     with record(model, mechanisms, **recorded) as recording, torch.inference_mode():
         blocks = forward_then_logits(model, inputs, ids.shape[1])

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from softgap.attention import ScoreRule, Visible
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError, ValueInputError
-from softgap.models.placement import input_device, random_devices
+from softgap.models.placement import input_device, random_devices, weight_of
 from softgap.models.support import attention_modules, check_tappable, layer_numbers
 from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
@@ -147,7 +147,7 @@ def _queries_and_keys(model: PreTrainedModel, start: int) -> list[tuple[Vectors,
 
     def note(call: AttentionCall) -> None:
         position_ids = call.options.get("position_ids")
-        if not isinstance(position_ids, Tensor) or not torch.equal(position_ids, positions):
+        if not isinstance(position_ids, Tensor) or not torch.equal(position_ids.to(positions.device), positions):
             untold.append(call)
         seen.append((call.query[0].detach().clone(), call.key[0].detach().clone()))
 
@@ -295,8 +295,9 @@ _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
 def output_weight(layer: AttentionLayer, value_dim: int) -> Float[Tensor, "head value_dim model_dim"] | None:
     """The rows of the output projection that each head writes with; None where the module has none of a known name."""
     for name in _PROJECTIONS:
-        weight = getattr(getattr(layer.module, name, None), "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        projection = getattr(layer.module, name, None)
+        weight = None if projection is None else weight_of(projection)
+        if weight is None or weight.dim() != 2:
             continue
         for matrix in (weight.T, weight):  # linear layers store [out, in], those of GPT-2 [in, out]
             if matrix.shape[0] == layer.heads * value_dim:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.fingerprint import manifest_of
+from softgap.models.fingerprint import dropout_options, manifest_of
 from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
 from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
@@ -79,8 +79,9 @@ class Recording:
         focus: bool = False,
         drop_sinks: int = 0,
         logits: bool = True,
+        allow_dropout: bool = False,
     ) -> None:
-        check_measurable(model)
+        check_measurable(model, allow_dropout=allow_dropout)
         mechanisms = as_items(mechanisms)
         if not mechanisms:
             raise ValueInputError("mechanisms must name at least one, got none; leave it out for elu1 and uniform")
@@ -99,6 +100,7 @@ class Recording:
         self._focus = focus
         self._drop = drop_sinks
         self._logits = logits
+        self._allow_dropout = allow_dropout
         self._active: Stream | None = None
         self._generating: _Generation | None = None
         self._paused = False
@@ -108,7 +110,12 @@ class Recording:
         return self._runs(self.streams)
 
     def _runs(self, streams: Sequence[Stream]) -> list[Trajectories]:
-        manifest = manifest_of(self.model, self.mechanisms, drop_sinks=self._drop)
+        manifest = manifest_of(
+            self.model,
+            self.mechanisms,
+            drop_sinks=self._drop,
+            options=dropout_options(self.model, self._allow_dropout),
+        )
         names = [mechanism.label for mechanism in self.mechanisms]
         runs: list[Trajectories] = []
         for stream in streams:
@@ -284,6 +291,7 @@ def record(
     focus: bool = False,
     drop_sinks: int = 0,
     logits: bool = True,
+    allow_dropout: bool = False,
 ) -> Iterator[Recording]:
     """Record every forward and every generation of a model while the block runs.
 
@@ -305,6 +313,8 @@ def record(
         Leave out this many first keys of every sequence, in softmax and in the mechanisms.
     logits
         Score the logits of each forward; replay does that apart.
+    allow_dropout
+        Measure a model in training mode, whose dropout changes every number at random; the manifest says so.
 
     Yields
     ------
@@ -332,10 +342,11 @@ def record(
         focus=focus,
         drop_sinks=drop_sinks,
         logits=logits,
+        allow_dropout=allow_dropout,
     )
     with ExitStack() as stack:
         stack.callback(recording._close)
-        stack.enter_context(observe_attention(model, recording._on_call))
+        stack.enter_context(observe_attention(model, recording._on_call, allow_dropout=allow_dropout))
         before = model.register_forward_pre_hook(recording._before_forward, with_kwargs=True)
         stack.callback(before.remove)
         after = model.register_forward_hook(recording._after_forward, with_kwargs=True)

@@ -129,14 +129,16 @@ _overrides: dict[tuple[int, str], _Override] = {}
 
 
 @contextmanager
-def observe_attention(model: PreTrainedModel, listener: Listener, *, alone: bool = False) -> Iterator[None]:
+def observe_attention(
+    model: PreTrainedModel, listener: Listener, *, alone: bool = False, allow_dropout: bool = False
+) -> Iterator[None]:
     """Show every attention call of this model to the listener, for as long as the block runs.
 
     ``alone`` hides the calls of the block from every other tap of this model, replacements included. Such a listener
-    looks at shapes and places, so only then may the model be in training mode.
+    looks at shapes and places, so the model may be in training mode, as it may with ``allow_dropout``.
     """
     if not alone:
-        check_measurable(model)
+        check_measurable(model, allow_dropout=allow_dropout)
     with _attach(model, _Tap(listen=listener, alone=alone)):
         yield
 

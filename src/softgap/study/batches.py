@@ -22,6 +22,7 @@ from softgap.trajectories.folder import Folder, json_lines, read_lines
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
+    from softgap.models.placement import DeviceMap, MaxMemory
     from softgap.probe import Step
     from softgap.study.measurement import Planned
 
@@ -95,7 +96,7 @@ class StudySettings:
 
     Attributes
     ----------
-    model, dtype, device, attn
+    model, dtype, device, device_map, max_memory, quantise, attn
         As ``softgap.load_model`` takes them.
     mechanisms
         None for the defaults of the model.
@@ -125,6 +126,9 @@ class StudySettings:
     keep_prompt: bool = True
     dtype: str = "auto"
     device: str = "cpu"
+    device_map: DeviceMap | None = None
+    max_memory: MaxMemory | None = None
+    quantise: str | None = None
     attn: str | None = None
     threads: int | None = None
 
@@ -156,7 +160,15 @@ class StudySettings:
         """The model and its tokenizer."""
         from softgap.models import load_model
 
-        return load_model(self.model, dtype=self.dtype, device=self.device, attn=self.attn)
+        return load_model(
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            device_map=self.device_map,
+            max_memory=self.max_memory,
+            quantise=self.quantise,
+            attn=self.attn,
+        )
 
     def options(self, loaded: Loaded, mode: Mode) -> dict[str, Any]:
         """For the manifest: all that the data depend on."""

@@ -1,0 +1,137 @@
+"""Every torch path of tap, meter, swap and plan runs on two pretend accelerators, and gives the CPU's numbers.
+
+A CI machine has no accelerator. Here the devices are simulated (``support.simulated_device``): tensors hold real
+numbers, show a device, and refuse to be mixed. What cannot be seen this way: kernels of a real device, its speed, its
+rounding, and that work is queued on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import dispatch_model
+
+import softgap
+from softgap.calibration import Recipe
+from softgap.linearize import apply, find_plan, swap
+from softgap.models.fingerprint import model_fingerprint
+from softgap.models.placement import execution_devices, input_device
+from support.model_examples import attending_llama, byte_tokenizer
+from support.simulated_device import simulated_devices
+
+TOKENIZER = byte_tokenizer()
+MECHANISMS = ["elu1", "uniform", "window:w=8,sinks=2", "elu1+window:w=6,sinks=1", "top_k:k=4"]
+TEXT = " ".join(np.random.default_rng(0).choice(["boat", "left", "harbour", "3", "the", "old", "fox"], size=520))
+Devices = tuple[torch.device, torch.device]
+
+
+def whole() -> Any:
+    return attending_llama(max_position_embeddings=512, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def devices() -> Iterator[Devices]:
+    with simulated_devices() as two:
+        yield two
+
+
+def spread(devices: Devices) -> Any:
+    """The embeddings and the first layer on one device, the second layer and the head on the other."""
+    first, second = devices
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
+    places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
+    return dispatch_model(whole(), places, main_device=first)
+
+
+def ids_of(model: Any, text: str) -> Any:
+    return torch.tensor([TOKENIZER(text)["input_ids"]]).to(input_device(model))
+
+
+def generated(model: Any) -> list[np.ndarray]:
+    runs = softgap.generate(model, TOKENIZER, ["Boat 3 left", "A"], 5, mechanisms=MECHANISMS, focus=True)
+    return [run.quantities["divergence"] for run in runs] + [runs[0].focus["attention_entropy"], runs[0].logprob]
+
+
+def sampled(model: Any) -> list[np.ndarray]:
+    run = softgap.generate(model, TOKENIZER, "Boat 3 left", 5, mechanisms=MECHANISMS, seed=3, drop_sinks=2)
+    return [run.quantities["divergence"], run.token_ids]
+
+
+def read(model: Any) -> list[np.ndarray]:
+    run = softgap.read(model, TOKENIZER, TEXT[:300], mechanisms=MECHANISMS)
+    return [run.quantities["divergence"], run.logprob[:-1], run.entropy]
+
+
+def swapped(model: Any) -> list[np.ndarray]:
+    found = []
+    for options in ({}, {"positions": (3, 8)}, {"window": 4}):
+        with swap(model, [(0, 1), (1, 2)], "elu1", **options), torch.inference_mode():
+            found.append(model(ids_of(model, "the old fox")).logits.cpu().numpy())
+    with swap(model, [(0, 1), (1, 2)], "elu1"):
+        found.append(model.generate(ids_of(model, "the old fox"), max_new_tokens=4, do_sample=False).cpu().numpy())
+    return found
+
+
+def gated(model: Any) -> list[np.ndarray]:
+    gates = softgap.doctor(model, TOKENIZER, repeats=4).gates
+    assert [gate for gate in gates if gate.verdict != "pass"] == []
+    return []
+
+
+NUMBERS: list[Callable[[Any], list[np.ndarray]]] = [generated, sampled, read, swapped, gated]
+
+
+@pytest.mark.parametrize("measure", NUMBERS)
+def test_two_devices_give_the_numbers_of_one(measure: Callable[[Any], list[np.ndarray]], devices: Devices) -> None:
+    expected, model = measure(whole()), spread(devices)
+    assert execution_devices(model) == devices
+    for got, want in zip(measure(model), expected, strict=True):
+        assert np.allclose(got, want, atol=1e-5, equal_nan=True)
+
+
+def test_the_fingerprint_is_the_same_everywhere(devices: Devices) -> None:
+    assert model_fingerprint(spread(devices)) == model_fingerprint(whole())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["window:w=16,sinks=2", "elu1+window:w=16,sinks=2,far=4", None])
+def test_a_plan_is_found_and_applied_on_two_devices(mechanism: str | None, devices: Devices) -> None:
+    found = []
+    for model in (whole(), spread(devices)):
+        plan = find_plan(model, TOKENIZER, [TEXT], mechanism, budget=0.5, length=64, tokens=500, recall_budget=None)
+        with apply(model, plan) as applied:
+            ids = ids_of(model, "the old fox " * 4)
+            written = model.generate(ids, max_new_tokens=5, do_sample=False, past_key_values=applied.cache())
+        found.append((plan.groups, written.tolist(), pytest.approx(plan.expected["loss"].value, abs=1e-4)))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] == found[1][2].expected
+
+
+@pytest.mark.slow
+def test_a_calibration_is_made_on_two_devices(devices: Devices, tmp_path: Path) -> None:
+    made = [
+        softgap.calibrate(
+            model, TOKENIZER, [TEXT], recipe=Recipe(features=4, steps=2), positions=128, stability=False,
+            out=str(tmp_path / f"{number}.safetensors"),
+        )
+        for number, model in enumerate((whole(), spread(devices)))
+    ]  # fmt: skip
+    for name, tensor in made[0].tensors.items():
+        assert torch.allclose(tensor, made[1].tensors[name], atol=1e-3), name
+
+
+def test_the_simulation_refuses_what_a_device_refuses(devices: Devices) -> None:
+    first, second = (torch.arange(6, device=device).float() for device in devices)
+    assert float((first + 1)[2:].sum()) == 18
+    with pytest.raises(RuntimeError, match=r"same device in aten::add, but found sim:0, sim:1"):
+        first + second
+    with pytest.raises(RuntimeError, match=r"same device in aten::add, but found cpu, sim:0"):
+        first + torch.ones(6)
+    with pytest.raises(RuntimeError, match="numpy"):
+        first.numpy()
+    assert torch.equal(first.to(devices[1]) + second, 2 * second)
