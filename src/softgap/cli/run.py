@@ -10,6 +10,7 @@ from softgap.cli.options import (
     Attn,
     Device,
     DropSinks,
+    DryRun,
     Dtype,
     Focus,
     Json,
@@ -22,6 +23,7 @@ from softgap.cli.options import (
     read_prompt_argument,
     with_baseline,
 )
+from softgap.cli.render.cost import present_cost
 
 if TYPE_CHECKING:
     from softgap.study import StudySettings
@@ -50,6 +52,7 @@ def run_command(
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
     map_of: Map = "kinds",
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Generate an answer to a prompt and measure every head at every token; save and summarise the run."""
@@ -75,10 +78,28 @@ def run_command(
         attn=attn,
     )
     place = default_out(text) if out is None else out
+    if dry_run:
+        _show_cost(text, place, settings, overwrite=overwrite, as_json=as_json)
+        return
     run = _generate(text, place, settings, overwrite=overwrite)
     from softgap.cli.render.run import present_run
 
     present_run(run, place, as_json=as_json, map_of=map_of)
+
+
+def _show_cost(text: str, out: str, settings: StudySettings, *, overwrite: bool, as_json: bool) -> None:
+    from softgap.costs import measurement_cost
+    from softgap.study import check_run, plan_study
+    from softgap.tasks import Prompt
+
+    prompts = [Prompt("0", text)]
+    check_run(prompts, out, settings, mode="live", overwrite=overwrite)
+    present_cost(
+        settings.load,
+        lambda loaded, probe: measurement_cost(plan_study(prompts, loaded, settings, mode="live"), loaded, probe),
+        as_json=as_json,
+        out=out,
+    )
 
 
 def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
