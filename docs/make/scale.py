@@ -328,10 +328,10 @@ stay wide. Memory is that of the process, not of an accelerator.
 
 Sizes and FLOPs follow from the shapes (those of Llama 3). Times are FLOPs over an assumed rate: forward at
 {matrix_share:.0%} of {matrix:.0f} TFLOP/s in bfloat16, the fit at {float_share:.0%} of {float:.0f} TFLOP/s in float32,
-and no step of it below {step:.0f} ms. Measuring is taken to be bound by memory: a cost per number of a query and one per
-number of a state, solved from the two models above, times the ratio of bandwidths, one thread's against {band_share:.0%}
-of {band:.0f} TB/s. Two models give exactly these two costs, so nothing checks them. Put your own numbers into
-`docs/make/scale.py`, or run `--dry-run` there.
+and no step of it below {step:.0f} ms. Measuring is taken to be bound by memory: a cost per number of a query and one
+per number of a state, solved from the two models above, times the ratio of bandwidths, one thread's against
+{band_share:.0%} of {band:.0f} TB/s. Two models give exactly these two costs, so nothing checks them. Put your own
+numbers into `docs/make/scale.py`, or run `--dry-run` there.
 
 {extrapolated}
 

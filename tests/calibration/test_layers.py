@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from softgap.calibration import Recipe, calibrate, layers
 from softgap.cli import main
 from softgap.errors import UnknownNameError
 from support.cli_examples import failure
 from support.model_examples import attending_llama, byte_tokenizer, save_folder
-from support.ray_cluster import cluster, head
-
-__all__ = ["cluster", "head"]
 
 TEXT = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(90))
 
@@ -77,9 +74,8 @@ def test_an_unknown_engine_and_an_address_without_ray_are_refused(
 def test_a_missing_ray_is_named_before_anything_is_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     folder = save_folder(tmp_path / "tiny", attending_llama(max_position_embeddings=512))
     capsys.readouterr()
     assert main(["calibrate", str(folder), "--engine", "ray", "--out", str(tmp_path / "x.safetensors")]) == 2
     assert "the engine 'ray' needs Ray; install it with: pip install 'softgap[ray]'" in capsys.readouterr().err
-    assert not torch.is_inference_mode_enabled()

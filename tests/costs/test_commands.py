@@ -10,16 +10,19 @@ import pytest
 
 from softgap.calibration import Recipe, calibrate
 from softgap.costs import Curve, Probe, calibration_cost, evaluation_cost, measurement_cost, search_cost
-from softgap.evaluation import evaluate, sampling
+from softgap.evaluation import evaluate
+from softgap.evaluation.answers import score_answers
 from softgap.study import StudySettings, plan_study
 from softgap.tasks import Prompt
 from support.model_examples import attending_llama, byte_tokenizer
+
+Loaded = tuple[Any, Any]
 
 TEXT = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(200))
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
+def loaded() -> Loaded:
     return attending_llama(max_position_embeddings=2048), byte_tokenizer()
 
 
@@ -29,12 +32,12 @@ def seconds_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Curve, "through", classmethod(lambda cls, *points: cls(1.0)))
 
 
-def calibration(loaded: Any, **settings: Any) -> Any:
+def calibration(loaded: Loaded, **settings: Any) -> Any:
     recipe = Recipe(features=8, steps=settings.pop("steps", 5))
     return calibration_cost(*loaded, [TEXT], Probe(loaded[0]), recipe=recipe, **settings)
 
 
-def test_a_calibration_counts_texts_and_steps(loaded: Any, seconds_per_token: None) -> None:
+def test_a_calibration_counts_texts_and_steps(loaded: Loaded, seconds_per_token: None) -> None:
     cost = calibration(loaded, positions=512, stability=False)
     # One sequence of 512 tokens and four of 128 are fitted on; half as many tokens are generated from 24 beginnings.
     assert cost.counts["tokens"] == 1024
@@ -45,20 +48,20 @@ def test_a_calibration_counts_texts_and_steps(loaded: Any, seconds_per_token: No
     assert longer.stages["labelling heads"] >= cost.stages["labelling heads"]
 
 
-def test_a_calibration_with_more_steps_takes_longer_and_minutes_are_taken_at_their_word(loaded: Any) -> None:
+def test_a_calibration_with_more_steps_takes_longer_and_minutes_are_taken_at_their_word(loaded: Loaded) -> None:
     few, many = (calibration(loaded, positions=256, steps=steps) for steps in (10, 1000))
     assert many.stages["fitting"] > 10 * few.stages["fitting"]
     assert calibration(loaded, positions=256, minutes=2.0).stages["fitting"] == 240
 
 
-def test_the_disk_of_a_calibration_is_what_it_saves(loaded: Any, tmp_path: Any) -> None:
+def test_the_disk_of_a_calibration_is_what_it_saves(loaded: Loaded, tmp_path: Any) -> None:
     cost = calibration(loaded, positions=256)
     file = tmp_path / "fitted.safetensors"
     calibrate(*loaded, [TEXT], recipe=Recipe(features=8, steps=1), positions=256, stability=False, out=file)
     assert cost.disk_bytes == pytest.approx(file.stat().st_size, rel=0.5)
 
 
-def test_measuring_counts_samples_and_tokens(loaded: Any) -> None:
+def test_measuring_counts_samples_and_tokens(loaded: Loaded) -> None:
     def cost(n: int) -> Any:
         prompts = [Prompt(str(i), "Boat one left. " * 4) for i in range(n)]
         settings = StudySettings(mechanisms=("elu1", "uniform"), max_new_tokens=6, batch_size=2, chat=False)
@@ -72,7 +75,7 @@ def test_measuring_counts_samples_and_tokens(loaded: Any) -> None:
     assert few.note == "answers that end early cost less"
 
 
-def test_an_evaluation_counts_the_contexts_that_it_may_draw(loaded: Any, seconds_per_token: None) -> None:
+def test_an_evaluation_counts_the_contexts_that_it_may_draw(loaded: Loaded, seconds_per_token: None) -> None:
     def cost(**settings: Any) -> Any:
         return evaluation_cost(*loaded, ["recall", "loss"], Probe(loaded[0]), lengths=[256], pairs=[4], **settings)
 
@@ -83,21 +86,20 @@ def test_an_evaluation_counts_the_contexts_that_it_may_draw(loaded: Any, seconds
     assert cost(contexts=3).stages["recall, original"] > 2 * 3 * 256
 
 
-def test_the_contexts_of_an_evaluation_are_those_that_it_draws(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contexts_of_an_evaluation_are_those_that_it_draws(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: Counter[str] = Counter()
-    score = sampling.score_answers
 
     def counted(model: Any, context: Any) -> Any:
         drawn["contexts"] += 1
-        return score(model, context)
+        return score_answers(model, context)
 
-    monkeypatch.setattr(sampling, "score_answers", counted)
+    monkeypatch.setattr("softgap.evaluation.sampling.score_answers", counted)
     evaluate(*loaded, "recall", lengths=[256], pairs=[4], contexts=5, generation=False)
     cost = evaluation_cost(*loaded, ["recall"], Probe(loaded[0]), lengths=[256], pairs=[4], contexts=5)
     assert drawn["contexts"] == cost.counts["contexts"] == 5
 
 
-def test_a_search_counts_candidates(loaded: Any, seconds_per_token: None) -> None:
+def test_a_search_counts_candidates(loaded: Loaded, seconds_per_token: None) -> None:
     search = functools.partial(search_cost, *loaded, [TEXT])
     single = search("elu1", Probe(loaded[0]), tokens=1024, length=64, baselines=False, by="groups", correct=False)
     # Four KV groups: nothing or one to four of them are swapped, which bisection tells apart in three steps.
@@ -105,6 +107,6 @@ def test_a_search_counts_candidates(loaded: Any, seconds_per_token: None) -> Non
     assert single.stages["choosing"] == (1 + 4) * 4 * 64
     assert "baselines" not in single.stages
     several = search(None, Probe(loaded[0]), tokens=1024, length=64, budget_bytes=1.0, recall_budget=None)
-    assert several.counts["options"] > 2
+    assert several.counts["options"] == 2
     assert several.stages["baselines"] > 0
     assert several.note == ""

@@ -21,10 +21,7 @@ from softgap.report.columns import read_columns
 from support.linearize_cases import with_random_parameters
 from support.model_examples import byte_tokenizer, save_folder, tiny_llama
 from support.probe_cases import tiny_with
-from support.ray_cluster import cluster, head
 from support.tiny_models import attention_names
-
-__all__ = ["cluster", "head"]
 
 TEXT = "The miller counted his sacks twice, wrote the number on the door, and went to look for the missing one. " * 3
 TYPES = "llama mistral gemma2 gpt2 gpt_neox gpt_oss bart qwen3_next jamba deepseek_v3".split()  # noqa: SIM905

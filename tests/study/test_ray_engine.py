@@ -16,9 +16,6 @@ from softgap.tasks import Prompt
 from softgap.trajectories import open_study
 from support.cli_examples import failure, tiny_folder
 from support.object_store import bucket_uri, object_store, stored
-from support.ray_cluster import cluster, head
-
-__all__ = ["cluster", "head"]
 
 
 @pytest.mark.slow

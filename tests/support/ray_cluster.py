@@ -52,14 +52,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A head node with two processors and its folder; ports are given, since a busy machine is slow to tell them."""
+    """A head node with two processors and its folder; ports are given, since a busy machine is slow to tell them.
+
+    One for all tests of a process: Ray reads its token when it is imported, and never again.
+    """
     folder = tmp_path_factory.mktemp("ray")
     (folder / "deadly.py").write_text(DEADLY)
     with pytest.MonkeyPatch.context() as patch:
         # A token of this cluster's own, which head, workers and driver share; made up here and gone with the tests.
-        # Ray reads it when it is imported, and never again.
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_raylet_start_wait_time_s", "180")

@@ -107,7 +107,7 @@ def calibrate_command(
     if not mix:
         settings["rows"] = {"generated": 0.0, "moved": 0.0}
     check_ray_address(engine, ray_address)
-    report = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}
+    report: dict[str, Any] = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}
     report |= {"engine": engine, "address": ray_address}
     if dry_run:
         _show_cost(model, texts, settings, report, options, as_json=as_json)

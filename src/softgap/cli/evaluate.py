@@ -172,7 +172,9 @@ def _show_cost(
     plans = _plans(name, files)
     present_cost(
         lambda: load_model(name, **options),
-        lambda loaded, probe: evaluation_cost(*loaded, probe=probe, **settings, **_changes(loaded[0], plans)),
+        lambda loaded, probe: evaluation_cost(
+            loaded[0], loaded[1], probe=probe, **settings, **_changes(loaded[0], plans)
+        ),
         as_json=as_json,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from softgap.costs.probe import LONG, SHORT, Cost, Curve, Probe
-from softgap.evaluation.answers import MORE_TOKENS, loss_by_position, new_cache
+from softgap.evaluation.answers import loss_by_position, new_cache
 from softgap.evaluation.sampling import GENERATED, cells_of, most_contexts
 from softgap.models.loading import Model, Tokenizer
 
@@ -17,8 +17,10 @@ __all__ = ["evaluation_cost"]
 
 # Bytes of a row of the result.
 _ROW_BYTES = 500
-# Tokens of an answer, and questions of a context, where no context is drawn to count them.
-_ANSWER, _QUESTIONS = 3, {"recall": 12, "multi-query": 4}
+# Tokens that a model writes for an answer until its line ends, about; it may write more.
+_ANSWER = 4
+# Questions of a context, where it has more than one.
+_QUESTIONS = {"recall": 12, "multi-query": 4}
 
 
 def evaluation_cost(
@@ -56,7 +58,7 @@ def evaluation_cost(
             if task == "loss" and texts:
                 n = min(n, max(1, text_tokens // length))
             asked = min(GENERATED, _pairs or _QUESTIONS.get(task, 1))
-            written = asked * (_ANSWER + MORE_TOKENS) if generation and task != "loss" else 0
+            written = asked * _ANSWER if generation and task != "loss" else 0
             passes = 2 if written else 1
             key = f"{task}, {name}"
             stages[key] = stages.get(key, 0.0) + n * (passes * reading.at(length) + written * step)
@@ -64,7 +66,7 @@ def evaluation_cost(
             counts["tokens"] += n * length
         own = [len(tokenizer(f"{prompt} {answer}")["input_ids"]) for prompt, answer in questions]
         if own:
-            written = (_ANSWER + MORE_TOKENS) * step if generation else 0.0
+            written = _ANSWER * step if generation else 0.0
             stages[f"own, {name}"] = (1 + generation) * reading.over(own) + len(own) * written
     return Cost(
         command="evaluate",

@@ -88,7 +88,8 @@ class Curve:
         120.0
         """
         *rest, (n, y) = points
-        square = max(0.0, (y / n - rest[0][1] / rest[0][0]) / (n - rest[0][0])) if rest else 0.0
+        slope = (y / n - rest[0][1] / rest[0][0]) / (n - rest[0][0]) if rest else 0.0
+        square = min(max(0.0, slope), y / n**2)
         return cls(max(0.0, y / n - square * n), square)
 
     def at(self, n: float) -> float:

@@ -43,6 +43,8 @@ __all__ = ["search_cost"]
 # Rows of the table of baselines beside one for each kind of substitute: the model, the plan, the plan without its
 # correction, two windows, a constant, and random groups.
 _ROWS = 7
+# Of the plan without its parameters.
+PLAN_BYTES = 20_000
 
 
 def search_cost(
@@ -104,7 +106,7 @@ def search_cost(
         command="linearize",
         stages=stages,
         memory_bytes=probe.memory,
-        disk_bytes=_parameter_bytes(options) // max(1, len(options)),
+        disk_bytes=PLAN_BYTES + _parameter_bytes(options) // max(1, len(options)),
         counts={"options": len(options), "candidates": candidates, "tokens": sequences.ids.numel()},
         probe_seconds=probe.seconds,
         note="wide intervals of recall ask for up to five times as many lists" if recalls else "",
