@@ -15,8 +15,12 @@ os.environ["SOFTGAP_CALIBRATIONS"] = tempfile.mkdtemp(prefix="softgap-no-calibra
 import pytest
 from hypothesis import settings
 
+from support.ray_cluster import cluster, head
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+__all__ = ["cluster", "head"]
 
 settings.register_profile("softgap", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("softgap")

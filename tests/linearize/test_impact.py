@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from softgap.attention import resolve
 from softgap.errors import SoftgapError, StoreError
 from softgap.linearize import Impact, heads_of_layer, impact, swap
 from softgap.linearize.impact import impact_on, mean_outputs
 from softgap.linearize.sequences import Sequences, recall_sequences, split_sequences
+from softgap.models import load_model
 from softgap.report.columns import read_columns
 from support.linearize_cases import with_random_parameters
-from support.model_examples import byte_tokenizer, tiny_llama
+from support.model_examples import byte_tokenizer, save_folder, tiny_llama
 from support.probe_cases import tiny_with
 from support.tiny_models import attention_names
 
@@ -171,3 +175,31 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
     mechanism = with_random_parameters("fitted", 2, 4, 2, 8, 8)
     with pytest.raises(SoftgapError, match="must be for 3 layers"):
         impact(small, tokenizer, [TEXT], mechanism, length=48)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_cluster_with_a_worker_that_dies_measures_the_same_impact(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    folder = save_folder(tmp_path / "tiny", tiny_llama(num_hidden_layers=3, max_position_embeddings=512))
+    model, tokenizer = load_model(folder, progress=False)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    deadly = importlib.import_module("deadly")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        options = {"heads": [(0, 0), (2, 1), (2, 3)], "length": 64, "recalls": 3, "reuse": reuse}
+        local = impact(model, tokenizer, [TEXT * 9], "elu1", **options)
+        spread = impact(
+            model, tokenizer, [TEXT * 9], deadly.Substitute(resolve("elu1")), engine="ray", address=cluster, **options
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert int(Path("marker/died").read_text()) != os.getpid()
+    assert len(local.original["loss"]) > 8
+    assert (spread.mechanisms, spread.heads, spread.settings) == (local.mechanisms, local.heads, local.settings)
+    for name in local.change:
+        assert spread.original[name].tobytes() == local.original[name].tobytes()
+        assert spread.change[name].tobytes() == local.change[name].tobytes()

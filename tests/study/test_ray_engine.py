@@ -4,111 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from softgap import cluster as ray_cluster
 from softgap.errors import UnsupportedError
-from softgap.study import StudySettings, ray_engine, run_study
+from softgap.study import StudySettings, run_study
 from softgap.tasks import Prompt
 from softgap.trajectories import open_study
 from support.cli_examples import failure, tiny_folder
 from support.object_store import bucket_uri, object_store, stored
-
-# The first call of this scoring for one sample kills its own process, as a machine that is taken away would.
-DEADLY = """
-import os, pathlib, signal
-def judge(answer, fields):
-    marker = pathlib.Path(os.environ["SOFTGAP_TEST_MARKER"])
-    if fields["id"] == "4" and marker.is_dir() and not (marker / "died").exists():
-        (marker / "died").write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return len(answer) % 2 == 0
-"""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A head node with two processors and its folder; ports are given, since a busy machine is slow to tell them."""
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "deadly.py").write_text(DEADLY)
-    with pytest.MonkeyPatch.context() as patch:
-        # A token of this cluster's own, which head, workers and driver share; made up here and gone with the tests.
-        # Ray reads it when it is imported, and never again.
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.setenv("RAY_raylet_start_wait_time_s", "180")
-        # For workers that write to an object store; they have the head node's environment.
-        patch.setenv("AWS_ACCESS_KEY_ID", "a")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-        # Only workers are to die, not this process.
-        patch.setenv("SOFTGAP_TEST_MARKER", str(folder / "nowhere"))
-        pytest.importorskip("ray")
-        with started(folder) as address:
-            yield address, folder
-
-
-@pytest.fixture
-def cluster(head: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of the cluster, whose next worker to judge sample 4 will die; this folder is where it looks."""
-    address, folder = head
-    shutil.rmtree(folder / "marker", ignore_errors=True)
-    (folder / "marker").mkdir()
-    monkeypatch.chdir(folder)
-    return address
-
-
-@contextmanager
-def started(folder: Path) -> Iterator[str]:
-    """The address of a head node that runs for the block."""
-    ports = {
-        name: free_port()
-        for name in (
-            "port",
-            "metrics-export-port",
-            "dashboard-agent-grpc-port",
-            "dashboard-agent-listen-port",
-            "runtime-env-agent-port",
-        )
-    }
-    given = [f"--{name}={port}" for name, port in ports.items()]
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", *given]
-    command += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
-    environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(folder / "marker")}
-    with (folder / "ray.log").open("w") as log:
-        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        for _ in range(1200):
-            said = (folder / "ray.log").read_text()
-            if "Ray runtime started" in said:
-                break
-            assert head.poll() is None, said
-            time.sleep(0.1)
-        yield f"127.0.0.1:{ports['port']}"
-    finally:
-        import ray
-
-        ray.shutdown()
-        head.send_signal(signal.SIGTERM)
-        try:
-            head.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -184,11 +91,11 @@ def test_a_cluster_that_is_slow_to_start_is_started_once_more(monkeypatch: pytes
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for failing, calls in ((0, ["auto", "start"]), (1, ["auto", "start", "shutdown", "start"])):
         ray = SlowRay(failing)
-        ray_engine._join(ray, None)
+        ray_cluster.join(ray, None)
         assert ray.calls == calls
     ray = SlowRay(2)
     with pytest.raises(UnsupportedError) as raised:
-        ray_engine._join(ray, None)
+        ray_cluster.join(ray, None)
     assert str(raised.value) == (
         "a Ray cluster did not start on this machine in 2 attempts (The current node timed out during startup.); try "
         "again when the machine is less busy, name a running one with --ray-address, or use --engine local"
@@ -199,7 +106,7 @@ def test_a_cluster_that_is_slow_to_start_is_started_once_more(monkeypatch: pytes
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = "cannot reach a Ray cluster at '{}' (nothing there); check --ray-address or use --engine local"
     with pytest.raises(UnsupportedError, match=re.escape(sentence.format("10.0.0.9:6379"))):
-        ray_engine._join(SlowRay(0), "10.0.0.9:6379")
+        ray_cluster.join(SlowRay(0), "10.0.0.9:6379")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.8:6379")
     with pytest.raises(UnsupportedError, match=re.escape(sentence.format("10.0.0.8:6379"))):
-        ray_engine._join(SlowRay(0), None)
+        ray_cluster.join(SlowRay(0), None)

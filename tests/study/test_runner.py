@@ -195,8 +195,9 @@ def test_a_dry_run_writes_nothing_and_estimates(folder: Path, here: Path, capsys
     before = contents(here)
     assert main(["study", "run", "p.jsonl", "--model", str(folder), "--out", "a", *OPTIONS, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["samples"], found["batches"], found["new_tokens"]) == (5, 2, 25)
-    assert found["prompt_tokens"] == sum(1 + (5 * i) % 23 for i in range(5))
+    counts = found["counts"]
+    assert (counts["samples"], counts["batches"], counts["new_tokens"]) == (5, 2, 25)
+    assert counts["prompt_tokens"] == sum(1 + (5 * i) % 23 for i in range(5))
     assert found["seconds"] > 0
     assert contents(here) == before
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from softgap.attention import ExactSet, Visible, attend, divergence, resolve
 from softgap.calibration.activations import Activations, LayerSample, LayerSite
-from softgap.calibration.fit import Maps, Recipe, fit_maps
+from softgap.calibration.fit import LayerText, Maps, Recipe, fit_maps
 from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.cluster import run_tasks
 from softgap.errors import StoreError
 from softgap.models.tensor_files import load_calibration, save_calibration
 from softgap.progress import Progress
@@ -106,13 +108,18 @@ def fit_layers(
     progress: Progress,
     *,
     exact: ExactSet | None = None,
+    engine: str = "local",
+    address: str | None = None,
 ) -> list[Maps]:
     """Every layer's map, as many layers at a time as torch has threads; with ``exact`` the tail of a hybrid.
 
     Each fit runs on one thread: its tensors are too small to share, and its numbers then do not depend on the machine.
+    With the engine "ray" every layer is a task of the cluster at ``address``.
     """
     layers = len(gathered.sites)
     state = _FitProgress(layers, recipe.steps, progress, "layers" if exact is None else "hybrid layers")
+    if engine == "ray":
+        return _fit_on_cluster(gathered, recipe, stored, exact, state, address)
 
     def fitted(layer: int) -> Maps:
         maps, site = stored.load(layer), gathered.sites[layer]
@@ -120,17 +127,7 @@ def fit_layers(
             state.skip(recipe.steps)
             state.layer_done(*_gap(gathered.sample(layer), site, maps, exact))
             return maps
-        maps = fit_maps(
-            gathered.layer(layer),
-            recipe,
-            scale=site.scale,
-            window=site.window,
-            softcap=site.softcap,
-            rotation=site.rotation,
-            layer=layer,
-            exact=exact,
-            report=state.step,
-        )
+        maps = fit_layer(gathered.layer(layer), site, layer, recipe, exact, state.step)
         stored.save(layer, maps)
         state.layer_done(*_gap(gathered.sample(layer), site, maps, exact))
         return maps
@@ -143,6 +140,65 @@ def fit_layers(
             state.stop()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def fit_layer(
+    texts: Sequence[LayerText],
+    site: LayerSite,
+    layer: int,
+    recipe: Recipe,
+    exact: ExactSet | None,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> Maps:
+    """The map of one layer."""
+    return fit_maps(
+        texts,
+        recipe,
+        scale=site.scale,
+        window=site.window,
+        softcap=site.softcap,
+        rotation=site.rotation,
+        layer=layer,
+        exact=exact,
+        report=report,
+    )
+
+
+def _fit_on_cluster(
+    gathered: Activations,
+    recipe: Recipe,
+    stored: FittedLayers,
+    exact: ExactSet | None,
+    state: _FitProgress,
+    address: str | None,
+) -> list[Maps]:
+    """Every layer that is not on disk as a task of a cluster; each is written here as it comes back."""
+    maps: dict[int, Maps] = {}
+
+    def keep(layer: int, found: Maps) -> None:
+        maps[layer] = found
+        state.skip(recipe.steps)
+        state.layer_done(*_gap(gathered.sample(layer), gathered.sites[layer], found, exact))
+
+    tasks: dict[int, Callable[[], tuple[Any, ...]]] = {}
+    for layer, site in enumerate(gathered.sites):
+        known = stored.load(layer)
+        if known is None:
+            tasks[layer] = partial(_task_of_layer, gathered, site, layer, recipe, exact)
+        else:
+            keep(layer, known)
+    advice = "the other layers are saved; run the same command again to resume"
+    for layer, found in run_tasks(fit_layer, tasks, address=address, name="layer", advice=advice):
+        stored.save(layer, found)
+        keep(layer, found)
+    return [maps[layer] for layer in range(len(gathered.sites))]
+
+
+def _task_of_layer(
+    gathered: Activations, site: LayerSite, layer: int, recipe: Recipe, exact: ExactSet | None
+) -> tuple[Any, ...]:
+    """What a worker is given: the layer's queries and keys, read from disk only now."""
+    return gathered.layer(layer), site, layer, recipe, exact
 
 
 def _gap(shown: LayerSample, site: LayerSite, maps: Maps, exact: ExactSet | None) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from softgap.calibration.held_out import FIRST, HeldLayer, divergences, gap_clos
 from softgap.errors import ValueInputError
 from softgap.intervals import Interval
 
-__all__ = ["KEYS", "SUBSTITUTES", "MemoryEntry", "MemoryLadder", "MemoryRung", "climb_memory"]
+__all__ = ["KEYS", "SUBSTITUTES", "MemoryEntry", "MemoryLadder", "MemoryRung", "climb_memory", "features_tried"]
 
 # Keys with their values that every substitute of a rung is worth.
 KEYS = (16, 32, 64, 128, 256)
@@ -189,6 +189,12 @@ def climb_memory(
     entries = comparison.entries(parts, lambda share: report(0.9 + 0.1 * share))
     rungs = tuple(MemoryRung(n, *(next(entries) for _ in SUBSTITUTES)) for n in sorted(keys))
     return MemoryLadder(rungs, tuple(layer.number for layer in held_out), comparison.steps, comparison.texts)
+
+
+def features_tried(dim: int, value_dim: int) -> list[int]:
+    """Features of every map that a ladder fits in each of its layers, with the usual number of sinks."""
+    maps = [(_fitted(n, dim, value_dim), *_hybrids(n, min(4, n // 4), dim, value_dim)) for n in KEYS]
+    return [candidate.features for rung in maps for candidate in rung]
 
 
 def _windows(keys: int) -> list[_Candidate]:

@@ -18,7 +18,16 @@ from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
 from softgap.probe.capture import fixed_seed
 
-__all__ = ["Corpus", "check_positions", "context_of", "corpus_of", "generate_texts", "mix_generated", "tokens_needed"]
+__all__ = [
+    "Corpus",
+    "check_positions",
+    "context_of",
+    "corpus_of",
+    "cut_corpus",
+    "generate_texts",
+    "mix_generated",
+    "tokens_needed",
+]
 
 
 # Share of the tokens that the fit never sees.
@@ -101,6 +110,11 @@ def corpus_of(
         The longest context to fit. None takes the longest that the text and the model allow, up to 8192.
     """
     ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
+    return cut_corpus(model, ids, positions)
+
+
+def cut_corpus(model: Model, ids: Sequence[int], positions: int | None = None) -> Corpus:
+    """The same of tokens; see ``corpus_of``."""
     if len(ids) < FEWEST_TOKENS:
         raise ValueInputError(
             f"a calibration needs at least {FEWEST_TOKENS} tokens of text, got {len(ids)}; give more text, or none to "

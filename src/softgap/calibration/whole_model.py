@@ -34,6 +34,7 @@ from softgap.calibration.texts import (
     tokens_needed,
 )
 from softgap.checkpoints import Checkpoints, checkpoint_folder
+from softgap.cluster import check_engine
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.intervals import Interval
@@ -53,7 +54,7 @@ from softgap.probe.layout import layer_rotations
 from softgap.progress import Progress, partial_progress, silent
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["REFERENCE_MECHANISMS", "Calibration", "calibrate", "calibration_tensors"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -278,6 +279,8 @@ def calibrate(
     limit: float = LIMIT,
     stability: bool = True,
     out: str | Path | None = None,
+    engine: str = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Calibration:
     """Fit a linear attention to each head of a model, so that ``fitted`` is a mechanism for it.
@@ -303,6 +306,10 @@ def calibrate(
     out
         Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
         same call resumes after an interruption.
+    engine
+        Where the layers are fitted: "local", or "ray" for the workers of a Ray cluster. Both give the same bytes.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage in words and the share of the whole that is done.
 
@@ -332,6 +339,7 @@ def calibrate(
     """
     check_measurable(model)
     check_limit(limit)
+    check_engine(engine)
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
@@ -364,12 +372,13 @@ def calibrate(
         )
         if minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
-        fitted = fit_layers(gathered, recipe, layers, partial_progress(progress, 0.2, 0.5))
+        fit = partial(fit_layers, gathered, engine=engine, address=address)
+        fitted = fit(recipe, layers, partial_progress(progress, 0.2, 0.5))
         features, exact = halve_features(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
         tail_recipe = replace(recipe, features=max(FEWEST_FEATURES, features))
         tails = FittedLayers(target, {**settings, "exact": asdict(exact)}, "tail")
-        hybrid = fit_layers(gathered, tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
-        tensors = _tensors(gathered, fitted, hybrid)
+        hybrid = fit(tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
+        tensors = calibration_tensors(gathered, fitted, hybrid)
         memory_ladder = _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
     metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
     metadata["digest"] = digest_of(tensors)
@@ -403,7 +412,7 @@ def _mixed(model: Model, tokenizer: Tokenizer, corpus: Corpus, seed: int, target
     return replace(corpus, generated=tuple(tuple(ids) for ids in written["generated"]))
 
 
-def _tensors(gathered: Activations, fitted: Sequence[Maps], hybrid: Sequence[Maps]) -> dict[str, Tensor]:
+def calibration_tensors(gathered: Activations, fitted: Sequence[Maps], hybrid: Sequence[Maps]) -> dict[str, Tensor]:
     """All parameters by ``mechanism.parameter``, ``[layer, head, ...]``."""
     by_name = {
         name: [maps.parameters() for maps in layers] for name, layers in (("fitted", fitted), ("hybrid", hybrid))

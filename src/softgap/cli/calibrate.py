@@ -13,19 +13,24 @@ from softgap.cli.options import (
     WHOLE,
     Attn,
     Device,
+    DryRun,
     Dtype,
+    Engine,
     Json,
     PlacementOptions,
+    RayAddress,
     check_new,
+    check_ray_address,
     expand_option_groups,
     read_text_argument,
 )
 from softgap.cli.render import output
+from softgap.cli.render.cost import present_cost
 from softgap.cli.render.output import has_colour
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.calibration import Calibration, Ladders
+    from softgap.calibration import Calibration, Ladders, Recipe
     from softgap.calibration.memory_ladder import MemoryEntry, MemoryLadder
     from softgap.intervals import Interval
 
@@ -85,10 +90,13 @@ def calibrate_command(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Random seed for the fit and for generated text.")
     ] = 0,
+    engine: Engine = "local",
+    ray_address: RayAddress = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     placement: PlacementOptions = WHOLE,
     attn: Attn = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Fit a linear attention to every head of a model. `run` and `read` then measure it as the mechanism `fitted`."""
@@ -103,12 +111,44 @@ def calibrate_command(
     options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
     if not mix:
         settings["rows"] = {"generated": 0.0, "moved": 0.0}
-    report = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}
+    check_ray_address(engine, ray_address)
+    report: dict[str, Any] = {"minutes": minutes, "positions": positions, "limit": limit, "stability": stability}
+    report |= {"engine": engine, "address": ray_address}
+    if dry_run:
+        _show_cost(model, texts, settings, report, options, as_json=as_json)
+        return
     calibration, path = _fit(model, texts, settings, report, out, options)
     if as_json:
         output.write_json({**calibration.metadata, **calibration.report(), "path": str(path)})
     else:
         _show(calibration, path)
+
+
+def _show_cost(
+    model: str | None,
+    texts: list[str] | None,
+    settings: dict[str, Any],
+    report: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    from softgap.costs import calibration_cost
+    from softgap.models import load_model
+
+    recipe, about = _recipe(settings), {name: report[name] for name in ("minutes", "positions", "stability")}
+    present_cost(
+        lambda: load_model(model, **options),
+        lambda loaded, probe: calibration_cost(*loaded, texts, probe, recipe=recipe, **about),
+        as_json=as_json,
+    )
+
+
+def _recipe(settings: dict[str, Any]) -> Recipe:
+    from softgap.calibration import Recipe, RowPlan
+
+    rows = {"rows": RowPlan(**settings["rows"])} if "rows" in settings else {}
+    return Recipe(**{**settings, **rows})
 
 
 def _fit(
@@ -119,15 +159,14 @@ def _fit(
     out: Path | None,
     options: dict[str, Any],
 ) -> tuple[Calibration, Path]:
-    from softgap.calibration import Recipe, RowPlan, calibrate
+    from softgap.calibration import calibrate
     from softgap.calibration.sufficiency import check_limit
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
     from softgap.models.tensor_files import calibration_path
     from softgap.progress import show_progress
 
-    rows = {"rows": RowPlan(**settings["rows"])} if "rows" in settings else {}
-    recipe = Recipe(**{**settings, **rows})
+    recipe = _recipe(settings)
     check_limit(report["limit"])
     loaded = load_model(model, **options)
     with quiet_transformers(downloads=False), show_progress() as progress:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from softgap.cli.options import (
     WHOLE,
     Attn,
     Device,
+    DryRun,
     Dtype,
     Json,
     PlacementOptions,
@@ -27,12 +28,14 @@ from softgap.cli.options import (
     read_text_argument,
 )
 from softgap.cli.render import output
+from softgap.cli.render.cost import present_cost
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.evaluation import Evaluation, Row
     from softgap.intervals import Interval
     from softgap.linearize import Plan
+    from softgap.models.loading import Model
 
 __all__ = ["evaluate_command", "parse_counts"]
 
@@ -94,6 +97,7 @@ def evaluate_command(
     device: Device = "cpu",
     placement: PlacementOptions = WHOLE,
     attn: Attn = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on tasks with known answers, and the cost of a plan on them.
@@ -119,6 +123,9 @@ def evaluate_command(
         "seed": seed,
     }
     options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
+    if dry_run:
+        _show_cost(model, (plan, against), settings, options, as_json=as_json)
+        return
     found = _evaluate(model, (plan, against), settings, out, options)
     if as_json:
         output.write_json(found.to_json())
@@ -141,6 +148,51 @@ def parse_counts(text: str, option: str) -> list[int]:
     return counts
 
 
+def _plans(name: str | None, files: tuple[Path | None, Path | None]) -> list[tuple[Path, Plan] | None]:
+    """The plans to evaluate under and against, with their files; a folder may bring the first."""
+    from softgap.linearize import load_plan
+    from softgap.linearize.attached import plan_in
+
+    if files == (None, None) and (own := plan_in(name)) is not None:
+        files = (own, None)
+    return [None if file is None else (file, load_plan(file)) for file in files]
+
+
+def _changes(model: Model, plans: Sequence[tuple[Path, Plan] | None]) -> dict[str, Any]:
+    """What ``softgap.evaluate`` is told about the plans."""
+    from softgap.linearize import apply
+
+    change: dict[str, Any] = {"window": max((largest_window(entry[1]) for entry in plans if entry), default=0)}
+    for entry, (under, label) in zip(plans, (("under", "label"), ("against", "against_label")), strict=True):
+        if entry is not None:
+            file, plan = entry
+            plan.check(model)
+            change[under] = functools.partial(apply, model, plan)
+            change[label] = f"{file.name} ({_digest(file)})"
+    return change
+
+
+def _show_cost(
+    name: str | None,
+    files: tuple[Path | None, Path | None],
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    from softgap.costs import evaluation_cost
+    from softgap.models import load_model
+
+    plans = _plans(name, files)
+    present_cost(
+        lambda: load_model(name, **options),
+        lambda loaded, probe: evaluation_cost(
+            loaded[0], loaded[1], probe=probe, **settings, **_changes(loaded[0], plans)
+        ),
+        as_json=as_json,
+    )
+
+
 def _evaluate(
     name: str | None,
     files: tuple[Path | None, Path | None],
@@ -150,22 +202,13 @@ def _evaluate(
 ) -> Evaluation:
     from softgap.checkpoints import checkpoint_folder, remove_checkpoints
     from softgap.evaluation import evaluate
-    from softgap.linearize import apply, load_plan
-    from softgap.linearize.attached import plan_in
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
     from softgap.progress import show_progress
 
-    if files == (None, None) and (own := plan_in(name)) is not None:
-        files = (own, None)
-    plans = {file: load_plan(file) for file in files if file is not None}
+    plans = _plans(name, files)
     loaded, tokenizer = load_model(name, **options)
-    change: dict[str, Any] = {"window": max(map(largest_window, plans.values()), default=0)}
-    for file, (under, label) in zip(files, (("under", "label"), ("against", "against_label")), strict=True):
-        if file is not None:
-            plans[file].check(loaded)
-            change[under] = functools.partial(apply, loaded, plans[file])
-            change[label] = f"{file.name} ({_digest(file)})"
+    change = _changes(loaded, plans)
     parts = None if out is None else checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
         try:

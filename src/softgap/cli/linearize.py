@@ -19,6 +19,7 @@ from softgap.cli.options import (
     WHOLE,
     Attn,
     Device,
+    DryRun,
     Dtype,
     Json,
     PlacementOptions,
@@ -28,11 +29,14 @@ from softgap.cli.options import (
     read_text_argument,
 )
 from softgap.cli.render import output
+from softgap.cli.render.cost import present_cost
 from softgap.errors import StoreError, ValueInputError
 
 if TYPE_CHECKING:
+    from softgap.costs import Cost, Probe
     from softgap.linearize import Plan
     from softgap.linearize.baselines import Baselines
+    from softgap.models.loading import Loaded, Model
     from softgap.probe.layout import AttentionLayer
 
 __all__ = ["linearize_command"]
@@ -211,6 +215,7 @@ def linearize_command(
     device: Device = "cpu",
     placement: PlacementOptions = WHOLE,
     attn: Attn = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Find the heads of a model that can do without softmax within a budget, and save them as a plan.
@@ -228,7 +233,11 @@ def linearize_command(
     settings = {"budget": budget, "recall_budget": limit, **asdict(search), "seed": seed}
     size = None if budget_bytes is None else parse_bytes(budget_bytes)
     options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
-    plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options)
+    several = _check_settings(mechanism or [], window, size, settings)
+    if dry_run:
+        _show_cost(model, texts, mechanism or [], window, size, settings, options, several=several, as_json=as_json)
+        return
+    plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options, several=several)
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:
@@ -281,25 +290,12 @@ def parse_bytes(text: str) -> tuple[float, bool]:
     return (number / 100, True) if unit == "%" else (number * _UNITS.get(unit, 1.0), False)
 
 
-def _search(
-    model: str | None,
-    texts: list[str],
-    mechanisms: list[str],
-    window: int | None,
-    size: tuple[float, bool] | None,
-    settings: dict[str, Any],
-    out: Path,
-    options: dict[str, Any],
-) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
-    from softgap.intervene.substitute import check_substitute, substitute
-    from softgap.linearize.allocation import original_cache_bytes
-    from softgap.linearize.search import check_search, find_plan
-    from softgap.models import load_model
-    from softgap.models.loading import quiet_transformers
-    from softgap.models.tensor_files import calibrated_mechanisms
-    from softgap.probe.layout import attention_layers
-    from softgap.progress import show_progress
+def _check_settings(
+    mechanisms: list[str], window: int | None, size: tuple[float, bool] | None, settings: dict[str, Any]
+) -> bool:
+    """Refuse what no search can be made with, without a model; whether the search chooses among several mechanisms."""
+    from softgap.intervene.substitute import check_substitute
+    from softgap.linearize.search import check_search
 
     if len(mechanisms) > 1 and window is not None:
         raise ValueInputError("--window needs one --mechanism to add it to; give MECHANISM+window:w=N for each instead")
@@ -309,17 +305,78 @@ def _search(
     check_search(**limits, budget_bytes=None if size is None else size[0], several=several)
     for name in (None, *mechanisms):
         check_substitute(name, window)
-    loaded, tokenizer = load_model(model, **options)
+    return several
+
+
+def _for_model(
+    model: Model,
+    mechanisms: list[str],
+    window: int | None,
+    size: tuple[float, bool] | None,
+    settings: dict[str, Any],
+    *,
+    several: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """The mechanisms of the search, and its settings with the byte budget in bytes."""
+    from softgap.intervene.substitute import substitute
+    from softgap.linearize.allocation import original_cache_bytes
+    from softgap.models.tensor_files import calibrated_mechanisms
+
     if size is not None:
-        settings["budget_bytes"] = size[0] * (original_cache_bytes(loaded, settings["context"]) if size[1] else 1.0)
+        nbytes = size[0] * (original_cache_bytes(model, settings["context"]) if size[1] else 1.0)
+        settings = {**settings, "budget_bytes": nbytes}
+    default = (*calibrated_mechanisms(model), "elu1")[:1]
+    single = None if several else substitute((*mechanisms, *default)[0], model, window=window)
+    return single or mechanisms or None, settings
+
+
+def _show_cost(
+    model: str | None,
+    texts: list[str],
+    mechanisms: list[str],
+    window: int | None,
+    size: tuple[float, bool] | None,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    several: bool,
+    as_json: bool,
+) -> None:
+    from softgap.costs import search_cost
+    from softgap.models import load_model
+
+    def estimate(loaded: Loaded, probe: Probe) -> Cost:
+        options_of_search, own = _for_model(loaded[0], mechanisms, window, size, settings, several=several)
+        return search_cost(*loaded, texts, options_of_search, probe, **own)
+
+    present_cost(lambda: load_model(model, **options), estimate, as_json=as_json)
+
+
+def _search(
+    model: str | None,
+    texts: list[str],
+    mechanisms: list[str],
+    window: int | None,
+    size: tuple[float, bool] | None,
+    settings: dict[str, Any],
+    out: Path,
+    options: dict[str, Any],
+    *,
+    several: bool,
+) -> tuple[Plan, tuple[AttentionLayer, ...]]:
+    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
+    from softgap.linearize.search import find_plan
+    from softgap.models import load_model
+    from softgap.models.loading import quiet_transformers
+    from softgap.probe.layout import attention_layers
+    from softgap.progress import show_progress
+
+    loaded, tokenizer = load_model(model, **options)
     parts = checkpoint_folder(out)
     with quiet_transformers(downloads=False), show_progress() as report:
-        default = (*calibrated_mechanisms(loaded), "elu1")[:1]
-        single = None if several else substitute((*mechanisms, *default)[0], loaded, window=window)
+        chosen, settings = _for_model(loaded, mechanisms, window, size, settings, several=several)
         try:
-            plan = find_plan(
-                loaded, tokenizer, texts, single or mechanisms or None, folder=parts, progress=report, **settings
-            )
+            plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
     plan.save(out)

@@ -26,7 +26,9 @@ __all__ = [
     "CommandWithAliases",
     "Device",
     "DropSinks",
+    "DryRun",
     "Dtype",
+    "Engine",
     "Focus",
     "Json",
     "Limit",
@@ -37,9 +39,11 @@ __all__ = [
     "Overwrite",
     "PlacementOptions",
     "PlanFile",
+    "RayAddress",
     "StudyOptions",
     "StudyOut",
     "check_new",
+    "check_ray_address",
     "default_out",
     "expand_option_groups",
     "plain_text",
@@ -126,6 +130,26 @@ Map = Annotated[
         "--map",
         help="Map of the heads: kinds shows the cheapest substitute that suffices for each (by the calibration), "
         "divergence what was measured on this text. Without a calibration: divergence.",
+    ),
+]
+
+
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the expected time, memory and disk from short timings of the model; do nothing else."
+    ),
+]
+
+
+Engine = Annotated[Literal["local", "ray"], typer.Option(help="Run on this machine (local) or on a Ray cluster (ray).")]
+
+
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of the Ray cluster. Default: the running cluster, or a new one on this machine.",
+        show_default=False,
     ),
 ]
 
@@ -262,19 +286,9 @@ class StudyOptions(PlacementOptions):
     no_prompt_steps: Annotated[
         bool, typer.Option("--no-prompt-steps", help="Do not store the steps of the prompt tokens.")
     ] = False
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Run on this machine (local) or on a Ray cluster (ray).")
-    ] = "local"
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of the Ray cluster. Default: the running cluster, or a new one on this machine.",
-            show_default=False,
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the inputs and estimate the cost; measure nothing.")
-    ] = False
+    engine: Engine = "local"
+    ray_address: RayAddress = None
+    dry_run: DryRun = False
     dtype: Dtype = "auto"
     device: Device = "cpu"
     attn: Attn = None
@@ -313,6 +327,12 @@ def check_new(path: Path, overwrite: bool) -> None:
     check_output_file(path)
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"'{path}' already exists; choose another file, or replace it with --overwrite")
+
+
+def check_ray_address(engine: str, address: str | None) -> None:
+    """Refuse the address of a cluster that is not used."""
+    if address is not None and engine != "ray":
+        raise ValueInputError(f"--ray-address needs --engine ray, got '{address}' without it; add --engine ray")
 
 
 def with_baseline(mechanisms: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ from softgap.cli.options import (
     Attn,
     Device,
     DropSinks,
+    DryRun,
     Dtype,
     Focus,
     Json,
@@ -28,6 +29,7 @@ from softgap.cli.options import (
     read_text_argument,
     with_baseline,
 )
+from softgap.cli.render.cost import present_cost
 from softgap.errors import ValueInputError
 from softgap.tasks.sources import json_prompts
 
@@ -63,6 +65,7 @@ def read_command(
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
     map_of: Map = "kinds",
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Measure every head at every token of a text, or of many prompts with completions; save and summarise it."""
@@ -85,17 +88,41 @@ def read_command(
         **placement.loading,
     )
     from softgap.cli.render.run import present_run, present_study
+    from softgap.tasks import Prompt
     from softgap.trajectories import open_study
 
     if samples is None:
         text = plain_text(name, text)
         place = default_out(text if file == "-" else Path(file).stem) if out is None else out
+        if dry_run:
+            _show_cost([Prompt("0", text)], place, settings, source="", overwrite=overwrite, as_json=as_json)
+            return
         run = _read_text(text, place, settings, overwrite=overwrite)
         present_run(run, place, as_json=as_json, map_of=map_of)
     else:
         place = default_out(samples[0].prompt if file == "-" else Path(file).stem) if out is None else out
+        if dry_run:
+            _show_cost(samples, place, settings, source=name, overwrite=overwrite, as_json=as_json)
+            return
         summaries = _read_samples(samples, place, settings, source=name, overwrite=overwrite)
         present_study(summaries, open_study(place).manifest, place, as_json=as_json, map_of=map_of)
+
+
+def _show_cost(
+    prompts: Sequence[Prompt], out: str, settings: StudySettings, *, source: str, overwrite: bool, as_json: bool
+) -> None:
+    from softgap.costs import measurement_cost
+    from softgap.study import check_run, plan_study
+
+    check_run(prompts, out, settings, mode="replay", overwrite=overwrite)
+    present_cost(
+        settings.load,
+        lambda loaded, probe: measurement_cost(
+            plan_study(prompts, loaded, settings, mode="replay", source=source), loaded, probe
+        ),
+        as_json=as_json,
+        out=out,
+    )
 
 
 def _read_text(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:

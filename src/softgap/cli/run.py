@@ -14,6 +14,7 @@ from softgap.cli.options import (
     Attn,
     Device,
     DropSinks,
+    DryRun,
     Dtype,
     Focus,
     Json,
@@ -30,6 +31,7 @@ from softgap.cli.options import (
     with_baseline,
 )
 from softgap.cli.render import output
+from softgap.cli.render.cost import present_cost
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_command"]
 
-_MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "map_of")
+_MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "map_of", "dry_run")
 """Options that say what to measure or where to save it."""
 
 
@@ -67,6 +69,7 @@ def run_command(
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
     map_of: Map = "kinds",
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Generate an answer to a prompt and measure every head at every token; save and summarise the run.
@@ -106,10 +109,28 @@ def run_command(
         **placement.loading,
     )
     place = default_out(text) if out is None else out
+    if dry_run:
+        _show_cost(text, place, settings, overwrite=overwrite, as_json=as_json)
+        return
     run = _generate(text, place, settings, overwrite=overwrite)
     from softgap.cli.render.run import present_run
 
     present_run(run, place, as_json=as_json, map_of=map_of)
+
+
+def _show_cost(text: str, out: str, settings: StudySettings, *, overwrite: bool, as_json: bool) -> None:
+    from softgap.costs import measurement_cost
+    from softgap.study import check_run, plan_study
+    from softgap.tasks import Prompt
+
+    prompts = [Prompt("0", text)]
+    check_run(prompts, out, settings, mode="live", overwrite=overwrite)
+    present_cost(
+        settings.load,
+        lambda loaded, probe: measurement_cost(plan_study(prompts, loaded, settings, mode="live"), loaded, probe),
+        as_json=as_json,
+        out=out,
+    )
 
 
 def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:

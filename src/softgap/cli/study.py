@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, Limit, StudyOptions, StudyOut, expand_option_groups
+from softgap.cli.options import Json, Limit, StudyOptions, StudyOut, check_ray_address, expand_option_groups
 from softgap.cli.render import output
+from softgap.cli.render.cost import present_cost
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
-    from softgap.study import Estimate, StudyResult, StudySettings
+    from softgap.study import StudyResult, StudySettings
     from softgap.tasks import Prompt
 
 __all__ = ["study"]
@@ -47,15 +48,12 @@ _MOST_LISTED = 5
 
 def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options: StudyOptions) -> None:
     """Measure the prompts and print the result; with --dry-run only estimate the cost."""
-    if options.ray_address is not None and options.engine != "ray":
-        raise ValueInputError(
-            f"--ray-address needs --engine ray, got '{options.ray_address}' without it; add --engine ray"
-        )
+    check_ray_address(options.engine, options.ray_address)
     from softgap.study.measurement import check_mechanisms
 
     check_mechanisms(settings.mechanisms)
     if options.dry_run:
-        _show_estimate(_estimate_cost(prompts, out, settings), out, as_json=options.as_json)
+        _show_cost(prompts, out, settings, as_json=options.as_json)
         return
     from softgap.progress import show_progress
     from softgap.study import run_study
@@ -74,34 +72,21 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options:
         raise typer.Exit(1)
 
 
-def _estimate_cost(prompts: list[Prompt], out: str, settings: StudySettings) -> Estimate:
-    from softgap.models.loading import quiet_transformers
-    from softgap.progress import show_waiting
-    from softgap.study import estimate_study, plan_study
+def _show_cost(prompts: list[Prompt], out: str, settings: StudySettings, *, as_json: bool) -> None:
+    from softgap.costs import measurement_cost
+    from softgap.study import plan_study
+    from softgap.study.measurement import torch_threads
     from softgap.trajectories.folder import Folder
     from softgap.trajectories.writer import check_new_study
 
     check_new_study(Folder.at(out))
-    loaded = settings.load()
-    with show_waiting("timing a batch"), quiet_transformers(downloads=False):
-        return estimate_study(plan_study(prompts, loaded, settings), loaded)
-
-
-def _show_estimate(estimate: Estimate, out: str, *, as_json: bool) -> None:
-    if as_json:
-        output.write_json({"out": out, "dry_run": True, **asdict(estimate)})
-        return
-    console = output.console()
-    console.print(
-        f"{estimate.samples:,} samples in {estimate.batches:,} batches: {estimate.prompt_tokens:,} prompt tokens and "
-        f"at most {estimate.new_tokens:,} new tokens"
-    )
-    if estimate.unmeasurable:
-        console.print(f"{estimate.unmeasurable:,} prompts are too long for the model and would be recorded as failed")
-    console.print(
-        f"estimated on this machine: {_duration(estimate.seconds)} and at most {estimate.bytes / 1e6:,.0f} MB; nothing "
-        "was written"
-    )
+    with torch_threads(settings.threads):
+        present_cost(
+            settings.load,
+            lambda loaded, probe: measurement_cost(plan_study(prompts, loaded, settings), loaded, probe),
+            as_json=as_json,
+            out=out,
+        )
 
 
 def _show_result(result: StudyResult, *, as_json: bool) -> None:
@@ -130,12 +115,6 @@ def _labels(out: str) -> dict[str, int]:
 
     counts = open_study(out).samples()["label"].value_counts()
     return {str(name): int(count) for name, count in counts.items()}
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @expand_option_groups

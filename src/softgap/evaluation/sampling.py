@@ -30,7 +30,7 @@ from softgap.models.support import check_measurable
 from softgap.progress import Progress, bar_or_callback
 from softgap.tasks.long_context import LONG_TASKS, NEAREST, Context, Draw, Question, filler_text
 
-__all__ = ["DEFAULT_LENGTHS", "DEFAULT_TASKS", "GROUPS", "TASKS", "evaluate"]
+__all__ = ["DEFAULT_LENGTHS", "DEFAULT_TASKS", "GROUPS", "TASKS", "cells_of", "evaluate", "most_contexts"]
 
 TASKS = ("loss", *LONG_TASKS)
 """The tasks that can be evaluated, by name."""
@@ -160,7 +160,7 @@ def evaluate(
         "texts": _digest(sampler.texts), "questions": _digest(text for pair in own for text in pair),
     }  # fmt: skip
     sampler.checkpoints = Checkpoints(folder, settings)
-    cells = [(name, n, length) for name in names for n in (counts if name == "recall" else (0,)) for length in sizes]
+    cells = [*cells_of(model, names, sizes, counts)]
     cells += [("own", 0, 0)] if own else []
     rows: list[Row] = []
     notes: list[str] = []
@@ -212,9 +212,8 @@ class _Sampler:
 
     def rows(self, task: str, pairs: int, length: int, tell: Callable[[float], None]) -> list[Row]:
         """All rows of one task and length."""
-        headline = task == "recall" and length <= HEADLINE_LENGTH
-        most = self.cap or (HEADLINE_MOST if headline else MOST)
-        most = min(most, self._available(task, length))
+        headline = _is_headline(task, length)
+        most = min(self.cap or most_contexts(task, length), self._available(task, length))
         blocks: list[list[Context]] = []
         scored: dict[str, list[list[Entry]]] = {"original": [], "changed": []}
         while True:
@@ -373,6 +372,28 @@ class _Sampler:
             )
         question = Question(len(ids) - 1, len(ids), len(ids) + len(new), None, (answer.strip(),), (0.0, 0.0))
         return Context((*ids, *new), (question,))
+
+
+def cells_of(
+    model: Model, tasks: Sequence[str], lengths: Sequence[int] | None, pairs: Sequence[int]
+) -> list[tuple[str, int, int]]:
+    """Every task with every number of pairs, 0 where it has none, and every length."""
+    sizes = _lengths(model, lengths)
+    return [
+        (name, n, length)
+        for name in _task_names(tasks)
+        for n in (pairs if name == "recall" else (0,))
+        for length in sizes
+    ]
+
+
+def most_contexts(task: str, length: int) -> int:
+    """The most contexts of a task at a length, unless the caller says otherwise."""
+    return HEADLINE_MOST if _is_headline(task, length) else MOST
+
+
+def _is_headline(task: str, length: int) -> bool:
+    return task == "recall" and length <= HEADLINE_LENGTH
 
 
 def _task_names(tasks: Sequence[str]) -> tuple[str, ...]:

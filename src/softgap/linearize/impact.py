@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
+from softgap.cluster import ModelSource, check_engine, run_tasks
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
@@ -35,7 +36,7 @@ from softgap.linearize.sequences import (
     split_sequences,
 )
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Model, Tokenizer
+from softgap.models.loading import Model, Tokenizer, quiet_transformers
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, LayerTensors, attention_layers, visit_layers
 from softgap.probe.tap import AttentionCall, replace_attention
@@ -197,6 +198,8 @@ def impact(
     recalls: int = 8,
     seed: int = 0,
     reuse: bool = True,
+    engine: str = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Impact:
     """Swap every head alone and measure what the model loses.
@@ -227,6 +230,11 @@ def impact(
         Random seed of the recall lists and of the bootstrap.
     reuse
         False runs a whole forward for every head: the same numbers, more slowly.
+    engine
+        "local", or "ray": the same batches of sequences as tasks of a Ray cluster, whose workers load the model by its
+        name. Both give the same numbers.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage in words and the share that is done.
 
@@ -255,8 +263,9 @@ def impact(
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens)
     recall = recall_sequences(model, tokenizer, recalls, seed=seed) if recalls else None
     return impact_on(
-        model, sequences, recall, mechanism, baselines=baselines, heads=heads, seed=seed, reuse=reuse, progress=progress
-    )
+        model, sequences, recall, mechanism, baselines=baselines, heads=heads, seed=seed, reuse=reuse, engine=engine,
+        address=address, progress=progress,
+    )  # fmt: skip
 
 
 @deprecated_keywords(controls="baselines", asked="recall_lists", read="sequences")
@@ -270,6 +279,8 @@ def impact_on(
     heads: Sequence[Head] | None = None,
     seed: int = 0,
     reuse: bool = True,
+    engine: str = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Impact:
     """The same on given sequences and recall lists; see ``impact``."""
@@ -283,7 +294,11 @@ def impact_on(
     names = [other.name for other in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
+    check_engine(engine)
     sweep = _Sweep(model, layers, by_layer, swapped, reuse)
+    if engine == "ray":
+        chosen = [(layer.number, layer_heads) for layer, layer_heads in by_layer]
+        sweep.cluster = _Cluster(ModelSource.of(model), chosen, address)
     share = len(sequences) / (len(sequences) + (0 if recall_lists is None else len(recall_lists)))
     text = sweep.over(sequences, lambda done: progress("reading text", share * done))
     recall = (
@@ -314,6 +329,31 @@ def impact_on(
     )
 
 
+@dataclass(frozen=True)
+class _Cluster:
+    """Where a sweep is computed: the model of the workers, the heads of every layer, and the cluster's address."""
+
+    source: ModelSource
+    heads: Sequence[tuple[int, list[int]]]
+    address: str | None
+
+
+def _sweep_batch(
+    source: ModelSource,
+    heads: Sequence[tuple[int, list[int]]],
+    swapped: Sequence[Substitute],
+    reuse: bool,
+    part: Sequences,
+) -> Float[np.ndarray, "quantity swap head text"]:
+    """On a worker: one batch of sequences."""
+    with quiet_transformers(downloads=False):
+        model, _ = source.load()
+        layers = attention_layers(model)
+        by_number = {layer.number: layer for layer in layers}
+        by_layer = [(by_number[number], list(layer_heads)) for number, layer_heads in heads]
+        return _Sweep(model, layers, by_layer, swapped, reuse).batch(part)
+
+
 class _Sweep:
     """Every chosen head swapped alone, by each substitute, over sequences."""
 
@@ -334,6 +374,7 @@ class _Sweep:
         self._last = layers[-1]
         self._reuse = reuse and self._blocks.is_stack
         self._reuse_checked = False
+        self.cluster: _Cluster | None = None
 
     def over(
         self, sequences: Sequences, report: Callable[[float], None]
@@ -342,6 +383,8 @@ class _Sweep:
         widest = max(len(heads) for _, heads in self._heads_by_layer)
         size = max(1, BATCH_TOKENS // (widest * sequences.ids.shape[1]))
         starts = range(0, len(sequences), size)
+        if self.cluster is not None:
+            return self._on_cluster([sequences.part(slice(start, start + size)) for start in starts], report)
         columns = []
         with torch.inference_mode():
             for number, start in enumerate(starts):
@@ -349,6 +392,37 @@ class _Sweep:
                 part = sequences.part(slice(start, start + size))
                 columns.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
         return np.concatenate(columns, axis=-1)
+
+    def _on_cluster(
+        self, parts: Sequence[Sequences], report: Callable[[float], None]
+    ) -> Float[np.ndarray, "quantity swap head text"]:
+        """The batches as tasks of a cluster; whether to reuse blocks is decided here, as without one."""
+        if self.cluster is None:
+            raise ValueError("this sweep has no cluster")
+        if self._reuse and not self._reuse_checked:
+            with torch.inference_mode():
+                with self._blocks.keep_outputs():
+                    original = read_original(self._model, parts[0].ids)
+                self._check(parts[0], original)
+        cluster, swapped, reuse = self.cluster, self._swapped, self._reuse
+        tasks: dict[int, Callable[[], tuple[Any, ...]]] = {
+            number: lambda part=part: (cluster.source, cluster.heads, swapped, reuse, part)  # type: ignore[misc]
+            for number, part in enumerate(parts)
+        }
+        columns: dict[int, np.ndarray] = {}
+        threads = torch.get_num_threads()
+        for number, found in run_tasks(
+            _sweep_batch, tasks, address=cluster.address, threads=threads, name="batch", advice="measure again"
+        ):
+            columns[number] = found
+            report(len(columns) / len(parts))
+        return np.concatenate([columns[number] for number in range(len(parts))], axis=-1)
+
+    def batch(self, part: Sequences) -> Float[np.ndarray, "quantity swap head text"]:
+        """One batch alone, where it was decided before whether blocks are reused."""
+        self._reuse_checked = True
+        with torch.inference_mode():
+            return self._batch(part, lambda share: None)
 
     def _batch(self, part: Sequences, report: Callable[[float], None]) -> Float[np.ndarray, "quantity swap head text"]:
         with self._blocks.keep_outputs():

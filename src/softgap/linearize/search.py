@@ -59,7 +59,7 @@ from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.progress import Progress, partial_progress, silent
 
-__all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan"]
+__all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan", "options_of"]
 
 FEWEST = 4
 TOKENS = 16384
@@ -212,7 +212,7 @@ def find_plan(
     text = split_text(sequences)
     distance = _recall_distance(model, tokenizer, text, recall_distance) if recalls != 0 else 0
     lists = _RecallLists(model, tokenizer, recalls, seed, text, distance)
-    options = _options(model, mechanism, text.fit, several)
+    options = options_of(model, mechanism, text.fit, several=several)
     ranked_by = "fisher" if several else score
     settings = _settings(
         model, sequences, options, length=length, by=by, score=ranked_by, repair=correct, tune=distil, seed=seed
@@ -352,7 +352,7 @@ def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> 
     return length
 
 
-def _options(model: Model, mechanism: Any, fit: Sequences, several: bool) -> list[Substitute]:
+def options_of(model: Model, mechanism: Any, fit: Sequences, *, several: bool) -> list[Substitute]:
     """What heads may become: what was named, or the default options."""
     if not several:
         return [substitute(mechanism, model)]

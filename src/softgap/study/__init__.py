@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from softgap.deprecation import deprecated_names as _deprecated_names
-from softgap.study.batches import Estimate, Failure, Observer, StudySettings, estimate_study
+from softgap.study.batches import Failure, Observer, StudySettings
 from softgap.study.measurement import (
     ENGINES,
     Planned,
@@ -17,7 +17,6 @@ from softgap.trajectories.writer import LabelCounts, label_study
 
 __all__ = [
     "ENGINES",
-    "Estimate",
     "Failure",
     "LabelCounts",
     "Observer",
@@ -25,7 +24,6 @@ __all__ = [
     "StudyResult",
     "StudySettings",
     "check_run",
-    "estimate_study",
     "label_study",
     "measure",
     "plan_study",

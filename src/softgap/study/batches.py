@@ -1,9 +1,8 @@
-"""The batches of a study: which samples go together, how one is measured and stored, and what all would cost."""
+"""The batches of a study: which samples go together, and how one is measured and stored."""
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,24 +16,21 @@ from softgap.probe.capture import check_lengths, check_temperature, completion_i
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
 from softgap.tasks.sources import PROMPTS, UNPLANNED
-from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories import Trajectories
 from softgap.trajectories.folder import Folder, json_lines, read_lines
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
     from softgap.models.placement import DeviceMap, MaxMemory
     from softgap.probe import Step
-    from softgap.study.measurement import Planned
 
 __all__ = [
     "Batch",
     "BatchResult",
-    "Estimate",
     "Failure",
     "Mode",
     "Observer",
     "StudySettings",
-    "estimate_study",
     "measure_batch",
     "plan_batches",
     "plan_singles",
@@ -351,55 +347,3 @@ def read_failures(folder: Folder) -> list[Failure]:
 
 def _failures(batch: int) -> str:
     return f"{_FAILURES}/part-{'none' if batch == UNPLANNED else f'{batch:05d}'}.jsonl"
-
-
-# Tokens that the timed batch writes, to tell what a token costs from what reading costs.
-_SHORT, _LONG = 2, 8
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds and bytes at most: answers that end early cost less, and stored numbers are compressed."""
-
-    samples: int
-    unmeasurable: int
-    batches: int
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float
-    bytes: int
-
-
-def estimate_study(planned: Planned, loaded: Loaded) -> Estimate:
-    """Time the middle batch, and scale by tokens: those that are fed at once and those that come one by one."""
-    settings, batches = planned.settings, planned.batches
-    middle = batches[len(batches) // 2]
-    fed = sum(planned.lengths)
-    live = [batch for batch in batches if not batch.replay]
-    longest = min(_LONG, settings.max_new_tokens)
-    shortest = min(_SHORT, longest)
-    batch_tokens = sum(planned.lengths[i] for i in middle.indices)
-
-    def seconds(new: int) -> float:
-        start = time.perf_counter()
-        measure_batch(loaded, planned.prompts, middle, replace(settings, max_new_tokens=new), None)
-        return time.perf_counter() - start
-
-    seconds(shortest)  # the first call of a model is slower than the others
-    short = seconds(shortest)
-    step = max(0.0, seconds(longest) - short) / max(1, longest - shortest) if live and longest > shortest else 0.0
-    feeding = max(0.0, short - shortest * step) / max(1, batch_tokens)
-    samples = sum(len(batch.indices) for batch in batches)
-    new = settings.max_new_tokens * sum(len(batch.indices) for batch in live)
-    config = loaded[0].config.get_text_config()
-    heads = config.num_hidden_layers * config.num_attention_heads
-    stored = (fed if settings.keep_prompt else 0) + new
-    return Estimate(
-        samples=samples,
-        unmeasurable=len(planned.unmeasurable),
-        batches=len(batches),
-        prompt_tokens=fed,
-        new_tokens=new,
-        seconds=feeding * fed + step * settings.max_new_tokens * len(live),
-        bytes=stored * heads * len(settings.mechanisms or ()) * len(QUANTITIES) * 4,
-    )

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from softgap.attention import Mechanism, resolve
-from softgap.errors import SoftgapError, StoreError, ValueInputError, unknown_name
+from softgap.cluster import ENGINES, check_engine
+from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import refuse_string
 from softgap.models.fingerprint import manifest_of
 from softgap.models.loading import quiet_transformers
@@ -56,10 +57,8 @@ __all__ = [
     "measure",
     "plan_study",
     "run_study",
+    "torch_threads",
 ]
-
-ENGINES = ("local", "ray")
-"""Where batches are computed."""
 
 _TRIAL_BYTES = 65536
 
@@ -207,20 +206,15 @@ def measure(
     4
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
-    if engine not in ENGINES:
-        raise unknown_name("engine", engine, ENGINES)
+    check_engine(engine)
     if engine == "ray" and mode != "study":
         raise ValueInputError(f"the engine 'ray' measures studies, got the mode '{mode}'; use the engine 'local'")
-    if engine == "ray":
-        from softgap.study.ray_engine import require_ray
-
-        require_ray()
     folder = Folder.at(out)
     if mode == "study":
         check_new_study(folder)
     observer = observer or Observer()
     with ExitStack() as stack:
-        stack.enter_context(_threads(settings.threads))
+        stack.enter_context(torch_threads(settings.threads))
         loaded = settings.load() if loaded is None else loaded
         stack.enter_context(quiet_transformers(downloads=False))
         planned = plan_study(prompts, loaded, settings, mode=mode, source=source)
@@ -455,7 +449,7 @@ def _digest(prompts: Sequence[Prompt], mode: Mode) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-class _threads:
+class torch_threads:
     """Torch with so many threads in the block; None leaves them."""
 
     def __init__(self, count: int | None) -> None:
