@@ -250,8 +250,11 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
     if out.suffix != ".json":
         raise ValueInputError(f"the file of a plan must end in .json, got '{out.name}'; choose another name")
     check_new(out, overwrite)
+    from softgap.checkpoints import checkpoint_folder
+
     parameters = out.with_suffix(".safetensors")
-    if parameters.exists() and not out.exists():
+    # A search that was killed while it wrote its plan leaves the parameters, and its finished steps beside them.
+    if parameters.exists() and not out.exists() and not checkpoint_folder(out).is_dir():
         raise StoreError(
             f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
         )
@@ -288,7 +291,7 @@ def _search(
     out: Path,
     options: dict[str, Any],
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
+    from softgap.checkpoints import checkpoint_folder, one_writer, remove_checkpoints
     from softgap.intervene.substitute import check_substitute, substitute
     from softgap.linearize.allocation import original_cache_bytes
     from softgap.linearize.search import check_search, find_plan
@@ -310,7 +313,7 @@ def _search(
     if size is not None:
         settings["budget_bytes"] = size[0] * (original_cache_bytes(loaded, settings["context"]) if size[1] else 1.0)
     parts = checkpoint_folder(out)
-    with quiet_transformers(downloads=False), show_progress() as report:
+    with one_writer(out), quiet_transformers(downloads=False), show_progress() as report:
         default = (*calibrated_mechanisms(loaded), "elu1")[:1]
         single = None if several else substitute((*mechanisms, *default)[0], loaded, window=window)
         try:
@@ -319,10 +322,10 @@ def _search(
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
-    plan.save(out)
-    remove_checkpoints(parts)
-    layers = attention_layers(loaded)
-    _document(plan, layers, out)
+        layers = attention_layers(loaded)
+        _document(plan, layers, out)
+        plan.save(out)  # last: while it is missing, the same command resumes
+        remove_checkpoints(parts)
     return plan, layers
 
 

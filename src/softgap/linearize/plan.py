@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from softgap.attention import Mechanism, add_window, resolve
+from softgap.checkpoints import one_writer, write_whole
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import bounded_layers
@@ -146,15 +147,10 @@ class Plan:
             "provenance": dict(self.provenance),
             "baselines": None if self.baselines is None else self.baselines.to_json(),
         }
-        if parameters is not None:
-            save_calibration(parameters, tensors, {"fingerprint": self.fingerprint, "plan": target.name})
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        with one_writer(target):
+            if parameters is not None:
+                save_calibration(parameters, tensors, {"fingerprint": self.fingerprint, "plan": target.name})
+            write_whole(target, json.dumps(document, indent=1) + "\n")
         return target
 
 

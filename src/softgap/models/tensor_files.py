@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
+from softgap.checkpoints import written_whole
 from softgap.errors import StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.kinds import letters_of_kinds, numbers_of_counts
@@ -123,19 +123,12 @@ def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
     block = json.dumps({**metadata, "format": FORMAT, "digest": digest}, sort_keys=True)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        try:
-            save_file(contiguous, name, metadata={BLOCK: block})
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        with written_whole(path) as partial:
+            save_file(contiguous, partial, metadata={BLOCK: block})
+            partial.chmod(0o644)
+    except SafetensorError as error:
         raise StoreError(
-            f"cannot write the calibration to '{path}' ({reason}); choose a file that you may write to"
+            f"cannot write the calibration to '{path}' ({error}); choose a file that you may write to"
         ) from None
     return digest
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -42,7 +42,8 @@ from softgap.tasks.prompts import check_ids
 from softgap.tasks.sources import PROMPTS, UNPLANNED, stored_prompts
 from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.writer import check_new_study
+from softgap.trajectories.locks import locked
+from softgap.trajectories.writer import check_new_study, check_target
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
@@ -60,8 +61,6 @@ __all__ = [
 
 ENGINES = ("local", "ray")
 """Where batches are computed."""
-
-_TRIAL_BYTES = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,13 +314,10 @@ def check_run(
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
     )
-    with suppress(_FolderTakesIt), StudyWriter(out, expected, overwrite=overwrite):
-        folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
-        raise _FolderTakesIt
-
-
-class _FolderTakesIt(Exception):
-    """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
+    if not check_target(folder, expected, overwrite=overwrite, resume=False):
+        folder.try_writing()
+    with locked(folder):
+        pass
 
 
 def check_mechanisms(names: Sequence[str] | None) -> list[Mechanism]:

@@ -201,20 +201,28 @@ def _cells(head: HeadFinding, quantity: str, *, wide: bool) -> dict[str, str]:
 _STYLES = {"separated": "bold green", "not separated": "bold", "not enough data": "bold yellow"}
 
 
+# Seconds to wait for another comparison of the same study that is being saved.
+_PATIENCE = 20.0
+
+
 def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
     """Write result.json, figure.svg and findings.json, and return lines that say where.
 
     A study numbers its comparisons.
     """
+    if out is not None:
+        return _write_comparison(findings, Folder.at(out))
+    comparisons = Folder.at(study).below("comparisons")
+    with locked(comparisons, patience=_PATIENCE):  # or two comparisons take one number
+        number = max((int(name) for name in comparisons.names() if name.isdecimal()), default=0) + 1
+        return _write_comparison(findings, comparisons.below(f"{number:04d}"))
+
+
+def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]:
     from softgap.report.documents import comparison_document, document_values
 
-    if out is None:
-        home = Folder.at(study)
-        numbers = [int(name) for name in home.names("comparisons") if name.isdecimal()]
-        folder = home.below(f"comparisons/{max(numbers, default=0) + 1:04d}")
-    else:
-        folder = Folder.at(out)
     folder.create()
+    folder.discard_partial("", "result.json", "figure.svg", "findings.json")
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
     lines, picture = [f"saved {folder.address}"], None
