@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import posixpath
@@ -132,6 +133,21 @@ class Folder:
                 return bytes(stream.read())
         except OSError as error:
             raise StoreError(f"cannot read '{self.path(name)}': {_reason(error)}") from error
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a small file, in hexadecimal digits."""
+        return hashlib.sha256(self.read(name)).hexdigest()
+
+    def refuse_links(self) -> None:
+        """Refuse a folder with a symbolic link in it: what it points to is not part of the study."""
+        if not self.is_local:
+            return
+        link = next((path for path in Path(self.root).rglob("*") if path.is_symlink()), None)
+        if link is not None:
+            raise StoreError(
+                f"'{self.address}' contains the symbolic link '{link.relative_to(self.root)}', which softgap does not "
+                "follow; put a copy of the file in its place"
+            )
 
     def create(self, name: str = "") -> list[str]:
         """Create the folder or a subfolder; return the full paths that did not exist, innermost first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,10 +20,11 @@ from softgap.inputs import refuse_string
 from softgap.trajectories import tables
 from softgap.trajectories.folder import Folder, add_line
 from softgap.trajectories.locks import FolderLock, locked
-from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.manifest import Manifest, seal_of
 from softgap.trajectories.reader import (
     FORMAT,
     FORMAT_VERSION,
+    accept_edited,
     open_study,
     part_name,
     read_ids,
@@ -50,6 +52,8 @@ KINDS = ("samples", "trajectories")
 LABELS = "labels.jsonl"
 # What a writer may leave in the study's own folder, half-written, when it is killed.
 _FILES = ("manifest.json", "prompts.jsonl", LABELS)
+# Files that the manifest holds a hash of.
+_SEALED = ("prompts.jsonl",)
 # What a study without a sample may consist of.
 _FIRST = ("manifest.json", "prompts.jsonl", "failures", *KINDS)
 
@@ -233,6 +237,11 @@ class StudyWriter:
         self._lock.check()
         self._ids[batch] = tuple(ids)
 
+    def seal(self) -> None:
+        """Note the hashes of files that were written beside the batches, such as the prompts."""
+        self._lock.check()
+        self._write_manifest("running")
+
     def finish(self) -> None:
         """Mark the study as finished, and let other writers go on."""
         self._prepare()
@@ -325,12 +334,14 @@ class StudyWriter:
     def _write_manifest(self, state: str) -> None:
         if state == "finished" and self._manifest.finished is None:
             self._manifest = replace(self._manifest, finished=_now())
-        document = {
+        document: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "state": state,
             **self._manifest.to_json(),
+            "files": {name: self._folder.digest(name) for name in _SEALED if self._folder.kind(name) == "file"},
         }
+        document["hash"] = seal_of(document)
         self._folder.replace("manifest.json", json.dumps(document, indent=2, ensure_ascii=False).encode())
 
 
@@ -370,7 +381,9 @@ def check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume:
         return False
     if folder.kind("manifest.json") == "absent":
         raise _other_files(folder)
-    stored, _ = read_manifest(folder)
+    # What is replaced may have been edited.
+    with accept_edited() if overwrite else nullcontext():
+        stored, _ = read_manifest(folder)
     differences = manifest.differences(stored, question_only=not resume)
     if differences:
         name = differences[0]

@@ -17,6 +17,7 @@ from softgap.cli.render.output import finite, has_colour, heat_map
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
 from softgap.trajectories.folder import Folder, check_output_file
+from softgap.trajectories.locks import locked
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, Findings, HeadFinding
