@@ -414,6 +414,7 @@ def _follow(
 
 def _fix_batches(folder: Folder, planned: Planned) -> None:
     """Write down which samples go together, or refuse a study that was begun with other batches."""
+    folder.discard_partial("failures")
     stored = stored_prompts(folder)
     if stored is None:
         write_failures(folder, UNPLANNED, planned.unmeasurable)

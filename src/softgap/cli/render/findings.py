@@ -215,8 +215,11 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
         return _write_comparison(findings, Folder.at(out))
     comparisons = Folder.at(study).below("comparisons")
     with locked(comparisons, patience=_PATIENCE):  # or two comparisons take one number
-        number = max((int(name) for name in comparisons.names() if name.isdecimal()), default=0) + 1
-        return _write_comparison(findings, comparisons.below(f"{number:04d}"))
+        numbered = sorted(int(name) for name in comparisons.names() if name.isdecimal())
+        last = numbered[-1] if numbered else 0
+        # A comparison that was killed before its result was written leaves its number to the next.
+        killed = last > 0 and comparisons.below(f"{last:04d}").kind("result.json") == "absent"
+        return _write_comparison(findings, comparisons.below(f"{last if killed else last + 1:04d}"))
 
 
 def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]:
