@@ -61,5 +61,5 @@ def test_the_folder_lies_beside_the_target_and_can_be_removed(tmp_path: Path) ->
 
 def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"^cannot write to '.*/file/parts': Not a directory; choose another folder$"):
+    with pytest.raises(StoreError, match=r"^cannot write '.*/file/parts/a': Not a directory; choose another path$"):
         write_whole(tmp_path / "file" / "parts" / "a", "text")

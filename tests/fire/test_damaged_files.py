@@ -83,7 +83,9 @@ def read_plan_of_heads(place: Path) -> None:
 def plan_files(root: Path) -> dict[str, bytes]:
     fitted = {"mean": calibration().tensors["fitted.query_bias"]}
     one = resolve("constant").with_parameters(**fitted)
-    Plan("tiny", "0" * 32, ((0, 1),), ((0, 0),), (0,), Substitute(one), {"loss": 2.0}).save(root / "p" / "plan.json")
+    Plan("tiny", "0" * 32, ((0, 0), (0, 1)), ((0, 0),), (0,), Substitute(one), {"loss": 2.0}).save(
+        root / "p" / "plan.json"
+    )
     return {path.name: path.read_bytes() for path in (root / "p").iterdir()}
 
 

@@ -355,11 +355,15 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, monkeypatch: pytes
     to_full_disk(monkeypatch, kind)
     with pytest.raises(StoreError, match=FULL), writer:
         writer.append([example_run(sample_id="b")])
+    del before[str(study / ".writer.lock")]
     assert snapshot(tmp_path) == before
     opened = open_study(study)
     assert (opened.ids, opened.state) == (("a",), "running")
     monkeypatch.undo()
-    writer.append([example_run(sample_id="b")])
+    with pytest.raises(StoreError, match=r"^this writer of '.*/study' has ended and let others go on; open another to"):
+        writer.append([example_run(sample_id="b")])
+    with StudyWriter(study, MANIFEST, resume=True) as writer:
+        writer.append([example_run(sample_id="b")])
     assert open_study(study).ids == ("a", "b")
 
 

@@ -107,7 +107,10 @@ def samples_frame(study: Study, preregistration: Preregistration) -> pd.DataFram
         raise ValueInputError(f"a comparison needs samples, but '{study.path}' holds none; measure some first")
     prompts = stored_prompts(Folder.at(study.path)) or {}
     rows = [prompts[i][0].to_json() if i in prompts else {} for i in frame["sample_id"]]
-    for name in dict.fromkeys(key for row in rows for key in row):
+    given = dict.fromkeys(key for row in rows for key in row)
+    measured = {*frame.columns, *_LENGTHS, *_LENGTHS.values()} - {"sample_id", "prompt", "completion", "label"}
+    frame.attrs["ambiguous"] = sorted(measured.intersection(given))
+    for name in given:
         if name not in frame.columns:
             frame[name] = [row.get(name) for row in rows]
     column = "positions" if preregistration.part == "completion" else "prompt_positions"
@@ -121,6 +124,11 @@ def samples_frame(study: Study, preregistration: Preregistration) -> pd.DataFram
 
 
 def _field(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
+    if name in frame.attrs.get("ambiguous", ()):
+        raise ValueInputError(
+            f"the prompts have a field '{name}', which is also the name of something that softgap measures; measure "
+            "again with the field under another name"
+        )
     column = _LENGTHS.get(name, name)
     if column not in frame.columns:
         known = [c for c in frame.columns if frame[c].map(lambda v: isinstance(v, str | int | float)).any()]

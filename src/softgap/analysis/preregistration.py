@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +20,7 @@ from softgap.signal.validation import check_order
 from softgap.stats import EXCHANGES, Split
 from softgap.trajectories import QUANTITIES
 from softgap.trajectories.folder import Folder, add_line, read_lines
+from softgap.trajectories.locks import locked
 from softgap.trajectories.validation import PARTS
 
 __all__ = ["ComparisonLog", "Preregistration", "read_preregistration"]
@@ -197,6 +199,8 @@ def _convert_value(path: str, name: str, value: Any, default: Any) -> Any:
 
 
 _LOG = "comparisons/log.jsonl"
+# Seconds to wait for another comparison that writes to the log.
+_PATIENCE = 20.0
 
 
 class ComparisonLog:
@@ -204,23 +208,41 @@ class ComparisonLog:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self.entries = tuple(read_lines(folder, _LOG))
+        self.entries: tuple[dict[str, Any], ...] = ()
+        self._read()
+
+    def _read(self) -> None:
+        self.entries = tuple(read_lines(self._folder, _LOG))
         if not all(map(_is_whole, self.entries)):
             raise StoreError(
-                f"{_LOG} in '{folder.address}' is damaged (a line lacks what its event has); restore it from a copy"
+                f"{_LOG} in '{self._folder.address}' is damaged (a line lacks what its event has); restore it from a "
+                "copy"
             )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Be the only one who reads and writes the log: what is decided by its lines still holds when one is added."""
+        comparisons = self._folder.below("comparisons")
+        with locked(comparisons, patience=_PATIENCE):
+            comparisons.discard_partial("", "log.jsonl")
+            self._read()
+            yield
 
     def add(self, event: str, **facts: Any) -> None:
         """Write one line."""
+        with self._locked():
+            self._add(event, **facts)
+
+    def _add(self, event: str, **facts: Any) -> None:
         entry = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
-        self._folder.create("comparisons")
         add_line(self._folder, _LOG, entry)
         self.entries = (*self.entries, entry)
 
     def record_preregistration(self, preregistration: Preregistration, source: str) -> None:
         """Write down a plan, unless it is there already."""
-        if not any(entry["hash"] == preregistration.hash for entry in self._of("plan")):
-            self.add("plan", hash=preregistration.hash, source=source, plan=preregistration.to_json())
+        with self._locked():
+            if not any(entry["hash"] == preregistration.hash for entry in self._of("plan")):
+                self._add("plan", hash=preregistration.hash, source=source, plan=preregistration.to_json())
 
     def status(self, preregistration: Preregistration, labels: str, *, from_file: bool) -> str:
         """Whether this look at the labels with that hash is "planned", or "exploratory" with the reason."""
@@ -258,6 +280,10 @@ class ComparisonLog:
 
     def lock(self, split: Split) -> None:
         """Lock the confirmation samples; a study has one lock."""
+        with self._locked():
+            self._lock_split(split)
+
+    def _lock_split(self, split: Split) -> None:
         known = self._of("locked")
         if known and known[0]["hash"] != split.hash:
             raise ValueInputError(
@@ -270,7 +296,7 @@ class ComparisonLog:
                     f"confirmation samples are locked before labels are read, and this study was looked at on "
                     f"{self.looks[0]['time']}; measure new samples for a confirmation"
                 )
-            self.add("locked", hash=split.hash, fraction=split.fraction, samples=int(split.confirmation.sum()))
+            self._add("locked", hash=split.hash, fraction=split.fraction, samples=int(split.confirmation.sum()))
 
     @property
     def locked_share(self) -> float | None:
@@ -295,8 +321,9 @@ class ComparisonLog:
 
     def open(self, split: Split) -> None:
         """Note that the confirmation samples are looked at; a second time is refused."""
-        self.refuse_second_opening()
-        self.add("opened", hash=split.hash)
+        with self._locked():
+            self.refuse_second_opening()
+            self._add("opened", hash=split.hash)
 
     def _of(self, event: str) -> list[dict[str, Any]]:
         return [entry for entry in self.entries if entry["event"] == event]

@@ -33,7 +33,7 @@ from softgap.calibration.texts import (
     mix_generated,
     tokens_needed,
 )
-from softgap.checkpoints import Checkpoints, checkpoint_folder
+from softgap.checkpoints import Checkpoints, checkpoint_folder, one_writer
 from softgap.cluster import check_engine
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
@@ -343,13 +343,30 @@ def calibrate(
     recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
+    target = calibration_path(model_fingerprint(model)) if out is None else Path(out).expanduser()
+    with one_writer(target):
+        return _calibrate(model, tokenizer, texts, recipe, minutes, positions, limit, stability, target, progress)
+
+
+def _calibrate(
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] | None,
+    recipe: Recipe,
+    minutes: float | None,
+    positions: int | None,
+    limit: float,
+    stability: bool,
+    target: Path,
+    progress: Progress,
+) -> Calibration:
+    """Fit, measure and save a calibration whose settings were checked."""
     source = "given"
     if texts is None:
         source, positions = "written by the model", positions or min(GENERATED_POSITIONS, context_of(model))
         check_positions(model, positions)
         texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
-    target = calibration_path(model_fingerprint(model)) if out is None else Path(out).expanduser()
     if source == "given" and recipe.rows.generated:
         corpus = _mixed(model, tokenizer, corpus, recipe.seed, target, partial_progress(progress, 0, 0.08))
     rotations = layer_rotations(model)

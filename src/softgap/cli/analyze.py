@@ -45,6 +45,7 @@ def analyze_command(
             show_default=False,
         ),
     ] = None,
+    force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
@@ -63,7 +64,8 @@ def analyze_command(
         "alpha": alpha,
         "seed": seed,
     }
-    findings = _analyze(study, settings)
+    with output.overriding(force):
+        findings = _analyze(study, settings)
     if as_json:
         # Files first: a document on standard output means that all is done.
         for name in out or ():

@@ -139,6 +139,7 @@ def compare_command(
             help="Folder for result.json and figure.svg. Default: comparisons/ in the study.", show_default=False
         ),
     ] = None,
+    force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Compare two groups of samples over all heads and features, control for confounders, and give a verdict."""
@@ -147,7 +148,8 @@ def compare_command(
 
         # Before labels are read, because the study logs every look at them.
         Folder.at(out).try_writing("a comparison is")
-    findings = _compare(study, options.preregistration(preregistration), preregistration, second, open_confirmation)
+    with output.overriding(force):
+        findings = _compare(study, options.preregistration(preregistration), preregistration, second, open_confirmation)
     from softgap.cli.render.findings import save_comparison, show_comparison
 
     lines = save_comparison(findings, study, out)

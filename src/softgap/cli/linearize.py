@@ -262,8 +262,11 @@ def _check_files(out: Path, picture: Path | None, *, overwrite: bool) -> None:
     if out.suffix != ".json":
         raise ValueInputError(f"the file of a plan must end in .json, got '{out.name}'; choose another name")
     check_new(out, overwrite)
+    from softgap.checkpoints import checkpoint_folder
+
     parameters = out.with_suffix(".safetensors")
-    if parameters.exists() and not out.exists():
+    # A search that was killed while it wrote its plan leaves the parameters, and its finished steps beside them.
+    if parameters.exists() and not out.exists() and not checkpoint_folder(out).is_dir():
         raise StoreError(
             f"'{parameters}' already exists, and the plan would write its parameters there; choose another --out"
         )
@@ -364,7 +367,7 @@ def _search(
     *,
     several: bool,
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
+    from softgap.checkpoints import checkpoint_folder, one_writer, remove_checkpoints
     from softgap.linearize.search import find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
@@ -373,16 +376,16 @@ def _search(
 
     loaded, tokenizer = load_model(model, **options)
     parts = checkpoint_folder(out)
-    with quiet_transformers(downloads=False), show_progress() as report:
+    with one_writer(out), quiet_transformers(downloads=False), show_progress() as report:
         chosen, settings = _for_model(loaded, mechanisms, window, size, settings, several=several)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
-    plan.save(out)
-    remove_checkpoints(parts)
-    layers = attention_layers(loaded)
-    _document(plan, layers, out)
+        layers = attention_layers(loaded)
+        _document(plan, layers, out)
+        plan.save(out)  # last: while it is missing, the same command resumes
+        remove_checkpoints(parts)
     return plan, layers
 
 

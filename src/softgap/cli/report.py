@@ -62,6 +62,7 @@ def report_command(
     calibration: _Calibration = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     overwrite: _Overwrite = False,
+    force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline."""
@@ -70,7 +71,7 @@ def report_command(
     from softgap.report import write_explorer
 
     browser = find_browser() if open_it else None
-    with show_progress("reading the study") as report:
+    with output.overriding(force), show_progress("reading the study") as report:
         written = write_explorer(
             study,
             out,

@@ -27,13 +27,15 @@ def label_command(
         str,
         typer.Argument(help="File (.jsonl or .csv) with the columns id and label; an empty label removes the old one."),
     ],
+    force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Change the labels of a study without measuring it again."""
     from softgap.study import label_study
     from softgap.tasks import read_labels
 
-    counts = label_study(study, read_labels(labels), source=labels)
+    with output.overriding(force):
+        counts = label_study(study, read_labels(labels), source=labels)
     if as_json:
         output.write_json({"study": study, **counts.to_json()})
         return
@@ -144,6 +146,7 @@ def run_command(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="Sample with this seed instead of decoding greedily.")
     ] = None,
+    force: output.Force = False,
     options: StudyOptions,
 ) -> None:
     """Measure every head on many prompts. The model answers a prompt, or reads its completion where one is given."""
@@ -157,7 +160,8 @@ def run_command(
         resolve_scorer(score).check(samples, f"'{prompts}'")
     settings = options.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
     place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
-    carry_out(samples, place, settings, options)
+    with output.overriding(force):
+        carry_out(samples, place, settings, options)
 
 
 def _parse_renames(entries: Sequence[str]) -> dict[str, str]:
@@ -197,6 +201,7 @@ def task_command(
         typer.Option(min=1, help="Maximum number of new tokens. Default: set by the task.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for prompts and sampling.")] = 0,
+    force: output.Force = False,
     options: StudyOptions,
 ) -> None:
     """Generate prompts with known answers, let the model answer, and label each answer right or wrong."""
@@ -208,7 +213,8 @@ def task_command(
         seed=None if options.temperature is None else seed,
         scoring=TASKS[task].scoring,
     )
-    carry_out(prompts, f"runs/{task}" if out is None else out, settings, options)
+    with output.overriding(force):
+        carry_out(prompts, f"runs/{task}" if out is None else out, settings, options)
 
 
 study = typer.Typer(

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
+from softgap.checkpoints import written_whole
 from softgap.cluster import ModelSource, check_engine, run_tasks
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import StoreError, ValueInputError, unknown_name
@@ -106,13 +107,8 @@ class Impact:
         target = Path(path)
         about = {"format": FORMAT, "mechanisms": self.mechanisms, "heads": self.heads, "settings": dict(self.settings)}
         arrays = {f"{kind}.{name}": x for kind in ("original", "change") for name, x in getattr(self, kind).items()}
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                np.savez_compressed(file, about=np.array(json.dumps(about)), allow_pickle=False, **arrays)
-            partial.replace(target)
-        except OSError as error:
-            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        with written_whole(target) as partial, partial.open("wb") as file:
+            np.savez_compressed(file, about=np.array(json.dumps(about)), allow_pickle=False, **arrays)
         return target
 
     def write_heads(self, path: str | os.PathLike[str]) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from softgap.attention import Mechanism, add_window, resolve
+from softgap.checkpoints import one_writer, write_whole
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import bounded_layers
@@ -84,7 +86,17 @@ class Plan:
                 f"the plan is for the model {self.fingerprint} ({self.model}), and this one is {fingerprint} "
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
-        heads_by_layer(attention_layers(model), self.heads)
+        freed = {
+            (layer.number, group)
+            for layer, heads in heads_by_layer(attention_layers(model), self.heads)
+            for group in freed_groups(layer, heads)
+        }
+        kept = [group for group in self.groups if group not in freed]
+        if kept:
+            raise UnsupportedError(
+                f"the groups of a plan must be KV groups of which it swaps every query head, got {kept[0]}; make the "
+                "plan again"
+            )
 
     def recall_words(self) -> str:
         """On how many questions recall rests and how far it may be off, as one sentence; "" where it is not known."""
@@ -146,15 +158,10 @@ class Plan:
             "provenance": dict(self.provenance),
             "baselines": None if self.baselines is None else self.baselines.to_json(),
         }
-        if parameters is not None:
-            save_calibration(parameters, tensors, {"fingerprint": self.fingerprint, "plan": target.name})
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another place") from error
+        with one_writer(target):
+            if parameters is not None:
+                save_calibration(parameters, tensors, {"fingerprint": self.fingerprint, "plan": target.name})
+            write_whole(target, json.dumps(document, indent=1) + "\n")
         return target
 
 
@@ -191,6 +198,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         if not isinstance(document, dict) or document.get("format") not in (FORMAT, MIXED_FORMAT):
             raise ValueError(f"its format is not {FORMAT} or {MIXED_FORMAT}")
         _check_types(document)
+        _check_ranges(document)
         parameters = _stored_parameters(document["parameters"], source)
         head_substitute = _read_substitute(document, parameters)
         return Plan(
@@ -301,6 +309,53 @@ def _check_types(document: Mapping[str, Any]) -> None:
         raise ValueError("original, expected, recall and memory must hold numbers")
     if not isinstance(document["provenance"], dict):
         raise ValueError("provenance must be an object")
+
+
+_LARGEST = 2**31 - 1
+
+
+def _check_ranges(document: Mapping[str, Any]) -> None:
+    """Raise unless heads, groups, layers and windows agree with each other, and costs are finite."""
+    mixed = document["format"] == MIXED_FORMAT
+    mechanisms = document["mixture"]["parts"] if mixed else [document["mechanism"]]
+    heads = [(layer, head) for layer, head in document["heads"]]
+    groups = [(layer, group) for layer, group in document["groups"]]
+    for name, entries in (("heads", heads), ("groups", groups), ("layers", document["layers"])):
+        if len(set(entries)) < len(entries):
+            raise ValueError(f"{name} must name everything once")
+    parts = [(layer, head) for about in mechanisms for layer, head in about["heads"]] if mixed else heads
+    if not heads or sorted(parts) != sorted(heads):
+        raise ValueError("heads must name at least one head, and each must be in one part of the mixture")
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in sorted(heads):
+        by_layer.setdefault(layer, []).append(head)
+    for layer, group in groups:
+        if group > max(by_layer.get(layer, [-1])):
+            raise ValueError(f"groups must be KV groups of swapped heads, got ({layer}, {group})")
+    freed = {layer for layer, _ in groups}
+    for layer in document["layers"]:
+        if layer not in freed or by_layer[layer] != list(range(len(by_layer[layer]))):
+            raise ValueError(f"layers must be those of which all heads are swapped and all groups freed, got {layer}")
+    window = None if mixed else document["mechanism"]["window"]
+    numbers = [x for about in mechanisms for x in about["options"].values() if type(x) in (int, float)]
+    if any(not -_LARGEST <= x <= _LARGEST for x in numbers) or (window is not None and not 1 <= window <= _LARGEST):
+        raise ValueError(f"windows and other options must be numbers up to {_LARGEST}, and a window at least 1")
+    costs = [document.get(name) for name in ("original", "expected", "recall", "memory", "baselines")]
+    if not all(math.isfinite(number) for number in _numbers_in(costs)):
+        raise ValueError("costs must be finite numbers")
+    if any(number < 0 for number in document["memory"].values()):
+        raise ValueError("memory must be numbers of bytes from 0")
+    if any(interval["low"] > interval["high"] for interval in document["expected"].values()):
+        raise ValueError("an interval must not end before it begins")
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    """All numbers in a JSON document."""
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(entry)
+    elif type(value) in (int, float):
+        yield value
 
 
 def _stored_parameters(about: Mapping[str, str] | None, source: Path) -> Mapping[str, Tensor]:

@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
+from softgap.checkpoints import written_whole
 from softgap.errors import StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.kinds import letters_of_kinds, numbers_of_counts
@@ -44,6 +45,13 @@ FORMAT = 1
 
 
 BLOCK = "softgap_calibration"
+
+
+# What numpy, which the hash goes through, and the attention of the instrument both take.
+_DTYPES = (torch.float32, torch.float64)
+
+
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,19 +138,12 @@ def save_calibration(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
     block = json.dumps({**metadata, "format": FORMAT, "digest": digest}, sort_keys=True)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        try:
-            save_file(contiguous, name, metadata={BLOCK: block})
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        with written_whole(path) as partial:
+            save_file(contiguous, partial, metadata={BLOCK: block})
+            partial.chmod(0o644)
+    except SafetensorError as error:
         raise StoreError(
-            f"cannot write the calibration to '{path}' ({reason}); choose a file that you may write to"
+            f"cannot write the calibration to '{path}' ({error}); choose a file that you may write to"
         ) from None
     return digest
 
@@ -169,10 +170,68 @@ def load_calibration(path: Path) -> StoredCalibration:
         raise StoreError(
             f"'{path}' has calibration format {version}, newer than {FORMAT}, which this softgap reads; update softgap"
         )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.numel() == 0:
+            raise StoreError(
+                f"'{path}' must hold float32 or float64 tensors with at least one number, got '{name}' with shape "
+                f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}; calibrate the model again"
+            )
     digest = digest_of(tensors)
     if digest != metadata.get("digest"):
         raise StoreError(f"'{path}' is damaged: its tensors do not match their hash; calibrate the model again")
     return StoredCalibration(tensors, metadata, digest)
+
+
+# Axes of the tensors that a calibration of a model holds, by parameter; ``for_layers`` takes one layer for all.
+_AXES = {
+    "query_weight": ("layers", "heads", "features", "inputs"),
+    "query_bias": ("layers", "heads", "features"),
+    "key_weight": ("layers", "KV heads", "features", "inputs"),
+    "key_bias": ("layers", "KV heads", "features"),
+    "rate": ("layers", "KV heads", "features"),
+    "tail_factor": ("layers", "heads"),
+    "mean": ("layers", "heads", "values"),
+    "first": ("layers", "heads"),
+    "by_distance": ("layers", "heads", "distances"),
+    "frequency": ("layers or 1", "1", "turned"),
+    "turn": ("layers or 1", "1", "turned", "turned"),
+}
+# Axes that one mechanism has for itself; the others are those of the model.
+_OWN = ("features", "inputs", "values", "distances", "turned")
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, path: Path) -> None:
+    """Refuse tensors that do not fit the model or each other; what they mean is known by their names."""
+    sizes = _model_sizes(model)
+    for name, tensor in sorted(tensors.items()):
+        mechanism, _, parameter = name.partition(".")
+        axes = _AXES.get(parameter)
+        if axes is None:
+            continue
+        keys = [f"{mechanism} {axis}" if axis in _OWN else axis for axis in axes]
+        fits = tensor.dim() == len(axes)
+        for axis, size in zip(keys, tensor.shape, strict=False):
+            if axis == "layers or 1" and size != 1:
+                axis = "layers"
+            fits = fits and size == (1 if axis in ("1", "layers or 1") else sizes.setdefault(axis, size))
+        if not fits:
+            expected = ", ".join(
+                f"{axis} ({sizes[key]})" if key in sizes else axis for axis, key in zip(axes, keys, strict=True)
+            )
+            raise StoreError(
+                f"'{path}' does not fit the model: its tensor '{name}' must have the axes [{expected}], got shape "
+                f"{list(tensor.shape)}; calibrate the model again"
+            )
+
+
+def _model_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Layers, heads and KV heads by the model's configuration, as far as it says so for all layers at once."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    layers = config.num_hidden_layers if kinds is None else sum(kind in _SOFTMAX_LAYERS for kind in kinds)
+    heads = getattr(config, "num_attention_heads", None)
+    sizes = {"layers": layers, "heads": heads, "KV heads": getattr(config, "num_key_value_heads", None) or heads}
+    return {axis: size for axis, size in sizes.items() if isinstance(size, int) and size > 0}
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -252,4 +311,5 @@ def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: 
             f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "
             f"({stored.metadata.get('model')}), and this one is {fingerprint}; calibrate this model"
         )
+    _check_shapes(stored.tensors, model, path)
     return stored

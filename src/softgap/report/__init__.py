@@ -1,10 +1,10 @@
 """Findings as pictures, and a study as one self-contained HTML file."""
 
+from softgap.checkpoints import written_whole
 from softgap.report.columns import Column, read_columns
 from softgap.report.documents import Document, Picture, Table, save_document
 from softgap.report.explorer import Report, explorer, notebook_html, write_explorer
 from softgap.report.figures import PICTURES, draw_plane, new_figure, require_matplotlib, save_figure, save_plane
-from softgap.trajectories.folder import written_whole
 
 __all__ = [
     "PICTURES",

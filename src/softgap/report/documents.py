@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softgap.checkpoints import written_whole
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.inputs import as_items
 from softgap.report.figures import draw_plan, figure_bytes
-from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings

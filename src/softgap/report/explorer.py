@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softgap.checkpoints import written_whole
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.progress import Progress
@@ -33,7 +34,7 @@ from softgap.report.evaluation_page import evaluation_document, read_evaluation
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
-from softgap.trajectories.folder import check_output_file, written_whole
+from softgap.trajectories.folder import check_output_file
 
 if TYPE_CHECKING:
     from softgap.analysis import Findings

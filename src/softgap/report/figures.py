@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from softgap.checkpoints import written_whole
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.kinds import COLOURS, KINDS, LETTERS
 from softgap.signal import complexity_bounds
-from softgap.trajectories.folder import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from softgap.probe import Interrupted
 from softgap.probe.capture import check_lengths, check_temperature, completion_ids, prompt_ids
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
-from softgap.tasks.sources import PROMPTS, UNPLANNED
+from softgap.tasks.sources import BATCH, PROMPTS, UNPLANNED
 from softgap.trajectories import Trajectories
 from softgap.trajectories.folder import Folder, json_lines, read_lines
 
@@ -233,6 +233,12 @@ def token_count(loaded: Loaded, prompt: Prompt, settings: StudySettings, *, repl
     if replay and prompt.completion is not None:
         ids = [*ids, *completion_ids(tokenizer, prompt.completion)[:-1]]
     check_lengths(model, [ids], 0 if replay else settings.max_new_tokens)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if ids and max(ids) >= rows:
+        raise ValueInputError(
+            f"a tokenizer must fit its model, whose vocabulary has {rows:,} tokens, got the token {max(ids):,}; load "
+            "the tokenizer that the model was trained with"
+        )
     return len(ids)
 
 
@@ -323,7 +329,7 @@ _FAILURES = "failures"
 def write_prompts(folder: Folder, prompts: Sequence[Prompt], batches: Sequence[Batch]) -> None:
     """Write down what is asked and which samples go together, before the first is measured."""
     number = {i: batch.number for batch in batches for i in batch.indices}
-    lines = [{**prompt.to_json(), "batch": number.get(i, UNPLANNED)} for i, prompt in enumerate(prompts)]
+    lines = [{**prompt.to_json(), BATCH: number.get(i, UNPLANNED)} for i, prompt in enumerate(prompts)]
     folder.replace(PROMPTS, json_lines(lines))
 
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,7 +43,9 @@ from softgap.tasks.prompts import check_ids
 from softgap.tasks.sources import PROMPTS, UNPLANNED, stored_prompts
 from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.writer import check_new_study
+from softgap.trajectories.locks import locked
+from softgap.trajectories.reader import accept_edited, refuse_edited
+from softgap.trajectories.writer import check_new_study, check_target
 
 if TYPE_CHECKING:
     from softgap.models.loading import Loaded
@@ -59,8 +61,6 @@ __all__ = [
     "run_study",
     "torch_threads",
 ]
-
-_TRIAL_BYTES = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +225,7 @@ def measure(
         writer = stack.enter_context(_open_writer(out, planned, overwrite))
         if mode == "study":
             _fix_batches(folder, planned)
+            writer.seal()
         done.update(writer.batches)
         total = sum(len(batch.indices) for batch in planned.batches)
         resumed = sum(len(batch.indices) for batch in planned.batches if batch.number in done)
@@ -293,7 +294,8 @@ def check_run(
     mechanisms = check_mechanisms(settings.mechanisms)
     folder = Folder.at(out)
     has_study = folder.kind() == "folder" and folder.kind("manifest.json") == "file"
-    stored = open_study(out).manifest if has_study else Manifest()
+    with accept_edited() if overwrite else nullcontext():  # what is replaced may have been edited
+        stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
     # also bring a calibration.
     names = tuple(mechanism.label for mechanism in mechanisms)
@@ -309,13 +311,10 @@ def check_run(
         dropped_sinks=settings.drop_sinks,
         inputs=_digest(prompts, mode),
     )
-    with suppress(_FolderTakesIt), StudyWriter(out, expected, overwrite=overwrite):
-        folder.discard(folder.stage("manifest.json", lambda sink: sink.write(bytes(_TRIAL_BYTES))))
-        raise _FolderTakesIt
-
-
-class _FolderTakesIt(Exception):
-    """The folder took what was written to it; leaving a StudyWriter with an error makes it clear up."""
+    check_target(folder, expected, overwrite=overwrite, resume=False)
+    folder.try_writing()
+    with locked(folder):
+        pass
 
 
 def check_mechanisms(names: Sequence[str] | None) -> list[Mechanism]:
@@ -409,11 +408,17 @@ def _follow(
 
 def _fix_batches(folder: Folder, planned: Planned) -> None:
     """Write down which samples go together, or refuse a study that was begun with other batches."""
+    folder.discard_partial("failures")
     stored = stored_prompts(folder)
     if stored is None:
         write_failures(folder, UNPLANNED, planned.unmeasurable)
         write_prompts(folder, planned.prompts, planned.batches)
         return
+    # The manifest asks the same, so that other prompts were put there by hand; a study of 0.1 has no hash to show it.
+    if {name: _stored(prompt) for name, (prompt, _) in stored.items()} != {
+        prompt.sample_id: _stored(prompt) for prompt in planned.prompts
+    }:
+        refuse_edited(folder, PROMPTS)
     for batch in planned.batches:
         ids = [planned.prompts[i].sample_id for i in batch.indices]
         if any(stored.get(sample_id, (None, None))[1] != batch.number for sample_id in ids):
@@ -421,6 +426,12 @@ def _fix_batches(folder: Folder, planned: Planned) -> None:
                 f"{PROMPTS} in '{folder.address}' assigns sample '{ids[0]}' to a different batch than this version; "
                 "finish the study with the version that started it, or choose another folder"
             )
+
+
+def _stored(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as its file gives it back; version 0.1 lost a field of the name ``batch``."""
+    given = json.loads(json.dumps(prompt.to_json()))
+    return {name: value for name, value in given.items() if name != "batch"}
 
 
 def _open_writer(out: str, planned: Planned, overwrite: bool) -> StudyWriter:

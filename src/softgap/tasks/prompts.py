@@ -10,9 +10,11 @@ from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items, check_text, encodable, refuse_string, shortened
 
-__all__ = ["Prompt", "check_ids", "prompt_from"]
+__all__ = ["RESERVED", "Prompt", "check_ids", "prompt_from"]
 
 _PROMPT_FIELDS = ("id", "prompt", "completion", "reference", "label", "group")
+# What softgap writes beside the fields of a prompt begins with this, so that no field of a user has its name.
+RESERVED = "softgap."
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Prompt:
     group
         What belongs together, such as a question's id; never divided between folds or exchanged across.
     fields
-        Anything else that was given: difficulty, choices, ...
+        Anything else that was given: difficulty, choices, ...; not under the names above, nor one that begins with
+        ``softgap.``
     line
         Where it stood in its file, for messages; 0 if nowhere.
     """
@@ -48,6 +51,12 @@ class Prompt:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", as_items(self.reference))
+        for name in self.fields:
+            if name in _PROMPT_FIELDS or str(name).startswith(RESERVED):
+                raise ValueInputError(
+                    f"the fields of a prompt must not be called {', '.join(_PROMPT_FIELDS)} or begin with "
+                    f"'{RESERVED}', got {shortened(name)}; rename it"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """As one object, which ``prompt_from`` reads back."""
@@ -71,7 +80,12 @@ class Prompt:
 def prompt_from(
     entry: Mapping[str, Any], where: str, default_id: str, *, line: int = 0, needs: Sequence[str] = ("prompt",)
 ) -> Prompt:
-    """A prompt from named fields; ``where`` begins the sentence about a field that cannot be used."""
+    """A prompt from named fields; ``where`` begins the sentence about a field that cannot be used.
+
+    What a study wrote beside the fields of its prompts is left aside, so that its file can be read as prompts again.
+    """
+    entry = {name: value for name, value in entry.items() if not name.startswith(RESERVED)}
+    _check_encodable(entry, where)
     for name in needs:
         if not isinstance(entry.get(name), str) or not entry[name]:
             raise ValueInputError(f"{where}: '{name}' must hold some text, got {shortened(entry.get(name))}; add it")
@@ -81,9 +95,6 @@ def prompt_from(
     label = entry.get("label")
     if not isinstance(label, str | None):
         raise ValueInputError(f"{where}: 'label' must be text, got {shortened(label)}; write it in quotes")
-    for name, value in entry.items():
-        if isinstance(value, str):
-            encodable(value, f"{where}: '{name}'")
     return Prompt(
         sample_id=str(sample_id),
         prompt=check_text(entry["prompt"], f"{where}: 'prompt'"),
@@ -107,6 +118,21 @@ def check_ids(prompts: Sequence[Prompt], name: str) -> None:
                 f"{lines[prompt.sample_id]}; rename one"
             )
         lines[prompt.sample_id] = prompt.line
+
+
+def _check_encodable(entry: Mapping[str, Any], where: str) -> None:
+    """Refuse a field whose name or value, at any depth, holds half a character, as JSON can write it."""
+    for field_name, field_value in entry.items():
+        encodable(field_name, f"{where}: the name of a field")
+        values = [field_value]
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                encodable(value, f"{where}: '{field_name}'")
+            elif isinstance(value, Mapping):
+                values += [*value, *value.values()]
+            elif isinstance(value, list | tuple):
+                values += value
 
 
 def _completion(value: Any, where: str) -> str | None:

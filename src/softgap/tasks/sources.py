@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
-from softgap.inputs import file_text, shortened
-from softgap.tasks.prompts import Prompt, check_ids, prompt_from
+from softgap.inputs import encodable, file_text, shortened
+from softgap.tasks.prompts import RESERVED, Prompt, check_ids, prompt_from
 
 if TYPE_CHECKING:
     from softgap.trajectories.folder import Folder
 
-__all__ = ["PROMPTS", "TRUTHFULQA", "UNPLANNED", "json_prompts", "read_labels", "read_prompts", "stored_prompts"]
+__all__ = [
+    "BATCH",
+    "PROMPTS",
+    "TRUTHFULQA",
+    "UNPLANNED",
+    "json_prompts",
+    "read_labels",
+    "read_prompts",
+    "stored_prompts",
+]
 
 
 DATASET = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
@@ -240,6 +249,8 @@ def read_labels(source: str) -> dict[str, str | None]:
             raise ValueInputError(
                 f"{where}: 'label' must be text, got {shortened(row.get('label'))}; write it in quotes"
             )
+        encodable(str(sample_id), f"{where}: 'id'")
+        encodable(label or "", f"{where}: 'label'")
         if str(sample_id) in labels:
             raise ValueInputError(f"{where}: every id must be different, got '{sample_id}' again; leave one out")
         labels[str(sample_id)] = label or None
@@ -251,6 +262,8 @@ def read_labels(source: str) -> dict[str, str | None]:
 PROMPTS = "prompts.jsonl"
 
 
+# The field of a stored prompt that holds the number of its batch.
+BATCH = f"{RESERVED}batch"
 # The batch of a prompt that failed before any batch was made.
 UNPLANNED = -1
 
@@ -263,10 +276,11 @@ def stored_prompts(folder: Folder) -> dict[str, tuple[Prompt, int]] | None:
         return None
     prompts = {}
     for number, entry in enumerate(read_lines(folder, PROMPTS), start=1):
-        batch = entry.pop("batch", UNPLANNED)
-        if not isinstance(batch, int):
+        # Version 0.1 wrote the batch among the fields of the user, in the place of one that had this name.
+        batch = entry.get(BATCH) if BATCH in entry else entry.pop("batch", UNPLANNED)
+        if not isinstance(batch, int) or isinstance(batch, bool):
             raise StoreError(
-                f"{PROMPTS} in '{folder.address}', line {number}: 'batch' must be a whole number, got "
+                f"{PROMPTS} in '{folder.address}', line {number}: '{BATCH}' must be a whole number, got "
                 f"{shortened(batch)}; restore this file from a copy"
             )
         prompt = prompt_from(entry, f"{PROMPTS} in '{folder.address}', line {number}", str(number), line=number)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import posixpath
 import re
-import uuid
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,12 +18,17 @@ from typing import Any, NoReturn
 import pyarrow as pa
 from pyarrow import fs
 
+from softgap.checkpoints import is_partial, partial_name, sync_folder
 from softgap.errors import StoreError
+from softgap.trajectories.locks import is_lock, locked
 
-__all__ = ["Folder", "add_line", "check_output_file", "json_lines", "new_name", "read_lines", "slug", "written_whole"]
+__all__ = ["Folder", "add_line", "check_output_file", "json_lines", "new_name", "read_lines", "slug"]
 
 
-_PARTIAL = ".partial"
+# As much as the first files of a study take: a full disk may still hold a few bytes.
+_TRIAL_BYTES = 65536
+_TRIAL = "softgap-trial"
+_TRIAL_PATIENCE = 20.0
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -74,6 +79,11 @@ class Folder:
             ) from error
         return cls(filesystem, root.rstrip("/") or root, address)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk of this machine, or one that is mounted like it."""
+        return bool(self.filesystem.type_name == "local")
+
     def below(self, name: str) -> Folder:
         """A subfolder, which need not exist; the options of a URI stay behind it."""
         path, mark, options = self.address.partition("?") if _URI.match(self.address) else (self.address, "", "")
@@ -96,6 +106,21 @@ class Folder:
         except OSError as error:
             raise StoreError(f"cannot list '{self.path(name)}': {_reason(error)}") from error
 
+    def other_names(self, own: Container[str] = ()) -> list[str]:
+        """Names of what is here, without locks, half-written files, and subfolders of ``own`` that hold nothing else.
+
+        These are what a writer leaves that was killed before it had written anything.
+        """
+        return [
+            name
+            for name in self.names()
+            if not is_lock(name) and not is_partial(name) and not (name in own and self.below(name).is_empty())
+        ]
+
+    def is_empty(self) -> bool:
+        """Whether it is a folder that holds nothing but what a killed writer leaves."""
+        return self.kind() == "folder" and not self.other_names()
+
     def parts(self, name: str) -> dict[int, str]:
         """Batch number and path of the published parts in a subfolder, in order."""
         matches = [(re.fullmatch(r"part-(\d+)\.parquet", entry), entry) for entry in self.names(name)]
@@ -108,6 +133,21 @@ class Folder:
                 return bytes(stream.read())
         except OSError as error:
             raise StoreError(f"cannot read '{self.path(name)}': {_reason(error)}") from error
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a small file, in hexadecimal digits."""
+        return hashlib.sha256(self.read(name)).hexdigest()
+
+    def refuse_links(self) -> None:
+        """Refuse a folder with a symbolic link in it: what it points to is not part of the study."""
+        if not self.is_local:
+            return
+        link = next((path for path in Path(self.root).rglob("*") if path.is_symlink()), None)
+        if link is not None:
+            raise StoreError(
+                f"'{self.address}' contains the symbolic link '{link.relative_to(self.root)}', which softgap does not "
+                "follow; put a copy of the file in its place"
+            )
 
     def create(self, name: str = "") -> list[str]:
         """Create the folder or a subfolder; return the full paths that did not exist, innermost first."""
@@ -141,9 +181,19 @@ class Folder:
         return temporary
 
     def publish(self, temporary: str, name: str) -> None:
-        """Give a staged file its name."""
+        """Give a staged file its name, on disk when this returns."""
         try:
             self.filesystem.move(self.path(temporary), self.path(name))
+            if self.is_local:
+                sync_folder(posixpath.dirname(self.path(name)))
+        except OSError as error:
+            self.refuse(error)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file under its name; in an object store that is one step."""
+        try:
+            with self.filesystem.open_output_stream(self.path(name)) as sink:
+                sink.write(content)
         except OSError as error:
             self.refuse(error)
 
@@ -160,11 +210,9 @@ class Folder:
         """Refuse a folder that cannot be written to, by writing to it; it is left as it was."""
         if self.kind() == "file":
             raise StoreError(f"{subject} written to a folder, but '{self.address}' is a file; choose another path")
-        created = self.create()
-        try:
-            self.discard(self.stage("manifest.json", lambda sink: sink.write(b"{}")))
-        finally:
-            self.discard_empty(created)
+        with locked(self, _TRIAL, patience=_TRIAL_PATIENCE):
+            self.discard_partial("", _TRIAL)
+            self.discard(self.stage(_TRIAL, lambda sink: sink.write(bytes(_TRIAL_BYTES))))
 
     def delete(self, name: str) -> None:
         """Delete a file."""
@@ -185,16 +233,16 @@ class Folder:
                 if not self.filesystem.get_file_info(fs.FileSelector(path)):
                     self.filesystem.delete_dir(path)
 
-    def discard_partial(self, name: str) -> None:
-        """Delete what a killed writer left half-written in a subfolder."""
+    def discard_partial(self, name: str, *files: str) -> None:
+        """Delete what a killed writer left half-written in a subfolder, of these files only or of all."""
         for entry in self.names(name):
-            if entry.endswith(_PARTIAL):
+            if any(is_partial(entry, file) for file in files or (None,)):
                 self.discard(posixpath.join(name, entry))
 
     def temporary(self, name: str) -> str:
         """A fresh name beside ``name`` that DuckDB's *.parquet and pyarrow's datasets both pass over."""
         parent, base = posixpath.split(name)
-        return posixpath.join(parent, f".{base}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+        return posixpath.join(parent, partial_name(base))
 
     def refuse(self, error: OSError) -> NoReturn:
         """Raise the StoreError for a failure to write."""
@@ -210,7 +258,7 @@ class Folder:
 
     def _sync(self, name: str) -> None:
         """Have the content on disk before the name, or a power cut could leave a named part without content."""
-        if isinstance(self.filesystem, fs.LocalFileSystem):
+        if self.is_local:
             descriptor = os.open(self.path(name), os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -247,7 +295,10 @@ def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:
 
 
 def add_line(folder: Folder, name: str, entry: Mapping[str, Any]) -> None:
-    """Add one object to a JSON lines file of a study; object stores know no other way than to write it anew."""
+    """Add one object to a JSON lines file of a study; object stores know no other way than to write it anew.
+
+    Whoever calls this holds a lock, or two that add at once would lose a line.
+    """
     folder.replace(name, json_lines([*read_lines(folder, name), entry]))
 
 
@@ -292,19 +343,3 @@ def check_output_file(path: str | os.PathLike[str], option: str = "--out") -> No
     if folder:
         raise StoreError(f"{option} must name a file, but '{name}' is a folder; add a file name")
     Folder.at(target.parent).try_writing("files are")
-
-
-@contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to: it takes the place of ``path`` when the block ends well, and is gone if it does not."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(target)
-    except OSError as error:
-        raise StoreError(f"cannot write '{target}': {error.strerror or error}; choose another path") from error
-    finally:
-        if target.parent.is_dir():
-            partial.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 
-__all__ = ["Manifest", "inputs_digest"]
+__all__ = ["Manifest", "inputs_digest", "seal_of"]
 
 _TIMES = ("started", "finished")
 _NOT_THE_QUESTION = (*_TIMES, "weights", "versions", "backend", "threads", "command", "extra")
@@ -128,6 +128,12 @@ class Manifest:
 def inputs_digest(texts: Sequence[str]) -> str:
     """The fingerprint of the texts of a study, for ``Manifest.inputs``."""
     return hashlib.sha256("\x00".join(as_items(texts)).encode()).hexdigest()[:16]
+
+
+def seal_of(document: Mapping[str, Any]) -> str:
+    """The hash of a manifest's document, its field ``hash`` aside: it tells whether somebody edited the file."""
+    rest = {name: value for name, value in document.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,13 @@ import pyarrow.parquet as pq
 from softgap.errors import SoftgapError, StoreError, unknown_name
 from softgap.trajectories import tables
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.manifest import Manifest, seal_of
 from softgap.trajectories.run import Trajectories
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Study", "load", "open_study", "read_manifest"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Study", "accept_edited", "load", "open_study", "read_manifest", "refuse_edited"]
 
 FORMAT = "softgap-study"
 FORMAT_VERSION = 1
@@ -199,8 +201,47 @@ def read_samples(folder: Folder, name: str) -> pa.Table:
     return _read(folder, name, lambda file: file.read())
 
 
+_accepted: ContextVar[list[str] | None] = ContextVar("accepted", default=None)
+
+
+@contextmanager
+def accept_edited() -> Iterator[list[str]]:
+    """Read studies in the block although somebody edited them.
+
+    Yields
+    ------
+    list of str
+        What would have been refused, one sentence each; it is filled while studies are read.
+
+    Examples
+    --------
+    >>> import softgap
+    >>> from softgap.trajectories.reader import accept_edited
+    >>> with accept_edited() as overridden:
+    ...     study = softgap.open_study("runs/counts")
+    >>> overridden
+    []
+    """
+    sentences: list[str] = []
+    token = _accepted.set(sentences)
+    try:
+        yield sentences
+    finally:
+        _accepted.reset(token)
+
+
+def refuse_edited(folder: Folder, name: str) -> None:
+    """Refuse a file of a study that is not what softgap wrote; in a block of ``accept_edited`` only note it."""
+    sentence = f"{name} in '{folder.address}' was edited after softgap wrote it: it does not match its hash"
+    accepted = _accepted.get()
+    if accepted is None:
+        raise StoreError(f"{sentence}; restore the file from a copy, or read it as it is with --force")
+    if sentence not in accepted:
+        accepted.append(sentence)
+
+
 def read_manifest(folder: Folder) -> tuple[Manifest, str]:
-    """The manifest and the state of the study in a folder."""
+    """The manifest and the state of the study in a folder, which no link leads out of and nobody has edited."""
     kind = folder.kind()
     if kind == "absent":
         raise StoreError(f"there is no study at '{folder.address}'; check the path")
@@ -212,6 +253,7 @@ def read_manifest(folder: Folder) -> tuple[Manifest, str]:
         parts = {"samples", "trajectories"}.intersection(folder.names())
         remedy = "restore the file from a copy" if parts else "give a folder that softgap has written"
         raise StoreError(f"'{folder.address}' is not a study: it has no manifest.json; {remedy}")
+    folder.refuse_links()
     return _parse_manifest(folder, folder.read("manifest.json"))
 
 
@@ -235,9 +277,26 @@ def _parse_manifest(folder: Folder, content: bytes) -> tuple[Manifest, str]:
             "upgrade softgap"
         )
     try:
-        return Manifest.from_json(document), str(document.get("state"))
+        manifest = Manifest.from_json(document)
     except SoftgapError as error:
         raise StoreError(f"{where} cannot be understood: {error}; restore the file from a copy") from error
+    _check_hashes(folder, document)
+    return manifest, str(document.get("state"))
+
+
+def _check_hashes(folder: Folder, document: dict[str, Any]) -> None:
+    """Refuse a manifest or prompts that were edited; those of version 0.1 have no hash."""
+    if "hash" not in document:
+        return
+    files = document.get("files")
+    if document["hash"] != seal_of(document) or not isinstance(files, dict):
+        refuse_edited(folder, "manifest.json")
+        return
+    for name, digest in files.items():
+        if folder.kind(name) != "file":
+            raise StoreError(f"'{folder.address}' has no {name}, which its manifest names; restore it from a copy")
+        if folder.digest(name) != digest:
+            refuse_edited(folder, name)
 
 
 def damaged_part_error(folder: Folder, name: str, detail: object) -> StoreError:

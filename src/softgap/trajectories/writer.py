@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,10 +19,12 @@ from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import refuse_string
 from softgap.trajectories import tables
 from softgap.trajectories.folder import Folder, add_line
-from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.locks import FolderLock, locked
+from softgap.trajectories.manifest import Manifest, seal_of
 from softgap.trajectories.reader import (
     FORMAT,
     FORMAT_VERSION,
+    accept_edited,
     open_study,
     part_name,
     read_ids,
@@ -36,6 +39,7 @@ __all__ = [
     "LabelCounts",
     "StudyWriter",
     "check_new_study",
+    "check_target",
     "label_study",
     "publish_batch",
     "published_ids",
@@ -46,6 +50,12 @@ __all__ = [
 
 KINDS = ("samples", "trajectories")
 LABELS = "labels.jsonl"
+# What a writer may leave in the study's own folder, half-written, when it is killed.
+_FILES = ("manifest.json", "prompts.jsonl", LABELS)
+# Files that the manifest holds a hash of.
+_SEALED = ("prompts.jsonl",)
+# What a study without a sample may consist of.
+_FIRST = ("manifest.json", "prompts.jsonl", "failures", *KINDS)
 
 
 def publish_batch(
@@ -117,14 +127,22 @@ class LabelCounts:
 
 def label_study(path: str, labels: Mapping[str, str | None], *, source: str = "") -> LabelCounts:
     """Give samples of a study other labels; None takes a label away. The study's log keeps what was done."""
-    study = open_study(path)
+    folder = Folder.at(path)
+    open_study(path)  # before the lock: what is no study gets none
+    with locked(folder):
+        return _label(folder, labels, source)
+
+
+def _label(folder: Folder, labels: Mapping[str, str | None], source: str) -> LabelCounts:
+    study = open_study(folder.address)
     unknown = [sample_id for sample_id in labels if sample_id not in set(study.ids)]
     if unknown:
         raise ValueInputError(
-            f"labels must be for samples of '{path}', got '{unknown[0]}' ({len(unknown)} such ids); its samples are "
-            f"{', '.join(study.ids[:3])}, ...; remove the other ids"
+            f"labels must be for samples of '{folder.address}', got '{unknown[0]}' ({len(unknown)} such ids); its "
+            f"samples are {', '.join(study.ids[:3])}, ...; remove the other ids"
         )
-    folder = Folder.at(path)
+    for kind in KINDS:
+        folder.discard_partial(kind)
     changed = relabel(folder, dict(labels))
     entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "given": len(labels)}
     add_line(folder, LABELS, {**entry, "changed": changed})
@@ -141,7 +159,8 @@ class StudyWriter:
 
     As a context manager it finishes the study at the end of the block. If the block fails before the first batch is
     written, what the writer created is removed again; after that, the batches written stay readable and the study
-    stays ``"running"``. One writer per folder at a time.
+    stays ``"running"``. A folder has one writer at a time: from its creation to ``finish``, to the end of its block or
+    to the end of its process it holds the folder's lock, and another is refused.
 
     Parameters
     ----------
@@ -170,13 +189,21 @@ class StudyWriter:
         self._ids: dict[int, tuple[str, ...]] = {}
         self._created: list[str] = []
         self._manifest = replace(manifest, started=manifest.started or _now())
-        holds_study = _check_target(self._folder, manifest, overwrite=overwrite, resume=resume)
-        self._fresh = not holds_study
-        self._replaces = holds_study and overwrite
-        if holds_study and resume:
-            self._take_over()
-        elif not self._replaces:
-            self._start()
+        check_target(self._folder, manifest, overwrite=overwrite, resume=resume)  # what is refused gets no lock
+        self._lock = FolderLock(self._folder)
+        self._created = self._lock.created
+        try:
+            holds_study = check_target(self._folder, manifest, overwrite=overwrite, resume=resume)
+            self._fresh = not holds_study
+            self._replaces = holds_study and overwrite
+            self._folder.discard_partial("", *_FILES)
+            if holds_study and resume:
+                self._take_over()
+            elif not self._replaces:
+                self._start()
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -200,19 +227,26 @@ class StudyWriter:
         """
         number = max(self._ids, default=-1) + 1 if batch is None else batch
         self._check(runs, number)
-        publish_batch(self._folder, number, runs, before=self._replace_old)
+        publish_batch(self._folder, number, runs, before=self._prepare)
         self._ids[number] = tuple(run.sample_id for run in runs)
         return number
 
     def adopt(self, batch: int, ids: Sequence[str]) -> None:
         """Take note of a batch that another process has published in this study's folder."""
         refuse_string("ids", ids, "the names of its samples")
+        self._lock.check()
         self._ids[batch] = tuple(ids)
 
+    def seal(self) -> None:
+        """Note the hashes of files that were written beside the batches, such as the prompts."""
+        self._lock.check()
+        self._write_manifest("running")
+
     def finish(self) -> None:
-        """Mark the study as finished."""
-        self._replace_old()
+        """Mark the study as finished, and let other writers go on."""
+        self._prepare()
         self._write_manifest("finished")
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -220,14 +254,30 @@ class StudyWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-        elif self._fresh and not self._ids:
-            self._withdraw()
+        try:
+            if kind is None:
+                self.finish()
+            elif self._fresh and not self._ids:
+                self._withdraw()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Let other writers go on; folders that were created for nothing are removed."""
+        self._lock.release()
+        self._folder.discard_empty(self._created)
+
+    def _prepare(self) -> None:
+        """Right before something is published: the lock is still ours, and an old study gone."""
+        self._lock.check()
+        self._replace_old()
 
     def _start(self) -> None:
         try:
-            for kind in ("", *KINDS):
+            for kind in KINDS:
+                if self._folder.kind(kind) == "folder":
+                    self._clear(kind)
+                    self._created = [self._folder.path(kind), *self._created]
                 self._created = [*self._folder.create(kind), *self._created]
             self._write_manifest("running")
         except BaseException:
@@ -242,14 +292,17 @@ class StudyWriter:
         stored, _ = read_manifest(self._folder)
         self._manifest = replace(stored, finished=None)
         self._ids = read_ids(self._folder)
-        self._folder.discard_partial("")
         for kind in KINDS:
             self._folder.create(kind)
-            self._folder.discard_partial(kind)
-        for number, name in self._folder.parts("trajectories").items():
+            self._clear(kind)
+        self._write_manifest("running")
+
+    def _clear(self, kind: str) -> None:
+        """Delete what a killed writer left: half-written parts, and trajectories whose samples were not published."""
+        self._folder.discard_partial(kind)
+        for number, name in self._folder.parts(kind).items():
             if number not in self._ids:
                 self._folder.delete(name)
-        self._write_manifest("running")
 
     def _replace_old(self) -> None:
         if self._replaces:
@@ -281,12 +334,14 @@ class StudyWriter:
     def _write_manifest(self, state: str) -> None:
         if state == "finished" and self._manifest.finished is None:
             self._manifest = replace(self._manifest, finished=_now())
-        document = {
+        document: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "state": state,
             **self._manifest.to_json(),
+            "files": {name: self._folder.digest(name) for name in _SEALED if self._folder.kind(name) == "file"},
         }
+        document["hash"] = seal_of(document)
         self._folder.replace("manifest.json", json.dumps(document, indent=2, ensure_ascii=False).encode())
 
 
@@ -314,16 +369,21 @@ def _check_whole(run: Trajectories) -> None:
         )
 
 
-def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume: bool) -> bool:
-    """Whether the folder holds a study that may be written to; False if it is new or empty; else the error."""
+def check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume: bool) -> bool:
+    """Whether the folder holds a study that may be written to; False if it is new or empty; else the error.
+
+    Empty is also what a writer leaves that was killed before it had written a sample.
+    """
     kind = folder.kind()
     if kind == "file":
         raise StoreError(f"a study is written to a folder, but '{folder.address}' is a file; choose another path")
-    if kind == "absent" or not folder.names():
+    if kind == "absent" or not folder.other_names(_FIRST):
         return False
     if folder.kind("manifest.json") == "absent":
         raise _other_files(folder)
-    stored, _ = read_manifest(folder)
+    # What is replaced may have been edited.
+    with accept_edited() if overwrite else nullcontext():
+        stored, _ = read_manifest(folder)
     differences = manifest.differences(stored, question_only=not resume)
     if differences:
         name = differences[0]
@@ -332,6 +392,8 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
             f"this one's {manifest.to_json()[name]!r}); choose another folder"
         )
     if not (overwrite or resume):
+        if _is_unbegun(folder):
+            return False
         raise StoreError(
             f"'{folder.address}' already holds this study; choose another folder, or set overwrite to replace it"
         )
@@ -339,17 +401,27 @@ def _check_target(folder: Folder, manifest: Manifest, *, overwrite: bool, resume
 
 
 def check_new_study(folder: Folder) -> None:
-    """Refuse a folder without a study that could take none: for commands, before they load a model."""
+    """Refuse a folder that could take no study: for commands, before they load a model."""
     if folder.kind("manifest.json") == "absent":
-        folder.try_writing()
-        if folder.names():
+        if folder.kind() == "folder" and folder.other_names(_FIRST):
             raise _other_files(folder)
+        folder.try_writing()
+    with locked(folder):
+        pass
+
+
+def _is_unbegun(folder: Folder) -> bool:
+    """Whether a folder holds a study whose writer was killed before its first sample: nothing in it can be lost."""
+    _, state = read_manifest(folder)
+    first = ("prompts.jsonl", "failures", *KINDS)
+    others = set(folder.other_names(KINDS)) - {"manifest.json", *first}
+    return state == "running" and not others and not folder.parts("samples")
 
 
 def _other_files(folder: Folder) -> StoreError:
     return StoreError(
         f"a study is written to a new or empty folder, but '{folder.address}' holds other files "
-        f"({', '.join(folder.names()[:3])}); choose another folder"
+        f"({', '.join(folder.other_names(_FIRST)[:3])}); choose another folder"
     )
 
 

@@ -17,6 +17,7 @@ from softgap.cli.render.output import finite, has_colour, heat_map
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
 from softgap.trajectories.folder import Folder, check_output_file
+from softgap.trajectories.locks import locked
 
 if TYPE_CHECKING:
     from softgap.analysis import ComparisonFindings, Findings, HeadFinding
@@ -201,20 +202,31 @@ def _cells(head: HeadFinding, quantity: str, *, wide: bool) -> dict[str, str]:
 _STYLES = {"separated": "bold green", "not separated": "bold", "not enough data": "bold yellow"}
 
 
+# Seconds to wait for another comparison of the same study that is being saved.
+_PATIENCE = 20.0
+
+
 def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
     """Write result.json, figure.svg and findings.json, and return lines that say where.
 
     A study numbers its comparisons.
     """
+    if out is not None:
+        return _write_comparison(findings, Folder.at(out))
+    comparisons = Folder.at(study).below("comparisons")
+    with locked(comparisons, patience=_PATIENCE):  # or two comparisons take one number
+        numbered = sorted(int(name) for name in comparisons.names() if name.isdecimal())
+        last = numbered[-1] if numbered else 0
+        # A comparison that was killed before its result was written leaves its number to the next.
+        killed = last > 0 and comparisons.below(f"{last:04d}").kind("result.json") == "absent"
+        return _write_comparison(findings, comparisons.below(f"{last if killed else last + 1:04d}"))
+
+
+def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]:
     from softgap.report.documents import comparison_document, document_values
 
-    if out is None:
-        home = Folder.at(study)
-        numbers = [int(name) for name in home.names("comparisons") if name.isdecimal()]
-        folder = home.below(f"comparisons/{max(numbers, default=0) + 1:04d}")
-    else:
-        folder = Folder.at(out)
     folder.create()
+    folder.discard_partial("", "result.json", "figure.svg", "findings.json")
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
     lines, picture = [f"saved {folder.address}"], None

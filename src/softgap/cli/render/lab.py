@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli.render import output
-from softgap.errors import StoreError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,13 +163,8 @@ def _show(console: Console, claims: Sequence[Claim], title: str) -> None:
 
 
 def _save(result: LabResult, draw: Callable[[], Figure], folder: Path) -> None:
-    from softgap.report import save_figure
+    from softgap.report import save_figure, written_whole
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / ".result.json.partial"
+    with written_whole(folder / "result.json") as partial:
         partial.write_text(json.dumps(output.finite(result.to_json()), indent=2, allow_nan=False) + "\n")
-        partial.replace(folder / "result.json")
-    except OSError as error:
-        raise StoreError(f"cannot write to '{folder}': {error.strerror or error}; choose another folder") from error
     save_figure(draw(), folder / "figure.svg")

@@ -7,10 +7,13 @@ import math
 import os
 import sys
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from jaxtyping import Float
 from rich.color import Color
 from rich.console import Console
@@ -20,6 +23,7 @@ from rich.text import Text
 from softgap.errors import UnsupportedError
 
 __all__ = [
+    "Force",
     "console",
     "find_browser",
     "finite",
@@ -28,6 +32,7 @@ __all__ = [
     "mean",
     "open_address",
     "open_file",
+    "overriding",
     "ramp",
     "shade",
     "shade_style",
@@ -61,6 +66,27 @@ def warn(sentence: str) -> None:
     """Write a warning to standard error."""
     sys.stderr.write(f"softgap: {sentence}\n")
     sys.stderr.flush()
+
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Read a study whose manifest or prompts were edited; says what this overrides.")
+]
+
+
+@contextmanager
+def overriding(force: bool) -> Iterator[None]:
+    """With ``force`` read studies that were edited, and warn of everything that would have been refused."""
+    if not force:
+        yield
+        return
+    from softgap.trajectories.reader import accept_edited
+
+    with accept_edited() as overridden:
+        try:
+            yield
+        finally:
+            for sentence in overridden:
+                warn(f"{sentence}; --force overrides this")
 
 
 def finite(value: Any) -> Any:

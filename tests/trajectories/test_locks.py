@@ -1,0 +1,251 @@
+"""A study has one writer at a time, on a disk and in an object store, and a dead process is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from softgap.errors import StoreError
+from softgap.trajectories import Manifest, StudyWriter, locks, open_study
+from softgap.trajectories.folder import Folder
+from softgap.trajectories.locks import FolderLock, is_lock, locked
+from softgap.trajectories.writer import label_study
+from support.trajectory_examples import MANIFEST, example_run
+
+BATCHES = [[example_run(sample_id=name, seed=seed)] for seed, name in enumerate("abc")]
+REFUSED = r"^another process.* is writing to '.*'; wait until it ends, or choose another folder$"
+CHANGES = {"create_dir", "open_output_stream", "move", "delete_file", "delete_dir"}
+
+
+class WatchedFilesystem:
+    """A filesystem that calls a function before each change; as ``type_name`` says, one without file locks."""
+
+    def __init__(self, filesystem: Any, type_name: str, before: Callable[[], None] = lambda: None) -> None:
+        self.filesystem, self.type_name, self.before = filesystem, type_name, before
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.filesystem, name)
+        if name not in CHANGES:
+            return method
+
+        def change(*arguments: Any, **options: Any) -> Any:
+            self.before()
+            return method(*arguments, **options)
+
+        return change
+
+
+@pytest.fixture(params=["local", "store"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether folders have file locks or leases."""
+    original, kind = Folder.at, str(request.param)
+    monkeypatch.setattr(
+        Folder, "at", lambda path: replace(f := original(path), filesystem=WatchedFilesystem(f.filesystem, kind))
+    )
+    monkeypatch.setattr("softgap.trajectories.reader.pq.ParquetFile", _parquet_file)
+    return kind
+
+
+def _parquet_file(path: str, *, filesystem: Any, page_checksum_verification: bool) -> Any:
+    from pyarrow.parquet.core import ParquetFile
+
+    inner = getattr(filesystem, "filesystem", filesystem)
+    return ParquetFile(path, filesystem=inner, page_checksum_verification=page_checksum_verification)
+
+
+def write(path: Path, manifest: Manifest = MANIFEST) -> None:
+    """The study of BATCHES, begun or resumed."""
+    with StudyWriter(path, manifest, resume=True) as writer:
+        for number, runs in enumerate(BATCHES):
+            if number not in writer.batches:
+                writer.append(runs, batch=number)
+
+
+def outcome(path: Path) -> str:
+    """Whether the study could be written, or why not."""
+    try:
+        write(path)
+    except StoreError as error:
+        return "refused" if "is writing to" in str(error) else str(error)
+    return "wrote"
+
+
+def data(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*.parquet")}
+
+
+def hidden(path: Path) -> list[str]:
+    return [file.name for file in path.rglob(".*")]
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "study"
+    writer = StudyWriter(path, MANIFEST)
+    writer.append(BATCHES[0])
+    for attempt in (
+        lambda: StudyWriter(path, MANIFEST, resume=True),
+        lambda: StudyWriter(path, MANIFEST, overwrite=True),
+        lambda: label_study(str(path), {"a": "x"}),
+    ):
+        with pytest.raises(StoreError, match=REFUSED):
+            attempt()
+    writer.append(BATCHES[1])
+    writer.finish()
+    assert hidden(path) == []
+    assert label_study(str(path), {"a": "x"}).new == 1
+    with pytest.raises(StoreError, match=r"has ended and let others go on; open another to write more$"):
+        writer.append(BATCHES[2])
+
+
+def test_two_writers_interleaved_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The second comes before the n-th change of the first: one of them is refused, and nothing is lost or mixed."""
+    write(tmp_path / "unbroken")
+    original, outcomes = Folder.at, []
+    for n in range(1, 200):
+        path = tmp_path / f"two-{n}"
+        left, second = [n], []
+
+        def before(path: Path = path, left: list[int] = left, second: list[str] = second) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                second.append(outcome(path))
+
+        def at(address: Any, before: Callable[[], None] = before) -> Folder:
+            folder = original(address)
+            return replace(folder, filesystem=WatchedFilesystem(folder.filesystem.filesystem, kind, before))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "at", at)
+            first = outcome(path)
+        if not second:
+            break
+        if {first, second[0]} == {"refused"}:  # both claimed at once, which leases allow
+            assert kind == "store"
+            write(path)
+        assert {first, second[0]} <= {"wrote", "refused"}
+        assert data(path) == data(tmp_path / "unbroken"), n
+        assert open_study(path).state == "finished"
+        assert hidden(path) == []
+        outcomes.append((first, second[0]))
+    assert ("wrote", "refused") in outcomes
+    assert len(outcomes) > 15
+
+
+HOLDS_AND_DIES = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from softgap.trajectories import StudyWriter
+from support.trajectory_examples import MANIFEST, example_run
+writer = StudyWriter(sys.argv[1], MANIFEST)
+writer.append([example_run(sample_id="a", seed=0)])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "study"
+    arguments = [sys.executable, "-c", HOLDS_AND_DIES, str(path), str(Path(__file__).parents[1])]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert hidden(path) == [".writer.lock"]
+    write(path)
+    assert open_study(path).ids == ("a", "b", "c")
+    assert hidden(path) == []
+
+
+def claim(**changes: Any) -> bytes:
+    """The file of a lease of another machine."""
+    expires = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
+    fields = {"owner": "x", "host": "elsewhere", "process": 12, "started": 0.0, "expires": expires, "state": "holding"}
+    return json.dumps({**fields, **changes}).encode()
+
+
+LEASE = f".writer.{'0' * 12}.lease"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A folder that has leases."""
+    folder = Folder.at(tmp_path)
+    return replace(folder, filesystem=WatchedFilesystem(folder.filesystem, "store"))
+
+
+def test_a_lease_of_another_machine_counts_until_it_expires(store: Folder) -> None:
+    store.write(LEASE, claim())
+    with pytest.raises(StoreError, match=r"another process \(process 12 on elsewhere, until 20.* unless renewed\) is "):
+        FolderLock(store)
+    assert store.names() == [LEASE]
+    store.write(LEASE, claim(expires=(datetime.now(UTC) - timedelta(seconds=1)).isoformat()))
+    with locked(store):
+        assert LEASE not in store.names()
+    assert store.names() == []
+
+
+def test_a_lease_of_a_dead_process_of_this_machine_counts_for_nothing(store: Folder) -> None:
+    store.write(LEASE, claim(host=socket.gethostname(), process=os.getpid(), started=1.0))
+    with locked(store):
+        assert LEASE not in store.names()
+
+
+def test_of_two_that_ask_at_once_none_goes_on(store: Folder) -> None:
+    store.write(LEASE, claim(state="asking"))
+    with pytest.raises(StoreError, match=REFUSED):
+        FolderLock(store)
+
+
+def test_one_who_asks_does_not_disturb_the_holder(store: Folder) -> None:
+    with locked(store) as lock:
+        store.write(LEASE, claim(state="asking"))
+        lock.check()
+        store.write(LEASE, claim())
+        with pytest.raises(
+            StoreError, match=r"^this process lost its lease on '.*', since it did not renew it in time"
+        ):
+            lock.check()
+
+
+def test_a_lost_lease_is_not_written_again(store: Folder) -> None:
+    lock = FolderLock(store)
+    (own,) = store.names()
+    before = store.read(own)
+    lock._hold.renew()  # type: ignore[union-attr]
+    assert json.loads(store.read(own))["owner"] == json.loads(before)["owner"]
+    store.delete(own)
+    lock._hold.renew()  # type: ignore[union-attr]
+    assert store.names() == []
+    with pytest.raises(StoreError, match="lost its lease"):
+        lock.check()
+
+
+def test_a_lease_is_renewed_while_it_is_held(store: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_LEASE", timedelta(seconds=2))
+    with locked(store) as lock:
+        (own,) = store.names()
+        first = json.loads(store.read(own))["expires"]
+        deadline = datetime.now(UTC) + timedelta(seconds=20)
+        while json.loads(store.read(own))["expires"] == first and datetime.now(UTC) < deadline:
+            lock._hold._ended.wait(0.2)  # type: ignore[union-attr]
+        assert json.loads(store.read(own))["expires"] > first
+
+
+def test_a_file_that_is_no_lease_is_named(store: Folder) -> None:
+    store.write(LEASE, b"[]")
+    with pytest.raises(StoreError, match=rf"^{LEASE} in '.*' is no lease of softgap .*; delete it if no other process"):
+        FolderLock(store)
+
+
+def test_names_of_locks() -> None:
+    assert is_lock(".writer.lock")
+    assert is_lock(LEASE)
+    assert not any(map(is_lock, ("writer.lock", ".lock", ".a.lease", "a.json")))
