@@ -36,14 +36,14 @@ def compiled(function: Function) -> Function:
         return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
 
 
-class _Lanes(types.Type):  # type: ignore[misc]
+class _Lanes(types.Type):
     """The type of a vector."""
 
     def __init__(self) -> None:
         super().__init__(name=f"float32x{LANES}")
 
 
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(models.PrimitiveModel):
     """How a vector is held: as a vector of LLVM."""
 
     def __init__(self, manager: Any, kind: Any) -> None:
