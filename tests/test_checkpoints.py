@@ -1,12 +1,22 @@
-"""Finished steps are found again under the same settings only, and by the file names that earlier versions used."""
+"""Finished steps are found again under the same settings only, and a file has one writer and is whole or absent."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from softgap.checkpoints import Checkpoints, checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.checkpoints import (
+    Checkpoints,
+    checkpoint_folder,
+    one_writer,
+    partial_name,
+    remove_checkpoints,
+    settings_key,
+    write_whole,
+    written_whole,
+)
 from softgap.errors import StoreError
 
 SETTINGS = {"seed": 0, "by": "heads", "budget": 0.02}
@@ -63,3 +73,54 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"^cannot write '.*/file/parts/a': Not a directory; choose another path$"):
         write_whole(tmp_path / "file" / "parts" / "a", "text")
+
+
+def test_a_file_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "plan.json"
+    with one_writer(target):
+        with one_writer(target):  # the same work, further inside
+            write_whole(target, "first")
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(lambda: one_writer(target).__enter__())
+            with pytest.raises(StoreError, match=r"^another process is writing '.*/plan.json'; wait until it ends, or"):
+                second.result()
+        assert target.read_text() == "first"
+    with one_writer(target):
+        write_whole(target, "second")
+    assert [path.name for path in target.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_writer_clears_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+    left = [partial_name("plan.json"), ".plan.json.partial", ".plan.json.lock"]
+    others = [partial_name("other.json"), ".plan.json.original", "plan.json.partial", ".plan.json.12345678"]
+    for name in left + others:
+        (tmp_path / name).write_text("half")
+    with one_writer(tmp_path / "plan.json"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with written_whole(tmp_path / "new" / "a.html") as partial:
+            partial.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_a_file_never_mix(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+
+    def write(letter: str) -> None:
+        with written_whole(target) as partial, partial.open("w") as file:
+            for _ in range(100):
+                file.write(letter * 50)
+                file.flush()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, "abcdefgh"))
+    assert len(set(target.read_text())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -22,6 +22,31 @@ WITHOUT_MODEL: Table = {
     "open quotes": ("study run quotes.csv", "quotes.csv", r"'quotes.csv', line \d: not CSV \(.*\); check the quotes"),
     "deep nesting": ("study run deep.jsonl", "deep.jsonl", r"'deep.jsonl', line 1: not JSON \(.*\); write"),
     "a list": ("study run list.jsonl", "[1, 2]", r"'list.jsonl', line 1: must be an object with prompt, got \[1, 2\];"),
+    "half a character as a name": (
+        "study run half_key.jsonl",
+        r"\ud800",
+        "'half_key.jsonl', line 1: the name of a field must be valid UTF-8, got",
+    ),
+    "half a character inside": (
+        "study run half_nested.jsonl",
+        r"\ud800",
+        "'half_nested.jsonl', line 1: 'x' must be valid UTF-8, got",
+    ),
+    "half a character as reference": (
+        "study run half_reference.jsonl",
+        r"\ud800",
+        "'half_reference.jsonl', line 1: 'reference' must be valid UTF-8, got",
+    ),
+    "half a character as choice": (
+        "study run half_choices.jsonl --score choice",
+        r"\udfff",
+        "'half_choices.jsonl', line 1: 'choices' must be valid UTF-8, got",
+    ),
+    "half a character as label": (
+        "study label s half_label.jsonl",
+        r"\ud800",
+        "'half_label.jsonl', line 1: 'label' must be valid UTF-8, got",
+    ),
     "a strange id": ("study run ids.jsonl", "True", "'ids.jsonl', line 1: 'id' must be text or a whole number, got"),
     "half a field": ("study run many.jsonl --field prompt", "'prompt'", "--field must have the form ours=theirs, got"),
     "a field of none": ("study run many.jsonl --field =x", "'=x'", "--field must have the form ours=theirs, got '=x';"),

@@ -433,3 +433,31 @@ def test_an_interval_on_disk_has_the_keys_it_always_had() -> None:
     found = Interval(0.1, 0.05, 0.2)
     assert found.to_json() == {"value": 0.1, "low": 0.05, "high": 0.2}
     assert Interval(**found.to_json()) == found
+
+
+DOCUMENT_EDITS: dict[str, tuple[str, Any]] = {
+    "a head twice": ("heads", [[0, 0], [0, 0]]),
+    "no head": ("heads", []),
+    "a group of no swapped head": ("groups", [[0, 99]]),
+    "a group of another layer": ("groups", [[7, 0]]),
+    "a group twice": ("groups", [[1, 0], [1, 0]]),
+    "a layer that is not swapped": ("layers", [9]),
+    "a layer with heads left": ("layers", [0]),
+    "a cost that is no number": ("original", {"loss": float("nan")}),
+    "an infinite cost": ("expected", {"loss": {"value": float("inf"), "low": 0.0, "high": 1.0}}),
+    "an interval the wrong way round": ("expected", {"loss": {"value": 0.5, "low": 1.0, "high": 0.0}}),
+    "memory below zero": ("memory", {"per_token": -1.0}),
+    "recall that is no number": ("recall", {"lists": float("nan")}),
+    "a window of nothing": ("mechanism", {"name": "elu1", "options": {}, "calibration": "", "window": 0}),
+    "a window beyond all": ("mechanism", {"name": "elu1", "options": {}, "calibration": "", "window": 10**30}),
+}
+
+
+@pytest.mark.parametrize("case", DOCUMENT_EDITS)
+def test_a_plan_out_of_range_is_refused_when_it_is_loaded(tmp_path: Path, case: str) -> None:
+    path = plan_for(tiny_llama(), Substitute(resolve("elu1"))).save(tmp_path / "plan.json")
+    assert load_plan(path).heads == HEADS
+    name, value = DOCUMENT_EDITS[case]
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(SoftgapError, match=r"is no plan of softgap \(.*\); make one with 'softgap linearize'$"):
+        load_plan(path)

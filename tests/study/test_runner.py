@@ -21,6 +21,7 @@ from softgap.tasks import Prompt, generate_prompts
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
 from support.cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
+from support.model_examples import save_folder, tiny_llama
 from support.source_tree import imported, modules
 
 OPTIONS = ["--raw", "--max-new-tokens", "5", "--batch-size", "3", "--threads", "1"]
@@ -325,3 +326,16 @@ def test_more_prompts_of_a_task_begin_with_the_same(folder: Path) -> None:
     for name in ("recall", "arithmetic", "copying", "statements"):
         assert generate_prompts(name, 12, seed=1)[:5] == generate_prompts(name, 5, seed=1)
         assert generate_prompts(name, 5, seed=2) != generate_prompts(name, 5, seed=1)
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "xyz", "--raw"], ["read", "p.jsonl"], ["study", "run", "p.jsonl", "--raw"]]
+)
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    model = save_folder(tmp_path / "small", tiny_llama(vocab_size=20))
+    Path("p.jsonl").write_text('{"prompt": "xyz", "completion": "xyz"}\n')
+    capsys.readouterr()  # the bar of save_pretrained
+    sentence = failure([*command.split(), "--model", str(model), "--out", "a"], capsys)
+    assert "a tokenizer must fit its model, whose vocabulary has 20 tokens, got the token " in sentence

@@ -203,6 +203,7 @@ _OWN = ("features", "inputs", "values", "distances", "turned")
 def _check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, path: Path) -> None:
     """Refuse tensors that do not fit the model or each other; what they mean is known by their names."""
     sizes = _model_sizes(model)
+    dim = sizes.pop("dim", None)
     for name, tensor in sorted(tensors.items()):
         mechanism, _, parameter = name.partition(".")
         axes = _AXES.get(parameter)
@@ -214,6 +215,8 @@ def _check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, path: P
             if axis == "layers or 1" and size != 1:
                 axis = "layers"
             fits = fits and size == (1 if axis in ("1", "layers or 1") else sizes.setdefault(axis, size))
+        if "inputs" in axes and dim and fits:
+            fits = tensor.shape[-1] in (dim, 2 * dim)  # vectors after rotary embedding, or before and after
         if not fits:
             expected = ", ".join(
                 f"{axis} ({sizes[key]})" if key in sizes else axis for axis, key in zip(axes, keys, strict=True)
@@ -231,6 +234,7 @@ def _model_sizes(model: PreTrainedModel) -> dict[str, int]:
     layers = config.num_hidden_layers if kinds is None else sum(kind in _SOFTMAX_LAYERS for kind in kinds)
     heads = getattr(config, "num_attention_heads", None)
     sizes = {"layers": layers, "heads": heads, "KV heads": getattr(config, "num_key_value_heads", None) or heads}
+    sizes["dim"] = getattr(config, "head_dim", None)
     return {axis: size for axis, size in sizes.items() if isinstance(size, int) and size > 0}
 
 

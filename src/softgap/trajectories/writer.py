@@ -141,6 +141,7 @@ def _label(folder: Folder, labels: Mapping[str, str | None], source: str) -> Lab
             f"labels must be for samples of '{folder.address}', got '{unknown[0]}' ({len(unknown)} such ids); its "
             f"samples are {', '.join(study.ids[:3])}, ...; remove the other ids"
         )
+    folder.discard_partial("", LABELS)
     for kind in KINDS:
         folder.discard_partial(kind)
     changed = relabel(folder, dict(labels))

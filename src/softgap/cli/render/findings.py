@@ -217,16 +217,23 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     with locked(comparisons, patience=_PATIENCE):  # or two comparisons take one number
         numbered = sorted(int(name) for name in comparisons.names() if name.isdecimal())
         last = numbered[-1] if numbered else 0
+        if last:
+            _clear_killed(comparisons.below(f"{last:04d}"))
         # A comparison that was killed before its result was written leaves its number to the next.
         killed = last > 0 and comparisons.below(f"{last:04d}").kind("result.json") == "absent"
         return _write_comparison(findings, comparisons.below(f"{last if killed else last + 1:04d}"))
+
+
+def _clear_killed(folder: Folder) -> None:
+    """Delete what a killed comparison left half-written."""
+    folder.discard_partial("", "result.json", "figure.svg", "findings.json")
 
 
 def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]:
     from softgap.report.documents import comparison_document, document_values
 
     folder.create()
-    folder.discard_partial("", "result.json", "figure.svg", "findings.json")
+    _clear_killed(folder)
     content = json.dumps(finite(findings.to_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     folder.replace("result.json", content.encode())
     lines, picture = [f"saved {folder.address}"], None
