@@ -17,8 +17,10 @@ import torch
 from accelerate import dispatch_model
 
 import softgap
+from softgap.attention import resolve
 from softgap.calibration import Recipe
-from softgap.linearize import apply, find_plan, swap
+from softgap.intervene.substitute import Substitute
+from softgap.linearize import Plan, Sequences, apply, find_plan, fit_output_correction, head_scores, swap
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.placement import execution_devices, input_device
 from support.model_examples import attending_llama, byte_tokenizer
@@ -93,6 +95,38 @@ def test_two_devices_give_the_numbers_of_one(measure: Callable[[Any], list[np.nd
 
 def test_the_fingerprint_is_the_same_everywhere(devices: Devices) -> None:
     assert model_fingerprint(spread(devices)) == model_fingerprint(whole())
+
+
+@pytest.mark.parametrize("name", ["elu1", "window:w=8,sinks=2", "elu1+window:w=8,sinks=2", "hybrid-with-far-keys"])
+def test_a_plan_is_applied_on_two_devices(name: str, devices: Devices) -> None:
+    mechanism = resolve("elu1+window:w=8,sinks=2,far=4" if "far" in name else name)
+    groups = ((0, 0), (1, 1))
+    heads = tuple((layer, head) for layer, group in groups for head in (2 * group, 2 * group + 1))
+    found = []
+    for model in (whole(), spread(devices)):
+        plan = Plan("tiny", model_fingerprint(model), heads, groups, (), Substitute(mechanism))
+        ids = ids_of(model, "the old fox " * 3)
+        with apply(model, plan) as applied, torch.inference_mode():
+            logits = model(ids).logits.cpu()
+            written = model.generate(ids, max_new_tokens=4, do_sample=False, past_key_values=applied.cache())
+        found.append((logits, written.tolist()))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
+    assert found[0][1] == found[1][1]
+
+
+def test_heads_are_scored_and_corrected_on_two_devices(devices: Devices) -> None:
+    """The gradients of scores and the least squares of a correction go through both devices."""
+    found = []
+    for model in (whole(), spread(devices)):
+        ids = torch.from_numpy(np.random.default_rng(0).integers(5, 200, size=(3, 12))).to(input_device(model))
+        texts = Sequences(ids, torch.ones(3, 11, dtype=torch.bool, device=ids.device))
+        scores = head_scores(model, texts, "elu1", names=["gradient", "divergence", "output_l2"])
+        corrected = fit_output_correction(model, texts, [(0, 0), (1, 1)], "elu1")
+        found.append((scores, corrected))
+    for name, values in found[0][0].values.items():
+        assert np.allclose(values, found[1][0].values[name], atol=1e-4, equal_nan=True), name
+    first, second = (corrected.tensors()["readout.weight"] for _, corrected in found)
+    assert torch.allclose(first, second, atol=1e-2)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class SimulatedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> SimulatedTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -53,11 +53,13 @@ class SimulatedTensor(Tensor):
         """The numbers, which PyTorch does not read out of a subclass."""
         return self.numbers.tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.numbers!r}, device='{self.device}')"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(function, args, kwargs or {})
 
 
@@ -112,7 +114,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"Expected all tensors to be on the same device in {name}, but found {shown}")
     target = kwargs.get("device")
     device = torch.device(target) if target is not None else _own_device(tensors)
-    if device.type == NAME and device.index is None:
+    if str(device) == NAME:
         device = torch.device(NAME, 0)
     inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
     if target is not None and device.type == NAME:
@@ -197,5 +199,6 @@ def simulated_devices() -> Iterator[tuple[torch.device, torch.device]]:
     _register()
     # The engine has threads for devices that PyTorch was built for only.
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with one_thread, _Devices(), _Literals(), patch("torch.Generator", _Generator):
+    devices: Any = _Devices
+    with one_thread, devices(), _Literals(), patch("torch.Generator", _Generator):
         yield torch.device(NAME, 0), torch.device(NAME, 1)
