@@ -76,7 +76,8 @@ def run_tasks(
     with _joined(ray, address):
         remote = ray.remote(num_cpus=threads, max_retries=_RETRIES)(_on_worker)
         most = _WAITING * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        left, waiting = list(tasks), {}
+        left: list[Key] = list(tasks)
+        waiting: dict[Any, Key] = {}
         while left or waiting:
             while left and len(waiting) < most:
                 key = left.pop(0)

@@ -190,7 +190,7 @@ def test_a_cluster_with_a_worker_that_dies_measures_the_same_impact(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        options = {"heads": [(0, 0), (2, 1), (2, 3)], "length": 64, "recalls": 3, "reuse": reuse}
+        options: dict[str, Any] = {"heads": [(0, 0), (2, 1), (2, 3)], "length": 64, "recalls": 3, "reuse": reuse}
         local = impact(model, tokenizer, [TEXT * 9], "elu1", **options)
         spread = impact(
             model, tokenizer, [TEXT * 9], deadly.Substitute(resolve("elu1")), engine="ray", address=cluster, **options

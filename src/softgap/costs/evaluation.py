@@ -53,11 +53,11 @@ def evaluation_cost(
             continue
         with change() if change else nullcontext() as applied, torch.inference_mode():
             reading, step = _time_model(model, tokenizer, new_cache(applied), longest, probe)
-        for task, _pairs, length in cells:
+        for task, n_pairs, length in cells:
             n = contexts or most_contexts(task, length)
             if task == "loss" and texts:
                 n = min(n, max(1, text_tokens // length))
-            asked = min(GENERATED, _pairs or _QUESTIONS.get(task, 1))
+            asked = min(GENERATED, n_pairs or _QUESTIONS.get(task, 1))
             written = asked * _ANSWER if generation and task != "loss" else 0
             passes = 2 if written else 1
             key = f"{task}, {name}"
@@ -66,8 +66,8 @@ def evaluation_cost(
             counts["tokens"] += n * length
         own = [len(tokenizer(f"{prompt} {answer}")["input_ids"]) for prompt, answer in questions]
         if own:
-            written = _ANSWER * step if generation else 0.0
-            stages[f"own, {name}"] = (1 + generation) * reading.over(own) + len(own) * written
+            answering = len(own) * _ANSWER * step if generation else 0.0
+            stages[f"own, {name}"] = (1 + generation) * reading.over(own) + answering
     return Cost(
         command="evaluate",
         stages=stages,

@@ -43,9 +43,10 @@ def measurement_cost(planned: Planned, loaded: Loaded, probe: Probe) -> Cost:
             step = max(0.0, seconds - feeding.at(lengths[0])) / (some - new)
         for batch in batches:
             share = len(batch.indices) / len(middle.indices)
-            fed = feeding.at(max(planned.lengths[i] for i in batch.indices))
-            reading += share * max(0.0, fed - new * step)
-            writing += step * settings.max_new_tokens * (1.0 if share == 1 else 0.5 + 0.5 * share)
+            seconds = feeding.at(max(planned.lengths[i] for i in batch.indices))
+            reading += share * max(0.0, seconds - new * step)
+            # Half of a step does not depend on how many write together, about: the weights are read once.
+            writing += step * settings.max_new_tokens * (0.5 + 0.5 * share)
     fed = sum(planned.lengths)
     written = settings.max_new_tokens * sum(len(batch.indices) for batch in planned.batches if not batch.replay)
     config = loaded[0].config.get_text_config()
