@@ -345,7 +345,9 @@ def calibrate(
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
     target = calibration_path(model_fingerprint(model)) if out is None else Path(out).expanduser()
     with one_writer(target):
-        return _calibrate(model, tokenizer, texts, recipe, minutes, positions, limit, stability, target, progress)
+        return _calibrate(
+            model, tokenizer, texts, recipe, minutes, positions, limit, stability, target, (engine, address), progress
+        )
 
 
 def _calibrate(
@@ -358,9 +360,10 @@ def _calibrate(
     limit: float,
     stability: bool,
     target: Path,
+    cluster: tuple[str, str | None],
     progress: Progress,
 ) -> Calibration:
-    """Fit, measure and save a calibration whose settings were checked."""
+    """Fit, measure and save a calibration whose settings were checked; ``cluster`` is the engine and its address."""
     source = "given"
     if texts is None:
         source, positions = "written by the model", positions or min(GENERATED_POSITIONS, context_of(model))
@@ -389,7 +392,7 @@ def _calibrate(
         )
         if minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
-        fit = partial(fit_layers, gathered, engine=engine, address=address)
+        fit = partial(fit_layers, gathered, engine=cluster[0], address=cluster[1])
         fitted = fit(recipe, layers, partial_progress(progress, 0.2, 0.5))
         features, exact = halve_features(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
         tail_recipe = replace(recipe, features=max(FEWEST_FEATURES, features))
