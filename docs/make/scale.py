@@ -314,9 +314,10 @@ softgap linearize my-model --text book.txt --dry-run --json
 `--dry-run` on `run`, `read`, `study`, `calibrate`, `linearize` and `evaluate` loads the model, times short pieces of
 the work, prints the expected time by stage, the peak memory and the disk, and does nothing else. It runs the function
 of each stage on texts of two lengths, and continues a curve a t + b t² to the texts that the command will read
-(`softgap.costs`). [How close it comes](benchmarks.md#what-dry-run-expects) is measured. Some work depends on what is
-found: answers that end early and intervals that narrow early cost less, and a search asks more recall lists where they
-stay wide. Memory is that of the process, not of an accelerator.
+(`softgap.costs`). [How close it comes](benchmarks.md#what-dry-run-expects) is measured on the embedded model for
+`run`, `read` and `study`, and at a small size for `calibrate` and `evaluate`; `linearize` has not been compared yet.
+Some work depends on what is found: answers that end early and intervals that narrow early cost less, and a search asks
+more recall lists where they stay wide. Memory is that of the process, not of an accelerator.
 
 ## Measured
 
