@@ -225,7 +225,9 @@ def t5() -> T5Config:
 def bart() -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sides: dict[str, Any] = {
+        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")
+    }
     return BartForConditionalGeneration(
         BartConfig(vocab_size=270, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sides)
     )
