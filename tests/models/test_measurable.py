@@ -147,7 +147,8 @@ def test_heads_may_be_swapped_in_a_model_that_trains() -> None:
 
 def test_dropout_is_measured_where_it_is_meant() -> None:
     """Two readings differ, the manifest says why, and the same entrances go back to a calm model."""
-    model, drops = dropping_gpt2(), {"allow_dropout": True}
+    model = dropping_gpt2()
+    drops: dict[str, Any] = {"allow_dropout": True}
     calm = softgap.read(model, byte_tokenizer(), "Boat 3 left", **drops)
     assert "allow_dropout" not in calm.manifest.options, "a model in evaluation mode drops nothing"
     model.train()
@@ -206,7 +207,7 @@ def test_a_compiled_model_is_refused_or_recorded_as_it_is(way: str) -> None:
 
 
 def test_the_wrapper_of_torch_compile_is_refused_and_says_what_to_pass() -> None:
-    wrapped = torch.compile(tiny_llama(), backend="eager")
+    wrapped: Any = torch.compile(tiny_llama(), backend="eager")
     with pytest.raises(ModelError, match=r"got the OptimizedModule that torch.compile returned, .*; pass the module"):
         recorded(wrapped)
     recorded(wrapped._orig_mod)
