@@ -183,7 +183,7 @@ def with_compiled_layer() -> Any:
     return model
 
 
-COMPILED = {
+COMPILED: dict[str, tuple[Callable[[], Any], str]] = {
     "model.compile()": (lambda: compiled(""), "got LlamaForCausalLM compiled"),
     "a compiled forward": (with_compiled_forward, "got LlamaForCausalLM compiled"),
     "a compiled layer": (with_compiled_layer, r"got its part 'model\.layers\.1' compiled"),
