@@ -49,14 +49,17 @@ def main() -> None:
             print(dtype, number + 1, "of", len(chosen), flush=True)
         sums[dtype] = np.array(rows)
         del model
-    text = table(sums, arguments)
-    print(text)
-    write_section("half-precision", "The same weights in bfloat16 and float16", text, DOCS.with_name("calibration.md"))
+    section = table(sums, arguments)
+    print(section)
+    write_section(
+        "half-precision", "The same weights in bfloat16 and float16", section, DOCS.with_name("calibration.md")
+    )
 
 
 def closed(sums: np.ndarray) -> np.ndarray:
     """The share of the gap that each mechanism but the last, the mean of values, closes."""
-    return 1 - sums.sum(axis=-2)[..., :-1] / sums.sum(axis=-2)[..., -1:]
+    shares: np.ndarray = 1 - sums.sum(axis=-2)[..., :-1] / sums.sum(axis=-2)[..., -1:]
+    return shares
 
 
 def table(sums: dict[str, np.ndarray], arguments: argparse.Namespace) -> str:

@@ -147,7 +147,8 @@ def test_heads_may_be_swapped_in_a_model_that_trains() -> None:
 
 def test_dropout_is_measured_where_it_is_meant() -> None:
     """Two readings differ, the manifest says why, and the same entrances go back to a calm model."""
-    model, drops = dropping_gpt2(), {"allow_dropout": True}
+    model = dropping_gpt2()
+    drops: dict[str, Any] = {"allow_dropout": True}
     calm = softgap.read(model, byte_tokenizer(), "Boat 3 left", **drops)
     assert "allow_dropout" not in calm.manifest.options, "a model in evaluation mode drops nothing"
     model.train()
@@ -182,7 +183,7 @@ def with_compiled_layer() -> Any:
     return model
 
 
-COMPILED = {
+COMPILED: dict[str, tuple[Callable[[], Any], str]] = {
     "model.compile()": (lambda: compiled(""), "got LlamaForCausalLM compiled"),
     "a compiled forward": (with_compiled_forward, "got LlamaForCausalLM compiled"),
     "a compiled layer": (with_compiled_layer, r"got its part 'model\.layers\.1' compiled"),
@@ -206,7 +207,7 @@ def test_a_compiled_model_is_refused_or_recorded_as_it_is(way: str) -> None:
 
 
 def test_the_wrapper_of_torch_compile_is_refused_and_says_what_to_pass() -> None:
-    wrapped = torch.compile(tiny_llama(), backend="eager")
+    wrapped: Any = torch.compile(tiny_llama(), backend="eager")
     with pytest.raises(ModelError, match=r"got the OptimizedModule that torch.compile returned, .*; pass the module"):
         recorded(wrapped)
     recorded(wrapped._orig_mod)
@@ -225,7 +226,9 @@ def t5() -> T5Config:
 def bart() -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sides: dict[str, Any] = {
+        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")
+    }
     return BartForConditionalGeneration(
         BartConfig(vocab_size=270, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sides)
     )

@@ -98,7 +98,12 @@ def test_weights_on_disk_are_read_once_for_all_fingerprints(tmp_path: Path, monk
     loads: list[str] = []
     kind: Any = type(next(iter(offloaded_weights(model).values())))
     honest = kind.load
-    monkeypatch.setattr(kind, "load", lambda self: loads.append(self.key) or honest(self))
+
+    def load(weight: Any) -> Any:
+        loads.append(weight.key)
+        return honest(weight)
+
+    monkeypatch.setattr(kind, "load", load)
     for _ in range(3):
         model_fingerprint(model)
     assert len(loads) == len(set(loads)) > 10

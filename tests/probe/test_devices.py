@@ -1,4 +1,4 @@
-"""Every torch path of tap, meter, swap and plan runs on two pretend accelerators, and gives the CPU's numbers.
+"""The torch paths of tap, meter, swap and applied plan run on two pretend accelerators, and give the CPU's numbers.
 
 A CI machine has no accelerator. Here the devices are simulated (``support.simulated_device``): tensors hold real
 numbers, show a device, and refuse to be mixed. What cannot be seen this way: kernels of a real device, its speed, its
@@ -8,7 +8,6 @@ rounding, and that work is queued on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from accelerate import dispatch_model
 
 import softgap
 from softgap.attention import resolve
-from softgap.calibration import Recipe
 from softgap.intervene.substitute import Substitute
-from softgap.linearize import Plan, Sequences, apply, find_plan, fit_output_correction, head_scores, swap
+from softgap.linearize import Plan, Sequences, apply, fit_output_correction, head_scores, swap
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.placement import execution_devices, input_device
 from support.model_examples import attending_llama, byte_tokenizer
@@ -127,33 +125,6 @@ def test_heads_are_scored_and_corrected_on_two_devices(devices: Devices) -> None
         assert np.allclose(values, found[1][0].values[name], atol=1e-4, equal_nan=True), name
     first, second = (corrected.tensors()["readout.weight"] for _, corrected in found)
     assert torch.allclose(first, second, atol=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mechanism", ["window:w=16,sinks=2", "elu1+window:w=16,sinks=2,far=4", None])
-def test_a_plan_is_found_and_applied_on_two_devices(mechanism: str | None, devices: Devices) -> None:
-    found = []
-    for model in (whole(), spread(devices)):
-        plan = find_plan(model, TOKENIZER, [TEXT], mechanism, budget=0.5, length=64, tokens=500, recall_budget=None)
-        with apply(model, plan) as applied:
-            ids = ids_of(model, "the old fox " * 4)
-            written = model.generate(ids, max_new_tokens=5, do_sample=False, past_key_values=applied.cache())
-        found.append((plan.groups, written.tolist(), pytest.approx(plan.expected["loss"].value, abs=1e-4)))
-    assert found[0][:2] == found[1][:2]
-    assert found[0][2] == found[1][2].expected
-
-
-@pytest.mark.slow
-def test_a_calibration_is_made_on_two_devices(devices: Devices, tmp_path: Path) -> None:
-    made = [
-        softgap.calibrate(
-            model, TOKENIZER, [TEXT], recipe=Recipe(features=4, steps=2), positions=128, stability=False,
-            out=str(tmp_path / f"{number}.safetensors"),
-        )
-        for number, model in enumerate((whole(), spread(devices)))
-    ]  # fmt: skip
-    for name, tensor in made[0].tensors.items():
-        assert torch.allclose(tensor, made[1].tensors[name], atol=1e-3), name
 
 
 def test_the_simulation_refuses_what_a_device_refuses(devices: Devices) -> None:

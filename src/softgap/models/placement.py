@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -65,7 +66,8 @@ class OffloadedWeight:
     def in_memory(self) -> Tensor | None:
         """The weight where it is in memory; None where it must be read from disk."""
         if isinstance(self.weights, OffloadedWeightsLoader):
-            return self.weights.state_dict.get(self.key)
+            held: Tensor | None = self.weights.state_dict.get(self.key)
+            return held
         return self.weights[self.key] if isinstance(self.weights, dict) else None
 
 
@@ -162,7 +164,7 @@ def _own_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Ten
     yield from module.named_buffers(recurse=recurse)
 
 
-def _resolved(weights: Mapping[str, Tensor], key: str) -> OffloadedWeight:
+def _resolved(weights: Any, key: str) -> OffloadedWeight:
     while isinstance(weights, PrefixedDataset):
         weights, key = weights.dataset, f"{weights.prefix}{key}"
     return OffloadedWeight(weights, key)

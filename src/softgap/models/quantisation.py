@@ -72,7 +72,8 @@ def quantisation_of(model: nn.Module) -> str:
 
 def packed_parts(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors that a quantised weight is made of (codes, scales, zero points); none for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
+    packed: Any = tensor
+    if not is_traceable_wrapper_subclass(packed):
         return {}
-    names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}
+    names, _ = packed.__tensor_flatten__()
+    return {name: getattr(packed, name) for name in names}
