@@ -320,12 +320,12 @@ def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
     fitted = with_random_parameters("fitted", 2, 4, 2, 8, 8)
     chosen = Substitute(fitted, window=4, readout=Readout.identity(2, 4, 8))
     plan = Plan(
-        "tiny", model_fingerprint(model), HEADS, ((0, 1),), (1,), chosen,
+        "tiny", model_fingerprint(model), HEADS, ((0, 1), (1, 0), (1, 1)), (1,), chosen,
         original={"loss": 5.0}, expected={"loss": Interval(0.1, 0.05, 0.2)}, memory={"per_token": 256.0},
         provenance={"seed": 3},
     )  # fmt: skip
     again = load_plan(plan.save(tmp_path / "plan.json"))
-    assert (again.heads, again.groups, again.layers, again.expected) == (HEADS, ((0, 1),), (1,), plan.expected)
+    assert (again.heads, again.groups, again.layers, again.expected) == (HEADS, plan.groups, (1,), plan.expected)
     assert again.substitute.window == 4
     with torch.no_grad(), swap(model, HEADS, chosen):
         truth = model(IDS, use_cache=False).logits

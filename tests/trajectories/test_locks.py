@@ -114,7 +114,8 @@ def test_two_writers_interleaved_at_every_step(tmp_path: Path, monkeypatch: pyte
     original, outcomes = Folder.at, []
     for n in range(1, 200):
         path = tmp_path / f"two-{n}"
-        left, second = [n], []
+        left: list[int] = [n]
+        second: list[str] = []
 
         def before(path: Path = path, left: list[int] = left, second: list[str] = second) -> None:
             left[0] -= 1
