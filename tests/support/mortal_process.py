@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from softgap.models import tensor_files
-from softgap.trajectories import reader
 from softgap.trajectories.folder import Folder
 
 __all__ = ["Killed", "dies_at"]
@@ -83,7 +83,7 @@ def dies_at(n: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
     if not _hooked:  # an audit hook stays for good
         sys.addaudithook(_life.hook)
         _hooked.append(True)
-    original, save_file = Folder.at, tensor_files.save_file
+    original, save_file = Folder.at, vars(tensor_files)["save_file"]
 
     def save_half(tensors: Any, path: Any, **options: Any) -> None:
         if _life.change(path):
@@ -96,14 +96,14 @@ def dies_at(n: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
     def read_part(path: str, *, filesystem: Any, **options: Any) -> Any:
         return parquet_file(path, filesystem=filesystem.filesystem, **options)  # pyarrow takes no other
 
-    parquet_file = reader.pq.ParquetFile
+    parquet_file = pq.ParquetFile
     died: list[bool] = []
     with monkeypatch.context() as patch:
         patch.setattr(
             Folder, "at", lambda path: replace(f := original(path), filesystem=_MortalFilesystem(f.filesystem))
         )
         patch.setattr(tensor_files, "save_file", save_half)
-        patch.setattr(reader.pq, "ParquetFile", read_part)
+        patch.setattr(pq, "ParquetFile", read_part)
         _life.root, _life.left = str(root), n
         try:
             yield died

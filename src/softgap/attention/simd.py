@@ -47,7 +47,7 @@ class _LanesModel(models.PrimitiveModel):
     """How a vector is held: as a vector of LLVM."""
 
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _FLOATS)
+        super().__init__(manager, kind, _FLOATS)  # type: ignore[no-untyped-call]
 
 
 register_model(_Lanes)(_LanesModel)

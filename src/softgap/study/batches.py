@@ -233,7 +233,8 @@ def token_count(loaded: Loaded, prompt: Prompt, settings: StudySettings, *, repl
     if replay and prompt.completion is not None:
         ids = [*ids, *completion_ids(tokenizer, prompt.completion)[:-1]]
     check_lengths(model, [ids], 0 if replay else settings.max_new_tokens)
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    rows = int(embedding.weight.shape[0])
     if ids and max(ids) >= rows:
         raise ValueInputError(
             f"a tokenizer must fit its model, whose vocabulary has {rows:,} tokens, got the token {max(ids):,}; load "
