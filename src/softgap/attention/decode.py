@@ -18,7 +18,7 @@ from torch import Tensor
 
 from softgap.attention.chunked import empty_carry
 from softgap.attention.exact_set import ExactSet, ScoreRule
-from softgap.attention.feature_maps import exp_affine_key, exp_affine_query
+from softgap.attention.feature_maps import exp_affine_query
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.streaming import LinearState
@@ -26,16 +26,12 @@ from softgap.attention.streaming import LinearState
 __all__ = ["DecodeMaps", "DecodeStep", "can_decode", "recent_rows"]
 
 
-def can_decode(mechanism: Mechanism, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the compiled pass can follow a mechanism: windows, fitted maps and hybrids of both, in float32."""
-    if dtype != torch.float32 or device.type != "cpu":
-        return False
+def can_decode(mechanism: Mechanism) -> bool:
+    """Whether the compiled pass can follow a mechanism: windows, fitted maps, and hybrids of both."""
     if mechanism.kind == "window":
         return True
     tail = mechanism.tail_with_parameters() if mechanism.kind == "hybrid" else mechanism
     if tail is None or tail.query_map is not exp_affine_query or tail.missing:
-        return False
-    if any(x.shape[0] != 1 for x in mechanism.parameters.values()):
         return False
     turn = tail.parameters.get("turn")
     return turn is None or (turn.shape[1] == 1 and _is_quarter_turn(turn[0, 0]))
@@ -210,8 +206,7 @@ class DecodeStep:
             origin = tail._origin.expand(batch).contiguous().numpy()
         fresh = self._length != buffer.length
         if buffer.ring < self._recent and buffer.ring <= buffer.length:
-            like_k, like_v = k.expand(-1, heads, -1, -1), v
-            buffer._reserve(batch, heads, min(self._recent, buffer.length + 1), like_k, like_v)
+            buffer._reserve(batch, heads, min(self._recent, buffer.length + 1), k, v)
             fresh = True
         if padded and buffer.counts is None:
             buffer._begin_ordinals(batch, k.device)
