@@ -679,15 +679,15 @@ def _add_tail(step: Step, carried: Carried, maps: Maps, b: int, j: int, h: int, 
         room.sums[h, 1] = total
         room.answers[h] = room.answer
         return
-    mass = _ZERO
-    if near_top > _PRESENT:
-        for i in range(logs.size):
-            logs[i] += room.work[3, i] - near_top
-        _exponentials(logs, room.bits)
-        near = _ZERO
-        for i in range(logs.size):
-            near += logs[i] * room.work[2, i]
-        mass = room.sums[h, 2] / near
+    if near_top <= _PRESENT:
+        return
+    for i in range(logs.size):
+        logs[i] += room.work[3, i] - near_top
+    _exponentials(logs, room.bits)
+    near = _ZERO
+    for i in range(logs.size):
+        near += logs[i] * room.work[2, i]
+    mass = room.sums[h, 2] / near
     far_top = top - near_top + room.sums[h, 0]
     highest = max(room.sums[h, 0], far_top)
     own = np.exp(room.sums[h, 0] - highest)
