@@ -26,8 +26,9 @@ ROWS = 64
 TILES = 32
 # Fewer queries are not worth the copies.
 FEWEST = 16
-# exp of this is far inside float64.
+# exp of these is far inside float64 and float32.
 WIDEST = 500.0
+NARROWEST = -60.0
 
 
 def can_tile(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -120,17 +121,34 @@ def recent_feature_sums(
     count = -(-n // recent) + 1
     # The key before the first window is left out. Block b and the beginning of block b + 1 serve positions from b w on.
     logs = functional.pad(key[:, :, 1:], (0, 0, 0, count * recent - (key.shape[2] - 1)), value=LOG_ZERO)
-    logs = logs.unflatten(2, (count, recent)).double()
-    inside = torch.arange(recent, device=key.device, dtype=torch.float64)[:, None]
-    decay = key.new_zeros(1, 1, 1, 1, 1, dtype=torch.float64) if rate is None else rate[:, :, None, None].double()
+    logs = logs.unflatten(2, (count, recent))
+    narrow = _sum_blocks(logs, rate, recent, NARROWEST)
+    found = _sum_blocks(logs.double(), rate, recent, None) if narrow is None else narrow
+    return None if found is None else found.flatten(2, 3)[:, :, :n].to(key.dtype)
+
+
+def _sum_blocks(
+    logs: Float[Tensor, "batch key_head block recent feature"], rate: Tensor | None, recent: int, lowest: float | None
+) -> Float[Tensor, "batch key_head window recent feature"] | None:
+    """The logarithms of the sums; None where a term would fall below exp(lowest) of another one."""
+    inside = torch.arange(recent, device=logs.device, dtype=logs.dtype)[:, None]
+    decay = logs.new_zeros(1, 1, 1, 1, 1) if rate is None else rate[:, :, None, None].to(logs.dtype)
     logs = logs + decay * inside
     # Below this a block holds no key.
     top = logs.amax(dim=3, keepdim=True).clamp(min=LOG_ZERO / 10)
-    terms = (logs - top).exp_()
-    prefix = functional.pad(terms[:, :, 1:, :-1].cumsum(dim=3), (0, 0, 1, 0))
-    suffix = terms[:, :, :-1].flip(3).cumsum(dim=3).flip(3)
     older, newer = top[:, :, :-1] - decay * recent, top[:, :, 1:]
     scale = torch.maximum(older, newer)
-    total = suffix.mul_((older - scale).exp_()).addcmul_(prefix, (newer - scale).exp_())
-    found = total.log_().add_(scale).sub_(decay * (inside - 1)).clamp_(min=LOG_ZERO)
-    return found.flatten(2, 3)[:, :, :n].to(key.dtype)
+    terms = logs - top
+    own, other = older - scale, newer - scale
+    if lowest is not None and min(_smallest(x) for x in (terms, own, other)) < lowest:
+        return None
+    terms = terms.exp_()
+    prefix = functional.pad(terms[:, :, 1:, :-1].cumsum(dim=3), (0, 0, 1, 0))
+    suffix = terms[:, :, :-1].flip(3).cumsum(dim=3).flip(3)
+    total = suffix.mul_(own.exp_()).addcmul_(prefix, other.exp_())
+    return total.log_().add_(scale).sub_(decay * (inside - 1)).clamp_(min=LOG_ZERO)
+
+
+def _smallest(x: Tensor) -> float:
+    """The smallest of the logarithms that belong to keys that are there."""
+    return float(x.masked_fill(x < LOG_ZERO / 100, 0).amin())
