@@ -116,13 +116,14 @@ def recent_feature_sums(
     ``key`` holds logarithms. None where the decay over a window leaves the range of float64.
     """
     n = key.shape[2] - recent
-    if rate is not None and float(rate.max()) * recent > WIDEST:
+    fastest = 0.0 if rate is None else float(rate.max()) * recent
+    if fastest > WIDEST:
         return None
     count = -(-n // recent) + 1
     # The key before the first window is left out. Block b and the beginning of block b + 1 serve positions from b w on.
     logs = functional.pad(key[:, :, 1:], (0, 0, 0, count * recent - (key.shape[2] - 1)), value=LOG_ZERO)
     logs = logs.unflatten(2, (count, recent))
-    narrow = _sum_blocks(logs, rate, recent, NARROWEST)
+    narrow = None if fastest > -NARROWEST else _sum_blocks(logs, rate, recent, NARROWEST)
     found = _sum_blocks(logs.double(), rate, recent, None) if narrow is None else narrow
     return None if found is None else found.flatten(2, 3)[:, :, :n].to(key.dtype)
 
