@@ -4,6 +4,8 @@ A call serves all query heads of a layer that share a mechanism, and all rows of
 new key to features, moves the key that leaves the window to the far keys or into the state, and writes the output,
 corrected where there is an output correction. Everything is float32.
 
+All of it is one file: numba's cache on disk notices changes only of the file that holds the function it was asked for.
+
 The factor c_t of a hybrid needs z = sum_j exp(log phi(k_j) - rate (t - j)) over the w recent keys. z is never formed by
 subtraction, since a single large feature would leave its rounding behind. The recent keys are cut into chunks of
 c = ceil(sqrt(w)) positions: the logarithm of each chunk's sum is kept, and the log-features of the chunk that is just
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+Inputs = tuple[Array, Array, Array]
+Places = tuple[Array, Array, Array, Array]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -512,7 +516,6 @@ def fill_recent(step: Step, exact: Exact, recent: Recent, maps: Maps, origin: Ar
                     _add_to_chunk(recent.chunks[b, j, position // c % chunks], position % c == 0, maps.rate[j], logs)
 
 
-
 @compiled()
 def _scratch(exact: Exact, far: Far, maps: Maps, heads: int, dim: int, value_dim: int) -> _Scratch:
     features, slots, n_far = maps.rate.shape[1], exact.keys.shape[2], far.priorities.shape[2]
@@ -615,8 +618,8 @@ def _leave_window(step: Step, exact: Exact, far: Far, carried: Carried, recent: 
 
 @compiled()
 def _answer_group(step: Step, carried: Carried, recent: Recent, maps: Maps, readout: Readout, b: int, n: int,
-                  turned: int, ordinal: int, inputs: tuple[Array, Array, Array], places: tuple[Array, Array, Array, Array],
-                  logs: Array, room: _Scratch, out: Array) -> None:  # fmt: skip
+                  turned: int, ordinal: int, inputs: Inputs, places: Places, logs: Array, room: _Scratch,
+                  out: Array) -> None:  # fmt: skip
     """Join exact keys and state for the queries of one KV head, and write their outputs."""
     heads, kv_heads = places[0], places[1]
     group = heads.size // kv_heads.size
@@ -715,8 +718,8 @@ def _write(readout: Readout, h: int, total: Any, answer: Array, room: Array, out
 @compiled()
 def decode_position(
     step: Step,
-    inputs: tuple[Array, Array, Array],
-    places: tuple[Array, Array, Array, Array],
+    inputs: Inputs,
+    places: Places,
     exact: Exact,
     far: Far,
     carried: Carried,
@@ -757,4 +760,5 @@ def decode_position(
                 if far.priorities.shape[2]:
                     for h in queries:
                         _add_far(step, far, b, n, q[b, heads[h]], rule, room.sums[h], room.answers[h], room)
-            _answer_group(step, carried, recent, maps, readout, b, n, turned[b], ordinals[b], inputs, places, logs, room, out)
+            _answer_group(step, carried, recent, maps, readout, b, n, turned[b], ordinals[b], inputs, places, logs,
+                          room, out)  # fmt: skip

@@ -80,7 +80,7 @@ def _tiles(
     q: Tensor, k: Tensor, v: Tensor, recent: int, valid: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Bool[Tensor, "#tile 1 row key"]]]:
     """Some tiles at a time: queries, keys and values with an axis of tiles behind the batch, and who sees what."""
-    batch, heads, n, _ = q.shape
+    batch, n = q.shape[0], q.shape[2]
     count, length = -(-n // ROWS), ROWS + recent - 1
     first = k.shape[2] - n
     # The first tile's keys may begin before those that are there, and the last one's queries end behind.

@@ -283,9 +283,7 @@ class Applied:
             states.by_part[number] = state
             if dtype == torch.float32 and k.device.type == "cpu" and can_decode(part.mechanism):
                 if number not in split.maps:
-                    split.maps[number] = DecodeMaps(
-                        part.mechanism, part.heads, part.kv_heads, part.weight, part.bias
-                    )
+                    split.maps[number] = DecodeMaps(part.mechanism, part.heads, part.kv_heads, part.weight, part.bias)
                 states.steps[number] = DecodeStep(state, split.maps[number], scale=call.scale, rule=rule)
                 states.steps[number].reserve(k.shape[0])
         return states.by_part[number]
