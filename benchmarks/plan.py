@@ -190,7 +190,7 @@ def prefill_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace
     for length in options.prompts:
         names: list[str | None] = [None, *plans]
         sides = [Side(model, None if name is None else plans[name], 0) for name in names]
-        seconds = in_turn([lambda side=side: side.read_prompt(length) for side in sides], options.pairs)
+        seconds = in_turn([lambda side=side, n=length: side.read_prompt(n) for side in sides], options.pairs)
         for name, own in zip(names, seconds, strict=True):
             compared = "" if name is None else str(ratio(own, seconds[0]))
             lines.append(f"| {length} | {name or 'none'} | {statistics.median(own):.2f} | {compared} |")

@@ -96,8 +96,7 @@ class DecodeMaps:
         return int(self.maps.rate.shape[1])
 
 
-def _rows(x: Float[Tensor, (1 #row ...
-)], rows: int) -> Any:
+def _rows(x: Float[Tensor, "layer row ..."], rows: int) -> Any:
     return x[0].detach().float().expand(rows, *x.shape[2:]).contiguous().numpy()
 
 
