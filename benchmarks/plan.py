@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Side:
 
     def __init__(self, model: Any, plan: Plan | None, context: int, batch: int = 1) -> None:
         self.model, self._plan, self._batch, self._written = model, plan, batch, 0
+        self.cache: Any = None
         with self._applied() as applied:
             self.cache = None if applied is None else applied.cache()
             for start in range(0, min(context, SYNTHETIC // 2), CHUNK):
@@ -92,7 +94,7 @@ class Side:
             yield None
             return
         with apply(self.model, self._plan) as applied:
-            if getattr(self, "cache", None) is not None:
+            if self.cache is not None:
                 applied._caches.add(self.cache)
                 for layer in self.cache.layers:
                     layer.closed = False
@@ -171,7 +173,7 @@ def decode_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace)
     for context in options.contexts:
         names: list[str | None] = [None, *plans]
         sides = [Side(model, None if name is None else plans[name], context) for name in names]
-        seconds = in_turn([lambda side=side: side.write(options.new) for side in sides], options.pairs)
+        seconds = in_turn([partial(side.write, options.new) for side in sides], options.pairs)
         first = read_per_token(model, None, sides[0].cache)
         for name, side, own in zip(names, sides, seconds, strict=True):
             read = read_per_token(model, None if name is None else plans[name], side.cache)
@@ -190,7 +192,7 @@ def prefill_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace
     for length in options.prompts:
         names: list[str | None] = [None, *plans]
         sides = [Side(model, None if name is None else plans[name], 0) for name in names]
-        seconds = in_turn([lambda side=side, n=length: side.read_prompt(n) for side in sides], options.pairs)
+        seconds = in_turn([partial(side.read_prompt, length) for side in sides], options.pairs)
         for name, own in zip(names, seconds, strict=True):
             compared = "" if name is None else str(ratio(own, seconds[0]))
             lines.append(f"| {length} | {name or 'none'} | {statistics.median(own):.2f} | {compared} |")
@@ -207,7 +209,7 @@ def batch_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) 
     ]
     for batch in options.batches:
         sides = [Side(model, plan, options.batch_context, batch) for plan in (None, plans[name])]
-        seconds = in_turn([lambda side=side: side.write(options.new // 2) for side in sides], options.pairs)
+        seconds = in_turn([partial(side.write, options.new // 2) for side in sides], options.pairs)
         sizes = [cache_bytes(side.cache) / batch / 1e6 for side in sides]
         medians = [statistics.median(own) * 1e3 for own in seconds]
         lines.append(

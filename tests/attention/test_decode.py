@@ -74,14 +74,14 @@ def decoded(
     step = DecodeStep(state, DecodeMaps(mechanism, torch.arange(4), torch.arange(2)), scale=8**-0.5, rule=rule)
     parts = []
     for a, b in cuts:
-        part = [x[:, :, a:b].contiguous() for x in (q, k, v)]
+        own_q, own_k, own_v = (x[:, :, a:b].contiguous() for x in (q, k, v))
         padding = None if valid is None else valid[:, a:b]
         if b - a == 1:
             out = torch.full((2, 4, 5), torch.nan)
-            step(*part, out, padding)
+            step(own_q, own_k, own_v, out, padding)
             parts.append(out[:, :, None])
         else:
-            parts.append(state.attend(*part, padding).output)
+            parts.append(state.attend(own_q, own_k, own_v, padding).output)
     assert state.length == cuts[-1][1]
     return torch.cat(parts, dim=2), state, step
 
@@ -160,7 +160,8 @@ def test_rounding_does_not_build_up(steps: int) -> None:
     maps = DecodeMaps(single(mechanism), torch.arange(4), torch.arange(2))
     step, out = DecodeStep(state, maps, scale=8**-0.5), torch.empty(2, 4, 5)
     for t in range(steps):
-        step(*(x[:, :, t : t + 1].float().contiguous() for x in (q, k, v)), out)
+        own_q, own_k, own_v = (x[:, :, t : t + 1].float().contiguous() for x in (q, k, v))
+        step(own_q, own_k, own_v, out)
         assert apart(out, truth[:, :, t]) < 1e-4
 
 
@@ -176,7 +177,8 @@ def test_only_its_own_heads_are_read_and_written_and_corrected() -> None:
     step = DecodeStep(new_state(mechanism), maps, scale=8**-0.5)
     for t in range(12):
         out = torch.full((2, 6, 5), 7.0)
-        step(*(x[:, :, t : t + 1].float().contiguous() for x in (q, k, v)), out)
+        own_q, own_k, own_v = (x[:, :, t : t + 1].float().contiguous() for x in (q, k, v))
+        step(own_q, own_k, own_v, out)
         assert apart(out[:, 2:], truth[:, :, t]) < ROUNDING
         assert bool((out[:, :2] == 7).all())
 

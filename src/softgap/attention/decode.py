@@ -85,7 +85,8 @@ class DecodeMaps:
             own = max(len(kv_heads), *(parameters[name].shape[1] for name in ("key_weight", "key_bias", "rate")))
             keys = (_rows(parameters[name], own) for name in ("key_weight", "key_bias", "rate"))
             rotation = _rotation(parameters.get("frequency"), parameters.get("turn"))
-            self.maps = Maps(*queries, *keys, *rotation, factor.numpy())
+            arrays: list[Any] = [*queries, *keys, *rotation, factor.numpy()]
+            self.maps = Maps(*arrays)
         self.readout = Readout(_none(3), _none(2))
         if weight is not None and bias is not None:
             self.readout = Readout(_rows(weight[None], n), _rows(bias[None], n))
@@ -174,9 +175,9 @@ class DecodeStep:
             length, recent, origin = state.length, self._recent, self._bind_hybrid(state, k, v, padded)
         step = Step(length, recent, self._sinks, self._scale)
         places = (self._maps.heads, self._maps.kv_heads, origin, valid)
-        decode_position(
-            step, inputs, places, *self._arrays[:4], self._maps.maps, self._arrays[4], self._maps.readout, out.numpy()
-        )
+        exact, far, carried, recent_sums, model_rule = self._arrays
+        maps, readout = self._maps.maps, self._maps.readout
+        decode_position(step, inputs, places, exact, far, carried, recent_sums, maps, model_rule, readout, out.numpy())
         if isinstance(state, LinearState):
             state._advance(len(k), 1, key_valid if padded else None, k.device)
         else:

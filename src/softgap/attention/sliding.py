@@ -21,9 +21,9 @@ from softgap.attention.feature_maps import LOG_ZERO
 
 __all__ = ["attend_recent", "can_tile", "recent_feature_sums"]
 
-# Queries of a tile, and tiles of a call: larger ones leave the processor's caches.
+# Queries of a tile, and the keys of a call, of which windows that overlap have copies.
 ROWS = 64
-TILES = 32
+KEYS = 8192
 # Fewer queries are not worth the copies.
 FEWEST = 16
 # exp of these is far inside float64 and float32.
@@ -95,7 +95,7 @@ def _tiles(
     there = None
     if valid is not None:
         there = functional.pad(valid, padding[2:])[:, begin:].unfold(1, length, ROWS)
-    step = max(1, TILES // batch)
+    step = max(1, KEYS // length // batch)
     for start in range(0, count, step):
         part = slice(start, min(count, start + step))
         seen = inside
@@ -104,8 +104,8 @@ def _tiles(
         elif start * ROWS < front - begin:
             exists = begin + ROWS * torch.arange(start, part.stop)[:, None] + torch.arange(length) >= front
             seen = (inside & exists[:, None, None]).repeat(batch, 1, 1, 1)
-        windows = (x[:, :, part].permute(0, 2, 1, 4, 3) for x in (keys, values))
-        yield queries[:, :, :, part].permute(0, 3, 1, 4, 2, 5), *windows, seen
+        own_keys, own_values = (x[:, :, part].permute(0, 2, 1, 4, 3) for x in (keys, values))
+        yield queries[:, :, :, part].permute(0, 3, 1, 4, 2, 5), own_keys, own_values, seen
 
 
 def recent_feature_sums(

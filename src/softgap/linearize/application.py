@@ -248,14 +248,14 @@ class Applied:
     ) -> None:  # fmt: skip
         """Write the outputs of the freed heads, from their states and the newest keys and values."""
         n = call.query.shape[2]
-        compiled = None
+        compiled: list[Tensor] = []
         for number, part in enumerate(split.freed.parts):
             state = self._state(split, number, states, call, k, v, valid)
             step = states.steps.get(number)
             if n == 1 == k.shape[2] and step is not None:
                 # The same for all parts of the layer.
-                compiled = compiled or tuple(x.float().contiguous() for x in (call.query, k, v))
-                step(*compiled, output[:, 0], valid)
+                compiled = compiled or [x.float().contiguous() for x in (call.query, k, v)]
+                step(compiled[0], compiled[1], compiled[2], output[:, 0], valid)
                 continue
             places = part.kv_heads.to(k.device)
             q, own_k, own_v = call.query.index_select(1, part.heads.to(k.device)), k, v
