@@ -8,7 +8,8 @@ window), but for KV_GROUPS_KEPT groups spread evenly over the layers; beside it 
 with half of its window as far keys. Speed does not depend on which groups are kept, so no search is needed; what such a
 plan costs in loss is not measured here.
 
-At 32,768 positions the cache of either side is synthetic: keys and values are noise that nobody has read.
+From --synthetic positions on (32,768 by default) the cache of either side is synthetic: keys and values are noise that
+nobody has read, behind a short context that was read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from softgap.probe.recording import prepare_mechanism
 CHUNK = 512
 KV_GROUPS_KEPT = 10
 WINDOW = 94
-SYNTHETIC = 32768
+SYNTHETIC = [32768]
 PARTS = ("decode", "prefill", "batch", "peak")
 # Seconds on the wall; on a busy machine those of the processor on one thread, which other work does not add to.
 CLOCK = [time.perf_counter]
@@ -82,9 +83,9 @@ class Side:
         self.cache: Any = None
         with self._applied() as applied:
             self.cache = None if applied is None else applied.cache()
-            for start in range(0, min(context, SYNTHETIC // 2), CHUNK):
+            for start in range(0, context if context < SYNTHETIC[0] else 2 * CHUNK, CHUNK):
                 self._forward(tokens(min(CHUNK, context - start), batch, start))
-        if context >= SYNTHETIC:
+        if context >= SYNTHETIC[0]:
             self._extend(context)
 
     @contextmanager
@@ -260,10 +261,11 @@ def main() -> None:
     parser.add_argument("--calibration", help="make the plans from this calibration")
     parser.add_argument("--plan", help="measure this plan's JSON file instead")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, SYNTHETIC])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--batch-context", type=int, default=2048)
+    parser.add_argument("--synthetic", type=int, default=SYNTHETIC[0], help="contexts from here on are not read")
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -272,6 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     if (options.calibration is None) == (options.plan is None):
         parser.error("give either --calibration FILE or --plan PLAN.json")
+    SYNTHETIC[0] = options.synthetic
     torch.set_num_threads(1 if options.loaded else options.threads)
     if options.loaded:
         CLOCK[0] = time.process_time
@@ -286,17 +289,19 @@ def main() -> None:
         f"*{name}*: {len(plan.groups)} KV groups freed, {field_words(plan.substitute.name)}"
         for name, plan in plans.items()
     )
+    noise = f"Caches of {options.synthetic:,} positions and more are synthetic. "
     busy = ", beside other work: times are those of the processor" if options.loaded else ""
     for part in options.only:
         name, title, rows = SECTIONS[part]
         with torch.inference_mode():
             lines = rows(model, plans, options)
+        own = noise if part == "decode" else ""
         write_section(
             name,
             title,
             f"`python benchmarks/plan.py --only {part} --pairs {options.pairs} --new {options.new}` on the embedded "
-            f"model in float32; {machine()}{busy}. {about}. Medians of {options.pairs} rounds in which the sides take "
-            "turns; ratios are those of the rounds, with their range.\n\n" + "\n".join(lines),
+            f"model in float32; {machine()}{busy}. {about}. {own}Medians of {options.pairs} rounds in which the sides "
+            "take turns; ratios are those of the rounds, with their range.\n\n" + "\n".join(lines),
         )
 
 

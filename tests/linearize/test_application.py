@@ -69,7 +69,8 @@ def test_steps_equal_the_swap(chosen: Substitute, heads: Any, padding: int) -> N
 @pytest.mark.parametrize("chosen", [x for x in substitutes() if x.id != "no compiled step"])
 def test_half_precision_models_take_the_same_steps(chosen: Substitute, dtype: torch.dtype) -> None:
     """What is left is the rounding of the model itself, as without a plan."""
-    model = tiny_llama().to(dtype)
+    model: Any = tiny_llama()
+    model.to(dtype)
     with torch.no_grad(), swap(model, SOME, chosen):
         truth = model(IDS, use_cache=False).logits
     with torch.no_grad(), apply(model, plan_of(model, SOME, chosen)) as applied:
