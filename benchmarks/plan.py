@@ -290,6 +290,7 @@ def main() -> None:
         for name, plan in plans.items()
     )
     noise = f"Caches of {options.synthetic:,} positions and more are synthetic. "
+    flags = f" --synthetic {options.synthetic}" + " --loaded" * options.loaded
     busy = ", beside other work: times are those of the processor" if options.loaded else ""
     for part in options.only:
         name, title, rows = SECTIONS[part]
@@ -299,9 +300,9 @@ def main() -> None:
         write_section(
             name,
             title,
-            f"`python benchmarks/plan.py --only {part} --pairs {options.pairs} --new {options.new}` on the embedded "
-            f"model in float32; {machine()}{busy}. {about}. {own}Medians of {options.pairs} rounds in which the sides "
-            "take turns; ratios are those of the rounds, with their range.\n\n" + "\n".join(lines),
+            f"`python benchmarks/plan.py --only {part} --pairs {options.pairs} --new {options.new}{flags}` on the "
+            f"embedded model in float32; {machine()}{busy}. {about}. {own}Medians of {options.pairs} rounds "
+            "in which the sides take turns; ratios are those of the rounds, with their range.\n\n" + "\n".join(lines),
         )
 
 
