@@ -174,7 +174,7 @@ class FarKeys:
             The keys that leave the exact set.
         """
         n, far = span.leaving, self.exact.far
-        self._reserve(span)
+        self.reserve(len(span.k), span.k.shape[1], span.k, span.v)
         scores = score(q, span.k) if q.shape[2] else None
         priorities = self._vote(span, scores, total)
         candidates = self._candidates(span, priorities[..., :n])
@@ -188,16 +188,16 @@ class FarKeys:
         self.pending = priorities[..., n:].clone()
         return found, candidates.values, dropped
 
-    def _reserve(self, span: Span) -> None:
+    def reserve(self, batch: int, heads: int, k: Tensor, v: Tensor) -> None:
+        """Make room for keys and values like these, where there is none yet."""
         if self.keys is not None:
             return
-        batch, heads, _, dim = span.k.shape
         size = (batch, heads, self.exact.far)
-        self.keys, self.values = span.k.new_zeros(*size, dim), span.v.new_zeros(*size, span.v.shape[-1])
-        self.priorities = span.k.new_zeros(size)
-        self.pending = span.k.new_zeros(batch, heads, self.exact.recent)
-        whole = torch.int64 if span.k.dtype == torch.float64 else torch.int32
-        self.positions, self.ordinals = (torch.zeros(size, dtype=whole, device=span.k.device) for _ in range(2))
+        self.keys, self.values = k.new_zeros(*size, k.shape[-1]), v.new_zeros(*size, v.shape[-1])
+        self.priorities = k.new_zeros(size)
+        self.pending = k.new_zeros(batch, heads, self.exact.recent)
+        whole = torch.int64 if k.dtype == torch.float64 else torch.int32
+        self.positions, self.ordinals = (torch.zeros(size, dtype=whole, device=k.device) for _ in range(2))
 
     def _vote(self, span: Span, scores: Tensor | None, total: Tensor) -> Float[Tensor, "batch kv_head key"]:
         """Priorities of the keys of a span, after the queries of its block."""

@@ -25,13 +25,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from softgap.attention.chunked import Carry, empty_carry
+from softgap.attention.chunked import PRESENT, Carry, empty_carry
 from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.far_keys import Dropped, FarKeys, Span
 from softgap.attention.feature_maps import LOG_ZERO, Features, featurise
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.outputs import Attention, compare_heads
 from softgap.attention.registry import resolve
+from softgap.attention.sliding import recent_feature_sums
 from softgap.attention.streaming import BLOCK_POSITIONS, Sums, carry_bytes, join_carries, split_carry, weighted_sums
 from softgap.attention.window import NO_ORDINAL, ExactSums, WindowState
 from softgap.errors import ShapeError, UnsupportedError
@@ -325,6 +326,15 @@ class _FeatureTail:
     def _recent_sums(self, features: Features, span: Span) -> Sums:
         """Sums over the window of each query: what came before the block is carried by its features."""
         before, first = self._recent - 1, self._recent
+        n = features.query.shape[2]
+        found = recent_feature_sums(features.key, features.rate, first) if features.log and n > 1 else None
+        if found is not None:
+            # Every query head of a key head asks the same sums.
+            terms = features.query.unflatten(1, (found.shape[1], -1)) + found[:, :, None, -n:]
+            scale = terms.amax(dim=-1, keepdim=True)
+            totals = (terms - scale).exp_().sum(dim=-1, keepdim=True).mul_(scale > PRESENT)
+            totals, scale = totals.flatten(1, 2), scale.flatten(1, 2)
+            return Sums(totals[..., :0], totals, scale)
         flat = features.key.flatten(0, 1)
         empty = empty_carry(len(flat), flat.shape[-1], 0, flat, log=features.log, window=self._recent)
         carry = replace(empty, tail_key=flat[:, 1:first], tail_value=flat.new_zeros(len(flat), before, 0))

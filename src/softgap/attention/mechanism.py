@@ -214,6 +214,10 @@ class Mechanism:
         """
         if not self.parameters:
             return self
+        if len(layers) == 1 == repeat:
+            # A view: plans hold the parameters of every layer once.
+            views = {name: x if x.shape[0] == 1 else x.narrow(0, layers[0], 1) for name, x in self.parameters.items()}
+            return dataclasses.replace(self, parameters=MappingProxyType(views))
         index = torch.tensor(list(layers)).repeat_interleave(repeat)
         picked = {
             name: tensor if tensor.shape[0] == 1 else tensor[index.to(tensor.device)]

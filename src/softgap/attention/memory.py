@@ -13,6 +13,7 @@ Parameters are counted apart: a model has them once, whatever the number and len
 
 from __future__ import annotations
 
+from softgap.attention.decode import can_decode, recent_rows
 from softgap.attention.exact_set import ExactSet
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.registry import resolve
@@ -20,6 +21,7 @@ from softgap.errors import UnsupportedError, ValueInputError
 
 __all__ = [
     "SINKS",
+    "derived_numbers",
     "equal_window",
     "features_worth",
     "halve_features",
@@ -75,6 +77,26 @@ def kept_numbers(
     maps = resolved.parameters.get("key_weight")
     copies = 1 if maps is None or kv_heads is None else max(1, maps.shape[1] // kv_heads)
     return copies * features * (value_dim + 1 + 2 * resolved.log)
+
+
+def derived_numbers(mechanism: str | Mechanism, *, kv_heads: int | None = None) -> int:
+    """Numbers per KV head that a plan's cache holds on the CPU besides those that are kept.
+
+    They are sums over the features of recent keys (``softgap.attention.decode``), which follow from the window and
+    could be computed anew at every step. They are counted where a plan foretells its bytes, not where mechanisms are
+    compared at equal memory.
+
+    Examples
+    --------
+    >>> derived_numbers("window:w=60,sinks=4")
+    0
+    """
+    resolved = resolve(mechanism)
+    if resolved.kind != "hybrid" or not can_decode(resolved):
+        return 0
+    key_maps, features = resolved.parameters["key_weight"].shape[1:3]
+    copies = 1 if kv_heads is None else max(1, key_maps // kv_heads)
+    return copies * features * recent_rows(int(resolved.options["w"]))
 
 
 def keys_worth(

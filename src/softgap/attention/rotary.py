@@ -7,6 +7,7 @@ nothing is turned) and J the quarter turn: it pairs dimensions, as (-x_2, x_1). 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -89,9 +90,22 @@ def before_rotation(
     if turned_by.dim() == 2 and len(turned_by) > 1 and bool((turned_by == turned_by[:1]).all()):
         # Cosines cost more than the rest: rows at equal positions share them.
         turned_by = turned_by[:1]
+    if turned_by.dim() == 2 and len(turned_by) == 1 and frequency.numel() == x.shape[-1] and x.device.type == "cpu":
+        # The layers of a model ask for the same ones in turn.
+        key = (turned_by.long().numpy().tobytes(), frequency.detach().double().numpy().tobytes(), x.dtype)
+        return _rotate(x, turn, *_known_angles(*key))
     by = turned_by[:, None] if turned_by.dim() == 2 else turned_by
     cos, sin = _angles(-by, frequency[:, :, None], x.dtype)
     return _rotate(x, turn, cos, sin)
+
+
+@lru_cache(maxsize=4)
+def _known_angles(by: bytes, frequency: bytes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of -p f for positions and frequencies given by their numbers."""
+    # What is kept must serve gradients too, even if it is first asked for in inference mode.
+    with torch.inference_mode(False):
+        positions = torch.frombuffer(bytearray(by), dtype=torch.int64)
+        return _angles(-positions, torch.frombuffer(bytearray(frequency), dtype=torch.float64), dtype)
 
 
 def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,4 +115,20 @@ def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _rotate(x: Tensor, turn: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.addcmul(x * cos, x @ turn.transpose(-1, -2), sin)
+    half = x.shape[-1] // 2
+    if _pairs_halves(turn):
+        # A product with J takes many times as long as moving its numbers.
+        turned, sin = x.roll(half, dims=-1), sin * turn.reshape(-1, 2 * half).sum(dim=-1)
+    else:
+        turned = x @ turn.transpose(-1, -2)
+    return torch.addcmul(x * cos, turned, sin)
+
+
+def _pairs_halves(turn: Tensor) -> bool:
+    """Whether J pairs every dimension with the one half of them away."""
+    dim = turn.shape[-1]
+    if turn.numel() != dim * dim or dim % 2:
+        return False
+    matrix = turn.reshape(dim, dim)
+    shifted = matrix.roll(dim // 2, dims=-1)
+    return bool((shifted.count_nonzero() == dim) & (shifted.diagonal().abs() == 1).all())

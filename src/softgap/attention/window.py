@@ -18,6 +18,7 @@ from torch import Tensor
 
 from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.outputs import Attention
+from softgap.attention.sliding import attend_recent, can_tile
 from softgap.errors import ShapeError
 
 __all__ = ["NO_ORDINAL", "ExactSums", "KeyBuffer", "WindowState"]
@@ -317,6 +318,10 @@ class WindowState:
             ordinals = torch.cat([old_ordinals.expand(batch, -1), ordinals.expand(batch, -1)], dim=1)
         buffer.append(k, v, ordinals[:, before:], key_valid is not None)
         positions = torch.arange(start - before, start + n, device=k.device)
+        if self.window is None and self.rule.softcap is None and can_tile(q, keys, values):
+            seen = None if buffer.counts is None else ordinals.expand(len(k), -1) >= 0
+            recent = attend_recent(q, keys, values, self.exact.recent, self._scaling(q), seen)
+            return self._with_sinks(q, positions[before + n - q.shape[2] :], *recent)
         parts = []
         for rows, part in self._pieces(q.shape[2], n, before):
             parts.append(
@@ -373,10 +378,36 @@ class WindowState:
             values = torch.cat([sink_values, values], dim=2)
         return self._reduce(scores, values, recent_scores)
 
+    def _with_sinks(
+        self,
+        q: Tensor,
+        rows: Int[Tensor, " query"],
+        output: Float[Tensor, "batch head query value_dim"],
+        recent: Float[Tensor, "batch head query 1"],
+    ) -> ExactSums:
+        """The softmax over recent keys and the logarithm of its sum, with the sinks that lie before them."""
+        where = self.buffer.filled_sinks(q.device)
+        sink_keys, sink_values = (x[:, :, : self.exact.sinks] for x in self.buffer.slots)
+        shown = rows[:, None] - where[:, None] >= self.exact.recent
+        first = self.scores(q, sink_keys).masked_fill(~shown[:, None], -torch.inf)
+        logits = self.rule.sink_column(first)
+        top = recent if self.exact.sinks == 0 else torch.maximum(recent, first.amax(dim=-1, keepdim=True))
+        top = top if logits is None else torch.maximum(top, logits)
+        top = top.masked_fill(top == -torch.inf, 0)
+        near, weights = (recent - top).exp(), (first - top).exp()
+        totals = near + weights.sum(dim=-1, keepdim=True)
+        if logits is not None:
+            totals = totals + (logits - top).exp() * (totals > 0)
+        grouped = weights.unflatten(1, (sink_values.shape[1], -1)).flatten(2, 3)
+        values = torch.addcmul((grouped @ sink_values).view(output.shape), output, near)
+        return ExactSums(values, totals, near, top)
+
+    def _scaling(self, q: Tensor) -> float:
+        return float(q.shape[-1] ** -0.5) if self._scale is None else self._scale
+
     def scores(self, q: Tensor, keys: Tensor) -> Float[Tensor, "batch head query key"]:
         """Scores after the softcap."""
-        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        grouped = (q * scale).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        grouped = (q * self._scaling(q)).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         scores = (grouped @ keys.transpose(-1, -2)).reshape(*q.shape[:3], keys.shape[2])
         return self.rule.cap(scores)
 

@@ -1,8 +1,8 @@
 """A KV cache that stores some KV heads and keeps a recurrent state for the others.
 
 A model updates its cache before its attention runs, so replacing attention alone frees no memory. A layer of this cache
-keeps the columns of the KV heads that stay, and hands the newest keys and values of the freed ones to whoever computes
-their attention, once: they are not stored.
+keeps the columns of the KV heads that stay, and hands the newest keys and values of all to whoever computes the
+attention of the freed ones, once: they are not stored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["StateLayer", "bounded_layers", "cache_bytes", "state_cache"]
 
 
 class StateLayer(DynamicLayer):
-    """One layer: the keys and values of the kept KV heads, and the newest ones of the freed.
+    """One layer: the keys and values of the kept KV heads, and the newest ones of all.
 
     Attributes
     ----------
     kept, freed
         KV heads, in order.
     fresh
-        Newest keys and values of the freed heads, until they are taken.
+        Newest keys and values of all heads, until they are taken.
     state
         Whatever computes the freed heads keeps it here, so that it lives and dies with the cache.
     closed
@@ -44,6 +44,7 @@ class StateLayer(DynamicLayer):
         self.state: Any = None
         self.length = 0
         self.closed = False
+        self._indices: dict[torch.device, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the columns of the kept heads; all keys and values of those are returned."""
@@ -52,17 +53,21 @@ class StateLayer(DynamicLayer):
                 "this cache belongs to a plan that is not applied any more; use it inside the block of its apply()"
             )
         self.length += key_states.shape[2]
-        remaining, freed = (
-            torch.tensor(x, dtype=torch.long, device=key_states.device) for x in (self.remaining, self.freed)
-        )
-        self.fresh = (key_states.index_select(1, freed), value_states.index_select(1, freed))
+        self.fresh = (key_states, value_states)
+        if not self.remaining:
+            # No heads, as long as the text.
+            return tuple(x.new_empty(x.shape[0], 0, self.length, x.shape[3]) for x in self.fresh)  # type: ignore[return-value]
+        remaining = self._indices.get(key_states.device)
+        if remaining is None:
+            remaining = torch.tensor(self.remaining, dtype=torch.long, device=key_states.device)
+            self._indices[key_states.device] = remaining
         keys_and_values: tuple[Tensor, Tensor] = super().update(
             key_states.index_select(1, remaining), value_states.index_select(1, remaining)
         )
         return keys_and_values
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """The newest keys and values of the freed heads, if they were not taken yet."""
+        """The newest keys and values of all heads, if they were not taken yet."""
         fresh, self.fresh = self.fresh, None
         return fresh
 

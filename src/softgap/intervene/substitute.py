@@ -333,7 +333,7 @@ def _swapped_heads(
     layer_parameters = _parameters(head_substitute.mechanism, layer, n_layers)
     parameters = {
         # As large as both where every query head has a KV head of its own; then the two choices are one.
-        name: x if x.shape[1] == 1 else x.index_select(1, (queries if x.shape[1] == layer.heads else keys).to(x.device))
+        name: x if x.shape[1] == 1 else _rows(x, queries if x.shape[1] == layer.heads else keys)
         for name, x in layer_parameters.parameters.items()
     }
     mechanism = dataclasses.replace(layer_parameters, parameters=MappingProxyType(parameters))
@@ -351,7 +351,17 @@ def _readout(
             f"a readout for this model must be for {n_layers} layers and, in layer {layer.number}, {layer.heads} "
             f"heads, got {readout.weight.shape[0]} and {readout.weight.shape[1]}; use one made for this model"
         )
-    return readout.weight[layer.index, heads], readout.bias[layer.index, heads]
+    own = (x[layer.index : layer.index + 1] for x in (readout.weight, readout.bias))
+    weight, bias = (_rows(x, heads)[0] for x in own)
+    return weight, bias
+
+
+def _rows(x: Float[Tensor, "layer head ..."], heads: Int[Tensor, " head"]) -> Float[Tensor, "layer head ..."]:
+    """The rows of these heads, as a view where they follow each other: plans hold their numbers once."""
+    first, count = int(heads[0]), len(heads)
+    if torch.equal(heads, torch.arange(first, first + count)):
+        return x.narrow(1, first, count)
+    return x.index_select(1, heads.to(x.device))
 
 
 def _parameters(mechanism: Mechanism, layer: AttentionLayer, n_layers: int) -> Mechanism:

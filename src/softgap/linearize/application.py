@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from softgap.attention import HybridState, LinearState, Visible, attend, new_state
+from softgap.attention.decode import DecodeMaps, DecodeStep, can_decode
 from softgap.errors import UnsupportedError
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
-from softgap.intervene.substitute import Head, Substitute, SwappedHeads, SwappedLayer, swapped_layer
+from softgap.intervene.substitute import Head, Substitute, SwappedLayer, swapped_layer
 from softgap.intervene.swap import enter_swap, heads_by_layer, prepare_swap
 from softgap.linearize.plan import Plan, freed_groups, streams
 from softgap.models.loading import Model
@@ -106,24 +107,29 @@ def refusal_of_part(heads: Sequence[Head]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Split:
-    """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones."""
+    """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones.
+
+    ``maps`` are what a compiled step reads of each freed part that has one, once it was asked for.
+    """
 
     remaining: Tensor
     swapped_remaining: SwappedLayer | None
     freed: SwappedLayer
     groups: tuple[tuple[int, ...], tuple[int, ...]]
+    maps: dict[int, DecodeMaps] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _States:
-    """The states of a layer's freed heads, one for each mechanism that needs one."""
+    """The states of a layer's freed heads, one for each mechanism that needs one, and their compiled steps."""
 
     by_part: dict[int, LinearState | HybridState] = field(default_factory=dict)
+    steps: dict[int, DecodeStep] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(int(state.nbytes) for state in self.by_part.values())
+        return sum(int(x.nbytes) for x in (*self.by_part.values(), *self.steps.values()))
 
 
 def _digest(heads: Sequence[Head], head_substitute: Substitute) -> str:
@@ -158,6 +164,7 @@ class Applied:
                 self._splits[id(layer.module)] = _split(layer, layer_heads, groups, head_substitute, len(layers))
                 self._indices[id(layer.module)] = layer.number
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._masked: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)
         self.digest = _digest(heads, head_substitute)
 
     def cache(self) -> Any:
@@ -196,16 +203,21 @@ class Applied:
         held = self._updated_layer(self._indices[id(module)])
         if held is None:
             return None
-        layer, (new_key, new_value) = held
+        layer, fresh = held
         mask = args[0] if args else kwargs.get("attention_mask")
         call = AttentionCall(module, query, key, value, mask, kwargs, query)
-        freed = self._attend_freed(split, layer, call, new_key, new_value)
-        batch, heads, n, _ = query.shape
-        remaining = _attend_remaining(split, original, call, args, kwargs) if len(split.remaining) else None
-        output = (query if remaining is None else remaining).new_empty(batch, n, heads, freed.shape[-1])
-        output[:, :, split.freed.heads] = freed.to(output.dtype)
-        if remaining is not None:
-            output[:, :, split.remaining] = remaining
+        if layer.state is None:
+            layer.state = _States()
+        valid = self._valid(call, layer.length, fresh[0])
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        output = query.new_empty(*query.shape[0:3:2], query.shape[1], fresh[1].shape[-1], dtype=exact)
+        with torch.inference_mode(), torch.autocast(query.device.type, enabled=False):
+            self._attend_freed(split, layer.state, call, *fresh, valid, output)
+        if len(split.remaining) == 0:
+            return output.to(query.dtype), None
+        remaining = _attend_remaining(split, original, call, args, kwargs)
+        output = output.to(remaining.dtype)
+        output[:, :, split.remaining] = remaining
         return output, None
 
     def _updated_layer(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
@@ -217,53 +229,64 @@ class Applied:
                 return layer, fresh
         return None
 
-    def _attend_freed(
-        self, split: _Split, layer: StateLayer, call: AttentionCall, k: Tensor, v: Tensor
-    ) -> Float[Tensor, "batch query freed value_dim"]:
-        """The freed heads, in ascending order, from their states and the newest keys and values."""
-        valid = None
-        if call.mask is not None:
-            seen = seen_by_mask(call.mask, call.query.shape[2], layer.length)
-            valid = seen[:, 0, -1, layer.length - k.shape[2] :].expand(k.shape[0], -1)
+    def _valid(self, call: AttentionCall, length: int, k: Tensor) -> Bool[Tensor, "batch key"] | None:
+        """Which of the newest keys are no padding; None where all are."""
+        if call.mask is None:
+            return None
+        # All layers of a forward have one mask; it is kept with the result, so that its id cannot pass to another.
+        if self._masked[0] is not call.mask or self._masked[1] != length:
+            # The last query sees every key that is no padding.
+            seen = seen_by_mask(call.mask[:, :1, -1:], 1, length)
+            valid = seen[:, 0, 0, length - k.shape[2] :].expand(k.shape[0], -1)
             # A window need not count its keys where none of them is padding.
-            valid = None if bool(valid.all()) else valid
-        if layer.state is None:
-            layer.state = _States()
-        outputs = []
-        for number, part in enumerate(split.freed.parts):
-            places = torch.tensor([split.groups[1].index(int(group)) for group in part.kv_heads], device=k.device)
-            own = (k, v) if len(split.freed.parts) == 1 else (k.index_select(1, places), v.index_select(1, places))
-            outputs.append(self._attend_part(part, number, layer.state, call, *own, valid))
-        if len(outputs) == 1:
-            return outputs[0]
-        order = torch.cat([part.heads for part in split.freed.parts]).argsort()
-        return torch.cat(outputs, dim=2).index_select(2, order.to(k.device))
+            self._masked = (call.mask, length, None if bool(valid.all()) else valid)
+        return self._masked[2]
 
-    def _attend_part(
-        self,
-        part: SwappedHeads,
-        number: int,
-        states: _States,
-        call: AttentionCall,
-        k: Tensor,
-        v: Tensor,
-        valid: Bool[Tensor, "batch key"] | None,
-    ) -> Float[Tensor, "batch query swapped value_dim"]:
-        """Freed heads that share a mechanism; their state is made when it is first asked for."""
-        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        q = call.query.index_select(1, part.heads.to(k.device))
-        with torch.inference_mode(), torch.autocast(k.device.type, enabled=False):
-            if part.mechanism.kind == "constant":
-                output = attend(part.mechanism, q, k, v, dtype=dtype, check=False).output
+    def _attend_freed(
+        self, split: _Split, states: _States, call: AttentionCall, k: Tensor, v: Tensor, valid: Tensor | None,
+        output: Float[Tensor, "batch query head value_dim"],
+    ) -> None:  # fmt: skip
+        """Write the outputs of the freed heads, from their states and the newest keys and values."""
+        n = call.query.shape[2]
+        compiled: list[Tensor] = []
+        for number, part in enumerate(split.freed.parts):
+            state = self._state(split, number, states, call, k, v, valid)
+            step = states.steps.get(number)
+            if n == 1 == k.shape[2] and step is not None:
+                # The same for all parts of the layer.
+                compiled = compiled or [x.float().contiguous() for x in (call.query, k, v)]
+                step(compiled[0], compiled[1], compiled[2], output[:, 0], valid)
+                continue
+            places = part.kv_heads.to(k.device)
+            q, own_k, own_v = call.query.index_select(1, part.heads.to(k.device)), k, v
+            if len(places) < k.shape[1] or len(split.freed.parts) > 1:
+                own_k, own_v = k.index_select(1, places), v.index_select(1, places)
+            if state is None:
+                attended = attend(part.mechanism, q, own_k, own_v, dtype=output.dtype, check=False)
             else:
-                if number not in states.by_part:
-                    origin = _first_position(call, valid, k.shape[2])
-                    rule = call.rule.for_heads(part.heads)
-                    states.by_part[number] = new_state(
-                        part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule
-                    )
-                output = states.by_part[number].attend(q, k, v, valid).output
-            return part.read_out(output).transpose(1, 2)
+                attended = state.attend(q, own_k, own_v, valid)
+            output[:, :, part.heads] = part.read_out(attended.output).transpose(1, 2)
+
+    def _state(
+        self, split: _Split, number: int, states: _States, call: AttentionCall, k: Tensor, v: Tensor,
+        valid: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """The state of a part, made when it is first asked for; None for a constant."""
+        part = split.freed.parts[number]
+        if part.mechanism.kind == "constant":
+            return None
+        if number not in states.by_part:
+            dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+            origin = _first_position(call, valid, k.shape[2])
+            rule = call.rule.for_heads(part.heads)
+            state = new_state(part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule)
+            states.by_part[number] = state
+            if dtype == torch.float32 and k.device.type == "cpu" and can_decode(part.mechanism):
+                if number not in split.maps:
+                    split.maps[number] = DecodeMaps(part.mechanism, part.heads, part.kv_heads, part.weight, part.bias)
+                states.steps[number] = DecodeStep(state, split.maps[number], scale=call.scale, rule=rule)
+                states.steps[number].reserve(k.shape[0])
+        return states.by_part[number]
 
 
 def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
@@ -319,6 +342,5 @@ def _split(
             for part in whole.parts
         )
         swapped_remaining = SwappedLayer(smaller, parts)
-    return _Split(
-        torch.tensor(remaining, dtype=torch.long), swapped_remaining, freed, (tuple(remaining_groups), tuple(groups))
-    )
+    kept = torch.tensor(remaining, dtype=torch.long)
+    return _Split(kept, swapped_remaining, freed, (tuple(remaining_groups), tuple(groups)))

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from softgap.attention import Mechanism, add_window, resolve
+from softgap.attention.memory import derived_numbers
 from softgap.checkpoints import one_writer, write_whole
 from softgap.errors import SoftgapError, StoreError, UnsupportedError
 from softgap.intervals import Interval
@@ -384,7 +385,9 @@ def memory_of(model: Model, groups: Sequence[tuple[int, int]], head_substitute: 
 def _state_bytes(model: Model, head_substitute: Substitute, group: tuple[int, int]) -> float:
     """Bytes that a freed KV group keeps: those of every mechanism that its heads have."""
     parts = head_substitute.swaps(heads_of_group(model, *group))
-    return sum(group_bytes(model, part.mechanism) for _, part in parts)
+    kv_heads = attention_layers(model)[0].kv_heads
+    derived = sum(derived_numbers(part.mechanism, kv_heads=kv_heads) for _, part in parts)
+    return sum(group_bytes(model, part.mechanism) for _, part in parts) + derived * 4
 
 
 def cache_bytes_at(memory: Mapping[str, float], length: int, *, original: bool = False) -> float:
