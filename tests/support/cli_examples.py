@@ -63,12 +63,12 @@ def tiny_folder(folder: Path) -> Path:
 def loads_once(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Keep loaded models, and list the names they were asked by."""
     asked: list[str | None] = []
-    kept: dict[tuple[Any, ...], tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
+    kept: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
 
     @functools.wraps(load_model)
     def load(name: str | None = None, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         asked.append(name)
-        key = (name, *options.items())
+        key = repr((name, options))  # a device map is a dictionary
         if key not in kept:
             kept[key] = load_model(name, **options)
         return kept[key]

@@ -14,11 +14,11 @@ leaving, key by key. A step adds up at most w / c + c rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
+
+from softgap.attention.simd import compiled_with
 
 __all__ = [
     "Carried",
@@ -36,7 +36,6 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Inputs = tuple[Array, Array, Array]
 Places = tuple[Array, Array, Array, Array]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Step(NamedTuple):
@@ -133,18 +132,6 @@ class _Scratch(NamedTuple):
     answer: Array  # [value_dim]
 
 
-def compiled(**options: Any) -> Callable[[Function], Function]:
-    """Machine code on one thread, kept on disk where there is a folder for it."""
-
-    def compile_function(function: Function) -> Function:
-        try:
-            return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function))
-        except RuntimeError:  # a read-only install without a user cache
-            return cast(Function, numba.njit(nogil=True, error_model="numpy", **options)(function))
-
-    return compile_function
-
-
 # Sums may be reordered, so that they run in vector registers; NaN and infinities keep their meaning.
 _SUMS = {"reassoc", "contract", "nsz", "arcp"}
 
@@ -160,7 +147,7 @@ _C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.flo
 _BIAS = np.int32(127)
 
 
-@compiled()
+@compiled_with()
 def _exponentials(x: Array, bits: Array) -> None:
     """exp(x) in place, to 2 units in the last place; ``bits`` holds as many int32.
 
@@ -178,7 +165,7 @@ def _exponentials(x: Array, bits: Array) -> None:
         x[i] *= powers[i]
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _dot_rows(matrix: Array, x: Array, out: Array) -> None:
     """out = matrix x, four rows at a time."""
     whole = out.size - out.size % 4
@@ -197,7 +184,7 @@ def _dot_rows(matrix: Array, x: Array, out: Array) -> None:
         out[i] = a
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _sum_rows(weights: Array, matrix: Array, out: Array) -> None:
     """out += weights matrix, four rows at a time."""
     n = weights.size
@@ -211,7 +198,7 @@ def _sum_rows(weights: Array, matrix: Array, out: Array) -> None:
             out[e] += weights[i] * matrix[i, e]
 
 
-@compiled()
+@compiled_with()
 def _turn_angles(turned: int, frequency: Array, cos: Array, sin: Array) -> None:
     """Cosines and sines of -p f: in float32 an angle of 8,192 radians has lost 5e-4 of one."""
     for i in range(frequency.size):
@@ -219,7 +206,7 @@ def _turn_angles(turned: int, frequency: Array, cos: Array, sin: Array) -> None:
         cos[i], sin[i] = np.float32(np.cos(angle)), np.float32(np.sin(angle))
 
 
-@compiled()
+@compiled_with()
 def _see(x: Array, cos: Array, sin: Array, maps: Maps, seen: Array) -> None:
     """What the maps see of a vector: itself, and behind it R_-p x where they undo the rotation."""
     d = x.size
@@ -230,14 +217,14 @@ def _see(x: Array, cos: Array, sin: Array, maps: Maps, seen: Array) -> None:
             seen[d + i] = x[i] * cos[i] + maps.sign[i] * x[maps.partner[i]] * sin[i]
 
 
-@compiled()
+@compiled_with()
 def _log_features(weight: Array, bias: Array, seen: Array, out: Array) -> None:
     _dot_rows(weight, seen, out)
     for i in range(out.size):
         out[i] += bias[i]
 
 
-@compiled()
+@compiled_with()
 def _key_features(x: Array, turned: int, head: int, maps: Maps, angles: Array, seen: Array, out: Array) -> None:
     """Log-features of a key that rotary embedding has turned by so many positions."""
     if seen.size > x.size:
@@ -246,7 +233,7 @@ def _key_features(x: Array, turned: int, head: int, maps: Maps, angles: Array, s
     _log_features(maps.key_weight[head], maps.key_bias[head], seen, out)
 
 
-@compiled()
+@compiled_with()
 def _ordinal_of(exact: Exact, b: int, position: int) -> int:
     """How manieth key of its sequence the key at a position of the ring is, -1 for padding."""
     if exact.counts.size == 0:
@@ -254,7 +241,7 @@ def _ordinal_of(exact: Exact, b: int, position: int) -> int:
     return int(exact.ordinals[b, position % exact.ordinals.shape[1]])
 
 
-@compiled()
+@compiled_with()
 def _append(step: Step, exact: Exact, b: int, ordinal: int, kv_heads: Array, k: Array, v: Array) -> None:
     """Put the new key into the ring, and among the sinks where it is one."""
     ring = exact.keys.shape[2] - step.sinks
@@ -275,7 +262,7 @@ def _append(step: Step, exact: Exact, b: int, ordinal: int, kv_heads: Array, k: 
                 exact.sink_positions[b, ordinal] = step.length
 
 
-@compiled()
+@compiled_with()
 def _shown(step: Step, exact: Exact, b: int, shown: Array) -> None:
     """Which slots softmax sees: 1, and 2 where they are recent. A sink counts in its own slot, not in the ring."""
     t, sinks = step.length, step.sinks
@@ -291,14 +278,14 @@ def _shown(step: Step, exact: Exact, b: int, shown: Array) -> None:
         shown[sinks + i] = 2 if ordinal >= sinks else 0
 
 
-@compiled()
+@compiled_with()
 def _capped(scores: Array, rule: Rule) -> None:
     if rule.softcap > 0:
         for i in range(scores.size):
             scores[i] = np.tanh(scores[i] / rule.softcap) * rule.softcap
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _softmax(scores: Array, shown: Array, rule: Rule, head: int, bits: Array) -> tuple[Any, Any, Any]:
     """Weights in place of the scores, relative to exp(top): top, their sum, and the sum over recent keys."""
     top = -_INFINITE
@@ -322,7 +309,7 @@ def _softmax(scores: Array, shown: Array, rule: Rule, head: int, bits: Array) ->
     return top, total, recent
 
 
-@compiled()
+@compiled_with()
 def _vote(step: Step, exact: Exact, far: Far, b: int, n: int, weights: Array, shown: Array, total: Any) -> None:
     """Add the attention that recent keys receive from one query to what they have received before."""
     ring = exact.keys.shape[2] - step.sinks
@@ -332,7 +319,7 @@ def _vote(step: Step, exact: Exact, far: Far, b: int, n: int, weights: Array, sh
             far.pending[b, n, step.recent - 1 - since] += weights[step.sinks + i] / total
 
 
-@compiled()
+@compiled_with()
 def _next_priority(step: Step, far: Far, b: int, n: int) -> Any:
     """The priority of the key that leaves the window; those of the others move up."""
     first = far.pending[b, n, 0]
@@ -342,7 +329,7 @@ def _next_priority(step: Step, far: Far, b: int, n: int) -> Any:
     return first
 
 
-@compiled()
+@compiled_with()
 def _exchange_far(
     far: Far, b: int, n: int, priority: Any, at: int, ordinal: int, key: Array, value: Array
 ) -> tuple[bool, bool, int, int]:
@@ -367,7 +354,7 @@ def _exchange_far(
     return True, before > 0, old_at, old_ordinal
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _add_far(step: Step, far: Far, b: int, n: int, query: Array, rule: Rule, sums: Array, answer: Array,
              room: _Scratch) -> None:  # fmt: skip
     """Add the far keys to a query's sums: ``sums`` are its top, total and recent mass."""
@@ -395,7 +382,7 @@ def _add_far(step: Step, far: Far, b: int, n: int, query: Array, rule: Rule, sum
     sums[0] = top
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _add_to_state(carried: Carried, unit: int, key: Array, value: Array, rate: Array, work: Array, bits: Array) -> None:
     """Add a key's log-features to the state."""
     sums, totals, scale, age = carried.sums[unit], carried.totals[unit], carried.scale[unit], carried.age[unit]
@@ -421,14 +408,14 @@ def _add_to_state(carried: Carried, unit: int, key: Array, value: Array, rate: A
             totals[i] += new
 
 
-@compiled()
+@compiled_with()
 def _age(carried: Carried, unit: int, rate: Array) -> None:
     """The same where no key comes."""
     for i in range(rate.size):
         carried.age[unit, i] += _ONE
 
 
-@compiled()
+@compiled_with()
 def _add_to_chunk(chunk: Array, first: bool, rate: Array, key: Array) -> None:
     """Add a key's log-features to the newest chunk, whose sum is counted to this position."""
     for i in range(key.size):
@@ -437,7 +424,7 @@ def _add_to_chunk(chunk: Array, first: bool, rate: Array, key: Array) -> None:
         chunk[i] = high if low <= _PRESENT else high + np.log1p(np.exp(low - high))
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _sum_recent(step: Step, recent: Recent, b: int, j: int, rate: Array, work: Array, bits: Array) -> None:
     """z of the recent keys as work[2] * exp(work[3])."""
     c, chunks = recent.edge.shape[2], recent.chunks.shape[2]
@@ -454,7 +441,7 @@ def _sum_recent(step: Step, recent: Recent, b: int, j: int, rate: Array, work: A
             _add_row(recent.chunks[b, j, chunk % chunks], rate, distance, turn, total, top, term, bits)
 
 
-@compiled()
+@compiled_with()
 def _add_row(
     row: Array, rate: Array, distance: Any, turn: int, total: Array, top: Array, term: Array, bits: Array
 ) -> None:
@@ -472,7 +459,7 @@ def _add_row(
         total[i] += term[i]
 
 
-@compiled()
+@compiled_with()
 def _fill_edge(step: Step, exact: Exact, recent: Recent, b: int, j: int, n: int, origin: int, at: int, maps: Maps,
                room: _Scratch) -> None:  # fmt: skip
     """Log-features of the keys of a chunk that begins to leave, from the position ``at`` on."""
@@ -488,7 +475,7 @@ def _fill_edge(step: Step, exact: Exact, recent: Recent, b: int, j: int, n: int,
             _key_features(key, ordinal + origin, j, maps, room.angles, room.seen, row)
 
 
-@compiled()
+@compiled_with()
 def fill_recent(step: Step, exact: Exact, recent: Recent, maps: Maps, origin: Array) -> None:
     """The sums of all recent keys anew, after other code has moved the ring on; ``step`` counts the last key.
 
@@ -516,7 +503,7 @@ def fill_recent(step: Step, exact: Exact, recent: Recent, maps: Maps, origin: Ar
                     _add_to_chunk(recent.chunks[b, j, position // c % chunks], position % c == 0, maps.rate[j], logs)
 
 
-@compiled()
+@compiled_with()
 def _scratch(exact: Exact, far: Far, maps: Maps, heads: int, dim: int, value_dim: int) -> _Scratch:
     features, slots, n_far = maps.rate.shape[1], exact.keys.shape[2], far.priorities.shape[2]
     kv_heads = exact.keys.shape[1]
@@ -540,7 +527,7 @@ def _scratch(exact: Exact, far: Far, maps: Maps, heads: int, dim: int, value_dim
     )
 
 
-@compiled()
+@compiled_with()
 def _map_queries(q: Array, heads: Array, maps: Maps, turned: Array, room: _Scratch, logs: Array) -> None:
     for b in range(q.shape[0]):
         if maps.key_weight.shape[2] > q.shape[2]:
@@ -550,7 +537,7 @@ def _map_queries(q: Array, heads: Array, maps: Maps, turned: Array, room: _Scrat
             _log_features(maps.query_weight[h], maps.query_bias[h], room.seen, logs[b, h])
 
 
-@compiled()
+@compiled_with()
 def _move_window(step: Step, exact: Exact, recent: Recent, maps: Maps, b: int, ordinal: int, origin: int,
                  kv_heads: Array, k: Array, v: Array, room: _Scratch) -> None:  # fmt: skip
     """Save what leaves the window, put the new key into it, and see which slots count."""
@@ -569,7 +556,7 @@ def _move_window(step: Step, exact: Exact, recent: Recent, maps: Maps, b: int, o
     _shown(step, exact, b, room.shown)
 
 
-@compiled()
+@compiled_with()
 def _ask_exact(step: Step, exact: Exact, far: Far, rule: Rule, b: int, n: int, h: int, query: Array, ordinal: int,
                room: _Scratch) -> None:  # fmt: skip
     """The softmax sums of one query over sinks and recent keys, and its vote for far keys."""
@@ -585,7 +572,7 @@ def _ask_exact(step: Step, exact: Exact, far: Far, rule: Rule, b: int, n: int, h
         _vote(step, exact, far, b, n, room.scores, room.shown, total)
 
 
-@compiled()
+@compiled_with()
 def _leave_window(step: Step, exact: Exact, far: Far, carried: Carried, recent: Recent, maps: Maps, b: int, n: int,
                   priority: Any, origin: int, room: _Scratch) -> None:  # fmt: skip
     """Move the key that leaves the window to the far keys, or into the state."""
@@ -616,7 +603,7 @@ def _leave_window(step: Step, exact: Exact, far: Far, carried: Carried, recent: 
         _add_to_state(carried, unit, room.logs, room.values[n], maps.rate[j], room.work, room.bits)
 
 
-@compiled()
+@compiled_with()
 def _answer_group(step: Step, carried: Carried, recent: Recent, maps: Maps, readout: Readout, b: int, n: int,
                   turned: int, ordinal: int, inputs: Inputs, places: Places, logs: Array, room: _Scratch,
                   out: Array) -> None:  # fmt: skip
@@ -644,7 +631,7 @@ def _answer_group(step: Step, carried: Carried, recent: Recent, maps: Maps, read
             _write(readout, h, room.sums[h, 1], room.answers[h], room.answer, out[b, heads[h]])
 
 
-@compiled()
+@compiled_with()
 def _append_alone(carried: Carried, b: int, j: int, value: Array, ordinal: int, maps: Maps, room: _Scratch) -> None:
     """A state without a window takes the new key at once."""
     unit = b * maps.rate.shape[0] + j
@@ -654,7 +641,7 @@ def _append_alone(carried: Carried, b: int, j: int, value: Array, ordinal: int, 
         _age(carried, unit, maps.rate[j])
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _add_tail(step: Step, carried: Carried, maps: Maps, b: int, j: int, h: int, logs: Array, room: _Scratch) -> None:
     """Add the state's keys, times f c_t, to the sums of one query; its log-features are used up."""
     unit = b * maps.rate.shape[0] + j
@@ -700,7 +687,7 @@ def _add_tail(step: Step, carried: Carried, maps: Maps, b: int, j: int, h: int, 
     room.sums[h, 1] = room.sums[h, 1] * own + total * other
 
 
-@compiled(fastmath=_SUMS)
+@compiled_with(fastmath=_SUMS)
 def _write(readout: Readout, h: int, total: Any, answer: Array, room: Array, out: Array) -> None:
     """The output of one head: its sums divided, and corrected where there is a correction."""
     factor = _ONE / total if total > 0 else _ZERO
@@ -715,7 +702,7 @@ def _write(readout: Readout, h: int, total: Any, answer: Array, room: Array, out
         out[e] = room[e] + readout.bias[h, e]
 
 
-@compiled()
+@compiled_with()
 def decode_position(
     step: Step,
     inputs: Inputs,

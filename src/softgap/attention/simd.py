@@ -17,7 +17,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-__all__ = ["LANES", "compiled", "elu1", "exp", "fill", "larger", "largest", "load", "multiply_add", "store", "total"]
+__all__ = [
+    "LANES",
+    "compiled",
+    "compiled_with",
+    "elu1",
+    "exp",
+    "fill",
+    "larger",
+    "largest",
+    "load",
+    "multiply_add",
+    "store",
+    "total",
+]
 
 # Two registers of AVX-512, four of AVX2 or NEON: enough independent sums to hide the time that one product takes.
 LANES = 32 if llvm.get_host_cpu_features().get("avx512f") else 16
@@ -28,12 +41,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _Code = Callable[[Any, Any, Any, Any], Any]
 
 
+def compiled_with(**options: Any) -> Callable[[Function], Function]:
+    """Return a decorator: machine code on one thread, kept on disk where there is a folder for it."""
+
+    def compile_function(function: Function) -> Function:
+        try:
+            return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function))
+        except RuntimeError:  # a read-only install without a user cache
+            return cast(Function, numba.njit(nogil=True, error_model="numpy", **options)(function))
+
+    return compile_function
+
+
 def compiled(function: Function) -> Function:
-    """Machine code on one thread, kept on disk where there is a folder for it."""
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
-    except RuntimeError:  # a read-only install without a user cache
-        return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
+    """Machine code without options of numba's."""
+    return compiled_with()(function)
 
 
 class _Lanes(types.Type):

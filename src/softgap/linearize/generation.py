@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.inputs import check_count
+from softgap.inputs import check_count, refuse_string
 from softgap.intervene.state_cache import bounded_layers, cache_bytes, state_cache
 from softgap.linearize.application import Applied
 from softgap.linearize.attached import applied_plan
@@ -99,6 +99,10 @@ class Generation:
     original_bytes: int
     smaller_from: float
     without_cache: str = ""
+
+    def __post_init__(self) -> None:
+        refuse_string("prompts", self.prompts, "one prompt per continuation")
+        refuse_string("texts", self.texts, "one text per prompt")
 
     @property
     def text(self) -> str:

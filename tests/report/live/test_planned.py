@@ -126,7 +126,10 @@ def test_stop_and_two_prompts(page: Page) -> None:
     ask(page, FOX, 400, second="And a crow.")
     page.locator(".pane-head").get_by_role("button", name="Stop").first.click()
     assert ended(pane_of(page)) in ("stopped", "finished")
-    page.locator(".pane-head").get_by_role("button", name="Stop").first.click()
+    # The second has its button only until it has ended by itself.
+    stop = page.locator(".pane-head").get_by_role("button", name="Stop")
+    if stop.count():
+        stop.first.click()
     assert ended(pane_of(page, 1)) in ("stopped", "finished")
     expect(pane_of(page, 1).locator("#asked")).to_have_text("And a crow.")
 
