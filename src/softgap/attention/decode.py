@@ -132,6 +132,8 @@ class DecodeStep:
         self._recent, self._sinks, self._n_far = exact.recent, exact.sinks, exact.far
         self._sums: tuple[Tensor, Tensor] | None = None
         self._arrays: Any = None
+        self._origin: Any = None
+        self._whole: Any = None
         self._length = -1
 
     @property
@@ -166,7 +168,9 @@ class DecodeStep:
         from softgap.attention.decode_kernel import Step, decode_position
 
         padded = key_valid is not None and not bool(key_valid.all())
-        valid = np.ones(len(k), np.bool_) if not padded or key_valid is None else key_valid[:, 0].numpy()
+        if self._whole is None or len(self._whole) != k.shape[0]:
+            self._whole = np.ones(k.shape[0], np.bool_)
+        valid = self._whole if not padded or key_valid is None else key_valid[:, 0].numpy()
         inputs = (q.numpy()[:, :, 0], k.numpy()[:, :, 0], v.numpy()[:, :, 0])
         state = self._state
         if isinstance(state, LinearState):
@@ -200,12 +204,12 @@ class DecodeStep:
 
     def _bind_hybrid(self, state: HybridState, k: Tensor, v: Tensor, padded: bool) -> Any:
         buffer = state._window.buffer
-        batch, heads = len(k), len(self._maps.kv_heads)
-        origin = np.zeros(batch, np.int64)
-        tail: Any = state._tail
-        if tail is not None and tail._origin is not None:
-            origin = tail._origin.expand(batch).contiguous().numpy()
+        batch, heads = k.shape[0], len(self._maps.kv_heads)
         fresh = self._length != buffer.length
+        if fresh or self._origin is None:
+            tail: Any = state._tail
+            own = None if tail is None else tail._origin
+            self._origin = np.zeros(batch, np.int64) if own is None else own.expand(batch).contiguous().numpy()
         if buffer.ring < self._recent and buffer.ring <= buffer.length:
             buffer._reserve(batch, heads, min(self._recent, buffer.length + 1), k, v)
             fresh = True
@@ -213,8 +217,8 @@ class DecodeStep:
             buffer._begin_ordinals(batch, k.device)
             fresh = True
         if fresh:
-            self._take_up(state, k, v, origin)
-        return origin
+            self._take_up(state, k, v, self._origin)
+        return self._origin
 
     def _take_up(self, state: HybridState, k: Tensor, v: Tensor, origin: Any) -> None:
         """Take up the state's tensors after other code has moved it on."""

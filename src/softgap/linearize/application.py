@@ -211,7 +211,10 @@ class Applied:
         valid = self._valid(call, layer.length, fresh[0])
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
         output = query.new_empty(*query.shape[0:3:2], query.shape[1], fresh[1].shape[-1], dtype=exact)
-        with torch.inference_mode(), torch.autocast(query.device.type, enabled=False):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+            with torch.inference_mode(), torch.autocast(query.device.type, enabled=False):
+                self._attend_freed(split, layer.state, call, *fresh, valid, output)
+        else:  # nothing to switch off, and entering the two takes time in every layer
             self._attend_freed(split, layer.state, call, *fresh, valid, output)
         if len(split.remaining) == 0:
             return output.to(query.dtype), None
