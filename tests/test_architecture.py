@@ -108,7 +108,8 @@ def undeclared_imports(root: Path, declared: set[str]) -> list[str]:
         for top in {name.split(".")[0] for name in imported(module)}:
             if top in sys.stdlib_module_names or is_ours(top):
                 continue
-            if not {canonicalize_name(dist) for dist in providers.get(top, [])} & declared:
+            # An extra that is not installed is known by its own name.
+            if not {canonicalize_name(dist) for dist in providers.get(top, [top])} & declared:
                 found.append(f"{module.name} imports {top}")
     return found
 
