@@ -155,6 +155,8 @@ def frontier_table(result: Frontier) -> str:
     for key in dict.fromkeys((point.order, point.mechanism) for point in result.points):
         row = {p.share: p for p in result.points if (p.order, p.mechanism) == key}
         for quantity in ("loss", "recall"):
+            if quantity not in result.original:
+                continue
             cells = [str(row[share].change[quantity]) if share in row else "" for share in shares]
             lines.append(f"| {key[0]} | {field_words(key[1])} | {quantity} | " + " | ".join(cells) + " |")
     original = ", ".join(f"{name} {value:.3f}" for name, value in result.original.items())
@@ -206,8 +208,9 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
         for by in options.by:
             for window in options.windows:
                 used = substitute(rival, model, window=window or None)
+                asked = lists if length == options.lengths[0] else None
                 result = frontier(
-                    model, fit, held, lists, used, by=by, shares=options.shares, orders=options.orders,
+                    model, fit, held, asked, used, by=by, shares=options.shares, orders=options.orders,
                     greedy=options.greedy, correct=options.correct, fit_recall_lists=fit_lists,
                     folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
@@ -221,10 +224,12 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
                     f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window} --swap "
                     f"{options.swap} --lists {options.lists}{flags}`, {machine()}. The embedded model with its "
                     f"calibration ({field_words(used.name)}); scores and output corrections from {fit.tokens:,} tokens "
-                    f"and {FIT_LISTS} recall lists, every number from {held.tokens:,} held-out tokens and "
-                    f"{options.lists} other lists across {options.distance} tokens: rise in loss (nats per token) and "
-                    f"change in recall of first tokens, 95 % over texts. Beside it the mean outputs of the heads and "
-                    f"sinks with a window of the same bytes.\n\n"
+                    f"and {FIT_LISTS} recall lists, every number from {held.tokens:,} held-out tokens"
+                    + (f" and {options.lists} other lists across {options.distance} tokens" if asked else "")
+                    + ": rise in loss (nats per token)"
+                    + (" and change in recall of first tokens" if asked else "")
+                    + ", 95 % over texts. Beside it the mean outputs of the heads and "
+                    "sinks with a window of the same bytes.\n\n"
                     f"![The frontier](images/{name}.svg)\n\n" + frontier_table(result),
                     page=FINDINGS,
                 )

@@ -163,6 +163,9 @@ def test_what_no_search_can_do_is_one_sentence(small: Any, monkeypatch: pytest.M
 
     refused("nothing meets the byte budget of 10: the least that these mechanisms keep is", budget_bytes=10)
     refused("allows already; give a smaller one", budget_bytes=1e9)
+    with monkeypatch.context() as patched:
+        patched.setattr("softgap.linearize.search.score_options", lambda *args: pytest.fail("scored before the check"))
+        refused("nothing meets the byte budget of 10", budget_bytes=10)
     refused("the byte budget must be at least 0", budget_bytes=-1)
     refused("a byte budget needs several mechanisms", "elu1", budget_bytes=1000)
     refused("chosen for whole KV groups", by="heads", budget=1)

@@ -205,6 +205,21 @@ class Menu:
         """Bytes of the whole cache with softmax everywhere."""
         return self.softmax_size * len(self.units)
 
+    def check_budget(self, budget_bytes: float) -> None:
+        """Raise unless some allocation meets a byte budget, and softmax everywhere does not."""
+        where = f"at {self.context:,} tokens"
+        if budget_bytes >= self.original_bytes:
+            raise ValueInputError(
+                f"the model's own cache takes {self.original_bytes:,.0f} bytes {where}, which the byte budget of "
+                f"{budget_bytes:,.0f} allows already; give a smaller one"
+            )
+        least = min(float(self.sizes.min()), self.softmax_size) * len(self.units)
+        if budget_bytes < least:
+            raise ValueInputError(
+                f"nothing meets the byte budget of {budget_bytes:,.0f}: the least that these mechanisms keep is "
+                f"{least:,.0f} bytes {where}; allow more, or add a smaller mechanism"
+            )
+
     @property
     def kinds(self) -> list[str]:
         """The kind of each option: constant, window, hybrid (those with far keys apart), or the name."""
@@ -348,7 +363,8 @@ def choose_allocation(
             progress=progress,
         )  # fmt: skip
         return found, about
-    step = _step_within(mixed, budget_bytes)
+    menu.check_budget(budget_bytes)
+    step = next((step for step in range(len(mixed)) if mixed.nbytes(step) <= budget_bytes), len(mixed) - 1)
     candidates = {"mixed": mixed.candidate(step)}
     for kind in dict.fromkeys(menu.kinds):
         pure = menu.allocations(scores, kind)
@@ -365,23 +381,6 @@ def choose_allocation(
     best = min(allowed, key=lambda name: allowed[name]["loss"])
     rises = {name: change["loss"] for name, change in changes.items()}
     return candidates[best], {**about, "chosen": best, "rise_by_kind": rises}
-
-
-def _step_within(allocations: Allocations, budget_bytes: float) -> int:
-    """The first step within a byte budget, which must ask for something and be possible."""
-    step, menu = allocations.within(budget_bytes), allocations.menu
-    where = f"at {menu.context:,} tokens"
-    if step == 0:
-        raise ValueInputError(
-            f"the model's own cache takes {menu.original_bytes:,.0f} bytes {where}, which the byte budget of "
-            f"{budget_bytes:,.0f} allows already; give a smaller one"
-        )
-    if step is None:
-        raise ValueInputError(
-            f"nothing meets the byte budget of {budget_bytes:,.0f}: the least that these mechanisms keep is "
-            f"{allocations.nbytes(len(allocations) - 1):,.0f} bytes {where}; allow more, or add a smaller mechanism"
-        )
-    return step
 
 
 def pure_plans(menu: Menu, scores: Float[np.ndarray, "option unit"], plan: Plan) -> dict[str, Swaps]:

@@ -213,6 +213,9 @@ def find_plan(
     distance = _recall_distance(model, tokenizer, text, recall_distance) if recalls != 0 else 0
     lists = _RecallLists(model, tokenizer, recalls, seed, text, distance)
     options = options_of(model, mechanism, text.fit, several=several)
+    menu = Menu.of(model, options, context) if several else None
+    if menu is not None and budget_bytes is not None:
+        menu.check_budget(budget_bytes)
     ranked_by = "fisher" if several else score
     settings = _settings(
         model, sequences, options, length=length, by=by, score=ranked_by, repair=correct, tune=distil, seed=seed
@@ -226,7 +229,6 @@ def find_plan(
         text = replace(text, fit_recall_lists=lists.fit())
     choosing = None if limits.recall is None else lists.test(CHOOSE, checkpoints)
     costs = CandidateCosts(model, text, settings, checkpoints, searching, choosing, limits)
-    menu = Menu.of(model, options, context) if several else None
     if menu is not None:
         scores = score_options(model, text, menu, checkpoints, searching, seed)
         found, about = choose_allocation(costs, menu, scores, limits, budget_bytes, searching)
