@@ -20,7 +20,8 @@ def window_mask(n: int, keys: int, recent: int, valid: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize(
-    ("n", "keys", "recent"), [(200, 200, 30), (130, 300, 94), (20, 70, 100), (150, 150, 1), (64, 64, 64), (129, 160, 5)]
+    ("n", "keys", "recent"),
+    [(200, 200, 30), (130, 300, 94), (20, 70, 100), (150, 150, 1), (64, 64, 64), (129, 160, 5), (40, 90, 2**40)],
 )
 def test_tiles_are_the_masked_softmax(n: int, keys: int, recent: int, holes: bool) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -316,7 +316,7 @@ WITH_MODEL = {
     ),
     "a mechanism named twice": (
         [PROMPT, "--mechanism", "elu1", "--mechanism", "elu1"],
-        r"each mechanism may be named once, got elu1, elu1, uniform",
+        r"each mechanism may be named once, got elu1, elu1, uniform; name 'elu1' only once",
     ),
     "no step left": (
         [PROMPT, "--drop-sinks", "999", "--max-new-tokens", "1"],

@@ -197,6 +197,13 @@ def test_own_questions_are_a_task(model: Any, tokenizer: Any, monkeypatch: pytes
     assert {row.contexts for row in rows} == {2}
 
 
+def test_own_questions_are_named_alone_or_with_others(model: Any, tokenizer: Any) -> None:
+    questions = [("2 + 2 =", "4"), ("Say: ", "ab cd")]
+    alone = quick(model, tokenizer, "own", questions=questions)
+    assert {row.task for row in alone.rows} == {"own"}
+    assert {row.task for row in quick(model, tokenizer, ["own", "loss"], questions=questions).rows} == {"loss", "own"}
+
+
 def test_generation_under_a_plan_uses_its_cache(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[list[int]] = []
 
@@ -356,6 +363,7 @@ def test_what_does_not_fit_is_left_out_with_a_note(model: Any, tokenizer: Any) -
         ({"window": -1}, "window must be a whole number from 0, got -1"),
         ({"pairs": [50], "tasks": "recall"}, "recall at 512 tokens was left out: a context of 512 tokens is too short"),
         ({"tasks": []}, "no task was given; name at least one"),
+        ({"tasks": "own"}, "the task 'own' takes your own questions, got none; give them as questions=, or as --quest"),
         ({"tasks": [], "questions": [("a" * 3000, "b")]}, "a prompt with its answer must fit into the model's context"),
         ({"folder": "parts", "under": lambda: None}, "a change needs a label where a folder is given, got none"),
     ],

@@ -53,6 +53,7 @@ def attend_recent(
     """
     batch, heads, n, _ = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
+    recent = min(recent, k.shape[2])  # a tile has room for the whole window
     outputs, sums = [], []
     for queries, keys, values, seen in _tiles(q, k, v, recent, valid):
         tiles = queries.shape[1]

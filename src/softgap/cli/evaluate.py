@@ -58,7 +58,8 @@ def evaluate_command(
         str,
         typer.Option(
             help="Tasks, separated by commas: loss, recall, needle, multi-key, multi-value, multi-query, variables, "
-            "common-words, frequent-words, copying, induction, instructions; needles and all stand for several."
+            "common-words, frequent-words, copying, induction, instructions; needles and all stand for several, "
+            "own for your questions."
         ),
     ] = "loss,recall,needles",
     lengths: Annotated[
@@ -73,7 +74,8 @@ def evaluate_command(
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Your own questions: a JSON lines file with {"prompt": ..., "answer": ...}.', show_default=False
+            help='Your own questions: a JSON lines file with {"prompt": ..., "answer": ...} on every line.',
+            show_default=False,
         ),
     ] = None,
     generation: Annotated[

@@ -38,6 +38,8 @@ GROUPS = {"needles": ("needle", "multi-key", "multi-value", "multi-query"), "all
 """Names that stand for several tasks."""
 DEFAULT_TASKS = ("loss", "recall", "needles")
 DEFAULT_LENGTHS = (512, 1024, 2048)
+# The questions of the user; what they are is not in the name.
+OWN = "own"
 SHORTEST = 64
 
 HEADLINE_LENGTH = 2048
@@ -82,7 +84,7 @@ def evaluate(
     model, tokenizer
         From ``softgap.load_model``.
     tasks
-        Names from ``softgap.evaluation.TASKS``; ``needles`` and ``all`` stand for several.
+        Names from ``softgap.evaluation.TASKS``; ``needles`` and ``all`` stand for several, ``own`` for ``questions``.
     under
         A function that returns a context manager under which the model is changed, such as ``lambda:
         softgap.linearize.apply(model, plan)``. Where the manager's value has a method ``cache``, generation uses that
@@ -149,6 +151,10 @@ def evaluate(
     if folder is not None and ((under is not None and not label) or (against is not None and not against_label)):
         raise ValueInputError("a change needs a label where a folder is given, got none; name it with label=")
     refuse_string("questions", questions, "pairs of a prompt and its answer")
+    if OWN in as_items(tasks) and not questions:
+        raise ValueInputError(
+            f"the task '{OWN}' takes your own questions, got none; give them as questions=, or as --questions FILE"
+        )
     own = tuple((prompt, answer) for prompt, answer in questions)
     sampler = _Sampler(
         model, tokenizer, under, label or ("changed" if under else ""), against,
@@ -161,7 +167,7 @@ def evaluate(
     }  # fmt: skip
     sampler.checkpoints = Checkpoints(folder, settings)
     cells = [*cells_of(model, names, sizes, counts)]
-    cells += [("own", 0, 0)] if own else []
+    cells += [(OWN, 0, 0)] if own else []
     rows: list[Row] = []
     notes: list[str] = []
     with bar_or_callback(progress) as report:
@@ -230,7 +236,7 @@ class _Sampler:
 
     def draw(self, task: str, pairs: int, length: int, number: int) -> Context:
         """The context of this number; it does not depend on how many there are."""
-        if task == "own":
+        if task == OWN:
             return self._own_context(*self.own[number])
         rng = np.random.default_rng([self.seed, zlib.crc32(task.encode()), pairs, length, number])
         draw = Draw(
@@ -344,7 +350,7 @@ class _Sampler:
         return [int(t) for t in spread if int(t) not in special and "\n" not in self.tokenizer.decode([int(t)])]
 
     def _available(self, task: str, length: int) -> int:
-        if task == "own":
+        if task == OWN:
             return len(self.own)
         if task == "loss" and self.texts:
             return max(1, len(self._text_ids()) // length)
@@ -397,11 +403,12 @@ def _is_headline(task: str, length: int) -> bool:
 
 
 def _task_names(tasks: Sequence[str]) -> tuple[str, ...]:
+    """Every generated task that is named."""
     names: dict[str, None] = {}
     for name in as_items(tasks):
-        if name not in TASKS and name not in GROUPS:
-            raise unknown_name("task", name, (*TASKS, *GROUPS))
-        names |= dict.fromkeys(GROUPS.get(name, (name,)))
+        if name not in TASKS and name not in GROUPS and name != OWN:
+            raise unknown_name("task", name, (*TASKS, *GROUPS, OWN))
+        names |= dict.fromkeys(GROUPS.get(name, () if name == OWN else (name,)))
     return tuple(names)
 
 

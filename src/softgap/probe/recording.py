@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -91,8 +92,11 @@ class Recording:
             raise ValueInputError(f"drop_sinks must not be negative, got {drop_sinks}")
         self.model = model
         self.mechanisms = tuple(prepare_mechanism(mechanism, model) for mechanism in mechanisms)
-        if len({mechanism.label for mechanism in self.mechanisms}) < len(self.mechanisms):
-            raise ValueInputError(f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}")
+        label, times = Counter(mechanism.label for mechanism in self.mechanisms).most_common(1)[0]
+        if times > 1:
+            raise ValueInputError(
+                f"each mechanism may be named once, got {', '.join(map(str, mechanisms))}; name '{label}' only once"
+            )
         self.tokenizer = tokenizer
         self.streams: list[Stream] = []
         self._listener = listener
