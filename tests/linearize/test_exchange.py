@@ -51,7 +51,10 @@ def test_an_export_says_what_it_loses(tmp_path: Path) -> None:
     linear = export_plan(model, plan_of(model, "elu1"), tmp_path / "linear")
     assert "the window of equal memory" in linear.lost
     partial = plan_of(model, heads=((0, 0), (0, 1), (1, 0)), groups=((0, 0),))
-    assert "1 swapped heads whose KV group" in export_plan(model, partial, tmp_path / "partial").lost
+    assert (
+        "1 swapped head whose KV group keeps softmax in another head"
+        in export_plan(model, partial, tmp_path / "partial").lost
+    )
     mixture = Mixture([(((0, 0), (0, 1)), resolve("window:w=5,sinks=2")), (((1, 0), (1, 1)), resolve("zero"))])
     mixed = Plan("tiny", model_fingerprint(model), mixture.heads, ((0, 0), (1, 0)), (), mixture)
     assert "zero" in export_plan(model, mixed, tmp_path / "mixed").lost
@@ -62,7 +65,7 @@ def test_a_list_of_layers_names_those_that_keep_a_head(tmp_path: Path) -> None:
     export = export_plan(model, plan_of(model), tmp_path / "layers", format="layers")
     document = json.loads((tmp_path / "layers/full_attention_layers.json").read_text())
     assert (document["full_attention_layers"], document["swapped_layers"]) == ([0], [1])
-    assert "the swapped heads of 1 layers" in export.lost
+    assert "the swapped heads of 1 layer that keeps softmax in another head" in export.lost
 
 
 def test_a_folder_is_the_original_for_transformers_and_the_plan_for_softgap(tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ def test_a_mixed_plan_survives_the_disk(tmp_path: Path, corrected: bool) -> None
     assert isinstance(loaded.substitute, Mixture)
     assert [heads for heads, _ in loaded.substitute.parts] == [tuple(heads) for heads, _ in parts]
     assert loaded.substitute.name == plan.substitute.name
+    becomes = "fitted (3 heads), window (2 heads), hybrid (1 head), constant (1 head)"
+    sentence = f"The plan replaces softmax by {becomes}{', output corrected' * corrected} in 7 of 8 heads. It frees "
+    assert loaded.sentence(8, 4).startswith(sentence)
     assert loaded.substitute.digest == plan.substitute.digest
     with torch.no_grad(), apply(model, plan):
         saved = model(IDS).logits

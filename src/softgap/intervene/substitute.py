@@ -100,7 +100,7 @@ class Substitute:
     def name(self) -> str:
         """The mechanism with its options and the output correction, in words."""
         options = self.mechanism.options_in_words(",")
-        return f"{self.mechanism.name}{':' + options if options else ''}{', repaired' if self.readout else ''}"
+        return f"{self.mechanism.name}{':' + options if options else ''}{', output corrected' if self.readout else ''}"
 
     def tensors(self) -> dict[str, Tensor]:
         """Its numbers by name: those of the mechanism, and those of the readout."""
@@ -182,7 +182,7 @@ class Mixture(Substitute):
             f"{Substitute(mechanism).name} ({len(heads)} head{'s' * (len(heads) > 1)})"
             for heads, mechanism in self.parts
         )
-        return f"{'; '.join(names)}{', repaired' if self.readout else ''}"
+        return f"{'; '.join(names)}{', output corrected' if self.readout else ''}"
 
     def tensors(self) -> dict[str, Tensor]:
         """Its numbers by name; what several parts share comes once, under the name of the first."""

@@ -209,7 +209,9 @@ def _pattern(model: Model, plan: Plan) -> tuple[str, dict[str, str]]:
             f"keys, {how}"
         )
     if len(heads) < len(plan.heads):
-        lost.append(f"{len(plan.heads) - len(heads)} swapped heads whose KV group keeps another head with softmax")
+        partial = len(plan.heads) - len(heads)
+        words = f"{partial} swapped head{'s' * (partial != 1)}"
+        lost.append(f"{words} whose KV group keeps softmax in another head")
     sentence = f"The pattern loses {' and '.join(lost)}." if lost else ""
     table = "".join("\t".join(f"{value:.1f}" for value in row) + "\n" for row in values)
     document = json.dumps({"sink_size": sizes[0], "recent_size": sizes[1]}, indent=1) + "\n"
@@ -255,7 +257,8 @@ def _layer_list(model: Model, plan: Plan) -> tuple[str, dict[str, str]]:
     partly = len({layer for layer, _ in plan.heads} - set(swapped))
     words = [f"what the heads become ({plan.substitute.name})"]
     if partly:
-        words.append(f"the swapped heads of {partly} layers that keep softmax in another head")
+        where = "1 layer that keeps" if partly == 1 else f"{partly} layers that keep"
+        words.append(f"the swapped heads of {where} softmax in another head")
     document = {
         "model": plan.model,
         "fingerprint": plan.fingerprint,

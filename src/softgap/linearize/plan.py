@@ -107,14 +107,15 @@ class Plan:
 
     def sentence(self, heads: int, groups: int) -> str:
         """What it does to a model with so many heads and KV groups, in one or two sentences."""
-        names = dict.fromkeys(self.kinds().values())
-        becomes = f"by {self.substitute.name}"
-        if len(names) > 1:
-            counts = Counter(self.kinds().values())
-            becomes = "by " + ", ".join(f"{kind} ({counts[kind]} heads)" for kind in names)
+        counts = Counter(self.kinds().values())
+        becomes = self.substitute.name
+        if len(counts) > 1:
+            becomes = ", ".join(f"{kind} ({number} head{'s' * (number > 1)})" for kind, number in counts.items())
+            becomes += ", output corrected" if self.substitute.readout else ""
+        layers = f"{len(self.layers)} whole layer{'s' * (len(self.layers) != 1)}"
         return (
-            f"The plan replaces softmax {becomes} in {len(self.heads)} of {heads} heads. It frees "
-            f"{len(self.groups)} of {groups} KV groups and {len(self.layers)} whole layers."
+            f"The plan replaces softmax by {becomes} in {len(self.heads)} of {heads} heads. It frees "
+            f"{len(self.groups)} of {groups} KV groups and {layers}."
         )
 
     def cache_words(self) -> str:
