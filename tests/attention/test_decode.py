@@ -1,4 +1,4 @@
-"""The compiled step of one position against the float64 loops, in turn with blocks, and what it keeps."""
+"""The steps of one position against the float64 loops, in turn with blocks, and what they keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softgap.attention import Mechanism, ScoreRule, Visible, add_window, attend, new_state, resolve
-from softgap.attention.decode import DecodeMaps, DecodeStep, can_decode, recent_rows
+from softgap.attention.decode import DecodeMaps, DecodeStep, TensorMaps, TensorStep, can_decode, recent_rows
 from softgap.attention.memory import derived_numbers, kept_numbers
 from softgap.attention.reference import reference_attention
 from softgap.attention.rotary import Rotation
 from support.attention_cases import with_rotation
-from support.linearize_cases import apart, with_random_parameters
+from support.linearize_cases import DOUBLE, apart, with_random_parameters
+from support.simulated_device import simulated_devices
 
 # One computation in float32, the other in float64.
 ROUNDING = 1e-5
@@ -86,6 +87,29 @@ def decoded(
     return torch.cat(parts, dim=2), state, step
 
 
+def tensor_steps(
+    mechanism: Any, cuts: list[tuple[int, int]], valid: Tensor | None, rule: ScoreRule | None = None, **settings: Any
+) -> tuple[Tensor, Any, TensorStep]:
+    """The same by the step in tensor operations, in float64."""
+    q, k, v = tensors(cuts[-1][1])
+    mechanism = resolve(mechanism)
+    state = new_state(mechanism, rule=rule, dtype=torch.float64)
+    maps = TensorMaps(mechanism, torch.arange(4), torch.arange(2), like=q)
+    step = TensorStep(state, maps, scale=8**-0.5, rule=rule, **settings)
+    parts = []
+    for a, b in cuts:
+        own_q, own_k, own_v = (x[:, :, a:b] for x in (q, k, v))
+        padding = None if valid is None else valid[:, a:b]
+        if b - a == 1:
+            out = torch.full((2, 4, 5), torch.nan, dtype=torch.float64)
+            step(own_q, own_k, own_v, out, padding)
+            parts.append(out[:, :, None])
+        else:
+            parts.append(state.attend(own_q, own_k, own_v, padding).output)
+    assert state.length == cuts[-1][1]
+    return torch.cat(parts, dim=2), state, step
+
+
 def single(mechanism: Any) -> Mechanism:
     """The mechanism with parameters in float32, as plans have them."""
     found = resolve(mechanism)
@@ -107,12 +131,22 @@ def test_single_positions_are_the_formula(mechanism: Any, padded: bool) -> None:
         assert apart(found * shown, truth * shown) < ROUNDING
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mechanism", FOLLOWED, ids=str)
+def test_tensor_operations_are_the_formula(mechanism: Any, padded: bool) -> None:
+    valid = PADDED if padded else None
+    shown = torch.ones(2, 1, T, 1) if valid is None else valid[:, None, :, None]
+    found, _, _ = tensor_steps(mechanism, MIXED, valid)
+    assert apart(found * shown, by_loops(mechanism, valid) * shown) < DOUBLE
+
+
 @pytest.mark.parametrize("mechanism", ["window:w=9,sinks=3", FOLLOWED[7], FOLLOWED[12]], ids=str)
 def test_softcap_and_learned_sinks_belong_to_the_exact_keys(mechanism: Any) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
     truth = by_loops(mechanism, None, softcap=3.0, sink_logits=logits)
     found, _, _ = decoded(mechanism, MIXED, None, ScoreRule(3.0, logits[None]))
     assert apart(found, truth) < ROUNDING
+    assert apart(tensor_steps(mechanism, MIXED, None, ScoreRule(3.0, logits[None]))[0], truth) < DOUBLE
     assert apart(found, by_loops(mechanism, None)) > 1e-2
 
 
@@ -146,6 +180,50 @@ def test_steps_and_blocks_in_any_order_give_the_same(
     )
     shown = valid[:, None, :, None]
     assert apart(decoded(mechanism, cuts, valid)[0] * shown, truth.output * shown) < ROUNDING
+    assert apart(tensor_steps(mechanism, cuts, valid)[0] * shown, truth.output * shown) < DOUBLE
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mechanism", ["window:w=9,sinks=3", ROTATED, FOLLOWED[12]], ids=str)
+def test_torch_captures_the_step_as_one_graph(mechanism: Any, backend: str) -> None:
+    """``fullgraph=True`` refuses a graph break; a graph for each position would be as many compilations."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found, _, _ = tensor_steps(mechanism, MIXED, None, backend=backend)
+    assert apart(found, by_loops(mechanism, None)) < DOUBLE
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("mechanism", ["window:w=9,sinks=3,far=4", FITTED, FOLLOWED[13]], ids=str)
+def test_other_devices_take_tensor_operations(mechanism: Any) -> None:
+    """No operation mixes devices or reads a number on the host."""
+    q, k, v = (x.float() for x in tensors())
+    mechanism = single(mechanism)
+    with simulated_devices() as (device, _):
+        there = [x.to(device) for x in (q, k, v)]
+        state = new_state(mechanism)
+        maps = TensorMaps(mechanism, torch.arange(4), torch.arange(2), like=there[0])
+        step, parts = TensorStep(state, maps, scale=8**-0.5), []
+        for t in range(30):
+            out = torch.zeros(2, 4, 5, device=device)
+            step(*(x[:, :, t : t + 1] for x in there), out)
+            parts.append(out.to("cpu"))
+    assert apart(torch.stack(parts, dim=2), by_loops(mechanism, None)[:, :, :30]) < ROUNDING
+
+
+def test_what_was_made_in_inference_mode_is_copied_outside() -> None:
+    mechanism = FOLLOWED[12]
+    q, k, v = tensors()
+    state = new_state(mechanism, dtype=torch.float64)
+    step = TensorStep(state, TensorMaps(mechanism, torch.arange(4), torch.arange(2), like=q), scale=8**-0.5)
+    found = []
+    for t in range(T):
+        out = torch.zeros(2, 4, 5, dtype=torch.float64)
+        with torch.inference_mode(t < 30), torch.no_grad():
+            step(*(x[:, :, t : t + 1] for x in (q, k, v)), out)
+        found.append(out)
+    assert apart(torch.stack(found, dim=2), by_loops(mechanism, None)) < DOUBLE
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(2000, marks=pytest.mark.slow)])
@@ -191,6 +269,10 @@ def test_bytes_counted_are_bytes_allocated(mechanism: Any) -> None:
     # A linear state also notes which rows have seen a key: one byte each.
     assert state.nbytes - 4 * units * kept in (0, 2)
     assert step.nbytes == 4 * units * derived
+    _, state, tensor_step = tensor_steps(mechanism, [(t, t + 1) for t in range(100)], None)
+    # Ordinals and positions of far keys are whole numbers of 8 bytes there, too.
+    assert state.nbytes - 8 * units * kept in (0, 2)
+    assert tensor_step.nbytes == 0
 
 
 def test_sums_of_recent_keys_take_about_two_square_roots() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention.mechanism import Mechanism, Site
-from softgap.attention.rotary import before_rotation
+from softgap.attention.rotary import with_unrotated
 from softgap.errors import ValueInputError
 
 __all__ = ["LOG_ZERO", "Features", "featurise", "orthogonal_projection", "relu", "seeded_affine"]
@@ -164,14 +164,13 @@ def _with_unrotated(x: Vectors, site: Site) -> Float[Tensor, "batch head time se
     """The vectors, and behind them the same before rotary embedding, where the parameters tell how to undo it."""
     if "frequency" not in site.parameters:
         return x
-    before = before_rotation(x, site.turned_by, site.parameters["frequency"], site.parameters["turn"])
-    return torch.cat([x, before], dim=-1)
+    return with_unrotated(x, site.turned_by, site.parameters["frequency"], site.parameters["turn"])
 
 
 def _affine(
     x: Vectors, weight: Float[Tensor, "batch head feature dim"], bias: Float[Tensor, "batch head feature"]
 ) -> FeatureVectors:
-    return x @ weight.transpose(-1, -2) + bias[..., None, :]
+    return (x @ weight.transpose(-1, -2)).add_(bias[..., None, :])
 
 
 # Logarithm of a feature that is not there. Finite, so that differences of two of them are 0 and not NaN.

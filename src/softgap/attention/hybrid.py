@@ -41,6 +41,9 @@ __all__ = ["HybridState"]
 
 # New keys at a time where far keys are chosen: candidates are compared in pairs.
 FAR_POSITIONS = 64
+# Positions that are worth a compiled pass, and features whose state stays in a near cache.
+FEWEST = 4
+MOST_FEATURES = 256
 
 
 class HybridState:
@@ -152,6 +155,10 @@ class HybridState:
         if self._tail is None:
             return _alone(exact)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        if isinstance(self._tail, _FeatureTail) and self._far is None and _suits_pass(q, k, v):
+            joined = self._tail.add_in_pass(q, span, exact, scale, self.mechanism.tail_factor(q))
+            if joined is not None:
+                return joined
         far, recent = self._tail.sums(q, span, dropped, scale)
         if q.shape[2] == 0:
             return exact.values, exact.totals > 0, exact.totals > 0
@@ -194,6 +201,12 @@ class HybridState:
             self._far.split_into([state._far for state in states if state._far is not None])
         if self._tail is not None:
             self._tail.split_into([state._tail for state in states])
+
+
+def _suits_pass(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled pass takes these tensors: as many queries as keys, and no gradient."""
+    plain = q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[2] == k.shape[2] >= FEWEST
+    return plain and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
 
 
 def _alone(exact: ExactSums) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,6 +316,36 @@ class _FeatureTail:
         if q.shape[2] == 0:
             return far, None
         return _per_head(far, q.shape[1]), _per_head(self._recent_sums(features, span), q.shape[1])
+
+    def add_in_pass(
+        self, q: Tensor, span: Span, exact: ExactSums, scale: float, factor: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What ``_join`` makes of ``sums``, in one compiled pass; None for features that it does not know."""
+        # Here, since it loads numba.
+        from softgap.attention.simd import share_out
+        from softgap.attention.tail_kernel import Answers, Block, TailState, add_tail
+
+        features = self._features(q, span, scale)
+        query, key = features.query.contiguous(), features.key.contiguous()
+        if not features.log or query.shape[1] != q.shape[1] or key.shape[-1] > MOST_FEATURES:
+            return None
+        batch, heads, n, _ = q.shape
+        rows, r, e = batch * key.shape[1], key.shape[-1], span.v.shape[-1]
+        carry = self._carry or empty_carry(rows, r, e, key, log=True)
+        state = [x.clone(memory_format=torch.contiguous_format) for x in (carry.sums, carry.totals)]
+        state += [x.clone() for x in (carry.scale, carry.age) if x is not None]
+        rate = key.new_zeros(batch, key.shape[1], r) if features.rate is None else features.rate.contiguous()
+        enters = (span.ordinals[:, :n] >= span.sinks).expand(batch, -1).contiguous()
+        flagged = torch.zeros(batch, heads, n, dtype=torch.bool)
+        output = exact.values.contiguous()
+        sums = [x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale)]
+        each = torch.as_tensor(factor, dtype=q.dtype).expand(batch, heads, 1, 1).contiguous().flatten(1)
+        block = Block(*(x.numpy() for x in (query, key, span.v.contiguous(), enters, rate)))
+        answers = Answers(output.numpy(), *sums, flagged.numpy())
+        shared = (self._recent, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
+        share_out(lambda first, last: add_tail(*shared, first, last), rows)
+        self._carry = replace(carry, sums=state[0], totals=state[1], scale=state[2], age=state[3])
+        return output, exact.totals > 0, flagged[..., None]
 
     def _late(self, dropped: Dropped, rate: Tensor | None, scale: float) -> Tensor:
         """Features of keys that enter the state late, decayed as if they had entered when they left the window."""

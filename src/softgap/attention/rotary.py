@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Layout", "Rotation", "TurnTable", "before_rotation"]
+__all__ = ["Layout", "Rotation", "TurnTable", "with_unrotated"]
 
 Layout = Literal["halves", "neighbours"]
 
@@ -80,32 +80,56 @@ class TurnTable:
         return _rotate(x, self._turn, self._cos[by].view(shape), -self._sin[by].view(shape))
 
 
-def before_rotation(
+def with_unrotated(
     x: Float[Tensor, "batch head time dim"],
     turned_by: Int[Tensor, "#batch *kv_heads time"],
     frequency: Float[Tensor, "#batch #head dim"],
     turn: Float[Tensor, "#batch #head dim dim"],
-) -> Float[Tensor, "batch head time dim"]:
-    """R_-p x: vectors at positions p, as they were before rotary embedding."""
+) -> Float[Tensor, "batch head time twice"]:
+    """Vectors at positions p, and behind each R_-p x: the vector as it was before rotary embedding."""
+    cos, sin = _angles_before(x, turned_by, frequency)
+    if x.requires_grad or not _pairs_halves(turn):
+        return torch.cat([x, _rotate(x, turn, cos, sin)], dim=-1)
+    # The same as above without passes over memory for what is between.
+    dim, half = x.shape[-1], x.shape[-1] // 2
+    sin = sin * turn.reshape(-1, dim).sum(dim=-1)
+    both = x.new_empty(*x.shape[:-1], 2 * dim)
+    both[..., :dim] = x
+    before = both[..., dim:]
+    torch.mul(x, cos, out=before)
+    before[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    before[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return both
+
+
+def _angles_before(x: Tensor, turned_by: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines that undo the turns."""
     if turned_by.dim() == 2 and len(turned_by) > 1 and bool((turned_by == turned_by[:1]).all()):
         # Cosines cost more than the rest: rows at equal positions share them.
         turned_by = turned_by[:1]
-    if turned_by.dim() == 2 and len(turned_by) == 1 and frequency.numel() == x.shape[-1] and x.device.type == "cpu":
-        # The layers of a model ask for the same ones in turn.
-        key = (turned_by.long().numpy().tobytes(), frequency.detach().double().numpy().tobytes(), x.dtype)
-        return _rotate(x, turn, *_known_angles(*key))
+    single = turned_by.dim() == 2 and len(turned_by) == 1 and turned_by.numel() > 0
+    if single and frequency.numel() == x.shape[-1] and x.device.type == "cpu":
+        low, high = int(turned_by.min()), int(turned_by.max())
+        if low >= 0 and high < LONGEST_TABLE:
+            # The layers of a model ask for the same ones in turn.
+            key = frequency.detach().double().numpy().tobytes()
+            cos, sin = _table(key, x.dtype, max(1024, 1 << high.bit_length()))
+            return cos[turned_by[0]], sin[turned_by[0]]
     by = turned_by[:, None] if turned_by.dim() == 2 else turned_by
-    cos, sin = _angles(-by, frequency[:, :, None], x.dtype)
-    return _rotate(x, turn, cos, sin)
+    return _angles(-by, frequency[:, :, None], x.dtype)
 
 
-@lru_cache(maxsize=4)
-def _known_angles(by: bytes, frequency: bytes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of -p f for positions and frequencies given by their numbers."""
+# Positions whose cosines are kept: 16 MB for 64 dimensions.
+LONGEST_TABLE = 2**15
+
+
+@lru_cache(maxsize=2)
+def _table(frequency: bytes, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of -p f for the positions below a length, for frequencies given by their numbers."""
     # What is kept must serve gradients too, even if it is first asked for in inference mode.
     with torch.inference_mode(False):
-        positions = torch.frombuffer(bytearray(by), dtype=torch.int64)
-        return _angles(-positions, torch.frombuffer(bytearray(frequency), dtype=torch.float64), dtype)
+        numbers = torch.frombuffer(bytearray(frequency), dtype=torch.float64)
+        return _angles(-torch.arange(length), numbers, dtype)
 
 
 def _angles(by: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

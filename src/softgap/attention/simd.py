@@ -8,10 +8,12 @@ where the registers of the processor are shorter, so the code runs everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -28,6 +30,7 @@ __all__ = [
     "largest",
     "load",
     "multiply_add",
+    "share_out",
     "store",
     "total",
 ]
@@ -56,6 +59,18 @@ def compiled_with(**options: Any) -> Callable[[Function], Function]:
 def compiled(function: Function) -> Function:
     """Machine code without options of numba's."""
     return compiled_with()(function)
+
+
+def share_out(task: Callable[[int, int], None], units: int) -> None:
+    """Run a compiled task over units from a first to before a last, on as many threads as torch may use."""
+    threads = min(units, torch.get_num_threads())
+    if threads <= 1:
+        task(0, units)
+        return
+    # One unit at a time: a thread that was late takes fewer. Compiled code lets go of Python's lock.
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(task, unit, unit + 1) for unit in range(units)]:
+            done.result()
 
 
 class _Lanes(types.Type):

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from softgap.attention import HybridState, LinearState, Visible, attend, new_state
-from softgap.attention.decode import DecodeMaps, DecodeStep, can_decode
-from softgap.errors import UnsupportedError
+from softgap.attention import HybridState, LinearState, ScoreRule, Visible, attend, new_state
+from softgap.attention.decode import DecodeMaps, DecodeStep, TensorMaps, TensorStep, can_decode
+from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.intervene.substitute import Head, Substitute, SwappedLayer, swapped_layer
 from softgap.intervene.swap import enter_swap, heads_by_layer, prepare_swap
@@ -32,7 +32,7 @@ __all__ = ["Applied", "apply", "under_plan"]
 
 
 @contextmanager
-def apply(model: Model, plan: Plan) -> Iterator[Applied]:
+def apply(model: Model, plan: Plan, *, compile_step: bool | str = False) -> Iterator[Applied]:
     """Run a model under a plan while the block runs.
 
     Forwards and ``generate`` use the plan's heads as ``swap`` does. ``model.generate(...,
@@ -45,6 +45,10 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
         The model that the plan was found for.
     plan
         A plan from ``find_plan`` or ``load_plan``.
+    compile_step
+        Let ``torch.compile`` capture the step that the cache takes for each new token, a graph for each kind of layer:
+        True by torch's default backend, or the name of another. The first tokens wait for it. Without it the step is
+        a compiled pass on the CPU in float32, and tensor operations elsewhere.
 
     Yields
     ------
@@ -71,7 +75,13 @@ def apply(model: Model, plan: Plan) -> Iterator[Applied]:
     """
     plan.check(model)
     refuse_attached(model)
-    applied = Applied(model, plan.heads, plan.substitute)
+    backend = "inductor" if compile_step is True else compile_step or None
+    if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise ValueInputError(
+            f"compile_step must be True, False or a backend of torch.compile "
+            f"({', '.join(torch.compiler.list_backends())}), got {compile_step!r}"
+        )
+    applied = Applied(model, plan.heads, plan.substitute, backend)
     with under_plan(model, prepare_swap(model, plan.heads, plan.substitute), applied):
         yield applied
 
@@ -109,22 +119,22 @@ def refusal_of_part(heads: Sequence[Head]) -> str:
 class _Split:
     """One layer with freed groups: its kept heads, the swapped ones among them, and the freed ones.
 
-    ``maps`` are what a compiled step reads of each freed part that has one, once it was asked for.
+    ``maps`` are what the decode step of each freed part reads, once it was asked for, by part and device.
     """
 
     remaining: Tensor
     swapped_remaining: SwappedLayer | None
     freed: SwappedLayer
     groups: tuple[tuple[int, ...], tuple[int, ...]]
-    maps: dict[int, DecodeMaps] = field(default_factory=dict)
+    maps: dict[tuple[int, torch.device, torch.dtype], DecodeMaps | TensorMaps] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _States:
-    """The states of a layer's freed heads, one for each mechanism that needs one, and their compiled steps."""
+    """The states of a layer's freed heads, one for each mechanism that needs one, and their decode steps."""
 
     by_part: dict[int, LinearState | HybridState] = field(default_factory=dict)
-    steps: dict[int, DecodeStep] = field(default_factory=dict)
+    steps: dict[int, DecodeStep | TensorStep] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -148,8 +158,10 @@ class Applied:
         A hash of the heads that are swapped and of what they become.
     """
 
-    def __init__(self, model: Model, heads: Sequence[Head], head_substitute: Substitute) -> None:
-        self._model = model
+    def __init__(
+        self, model: Model, heads: Sequence[Head], head_substitute: Substitute, backend: str | None = None
+    ) -> None:
+        self._model, self._backend = model, backend
         layers = attention_layers(model)
         self.streams = streams(head_substitute)
         names = dict.fromkeys(part.mechanism.name for _, part in head_substitute.swaps(heads) if not streams(part))
@@ -251,14 +263,14 @@ class Applied:
     ) -> None:  # fmt: skip
         """Write the outputs of the freed heads, from their states and the newest keys and values."""
         n = call.query.shape[2]
-        compiled: list[Tensor] = []
+        newest: list[Tensor] = []
         for number, part in enumerate(split.freed.parts):
             state = self._state(split, number, states, call, k, v, valid)
             step = states.steps.get(number)
             if n == 1 == k.shape[2] and step is not None:
                 # The same for all parts of the layer.
-                compiled = compiled or [x.float().contiguous() for x in (call.query, k, v)]
-                step(compiled[0], compiled[1], compiled[2], output[:, 0], valid)
+                newest = newest or [x.to(output.dtype).contiguous() for x in (call.query, k, v)]
+                step(newest[0], newest[1], newest[2], output[:, 0], valid)
                 continue
             places = part.kv_heads.to(k.device)
             q, own_k, own_v = call.query.index_select(1, part.heads.to(k.device)), k, v
@@ -284,12 +296,25 @@ class Applied:
             rule = call.rule.for_heads(part.heads)
             state = new_state(part.mechanism, scale=call.scale, dtype=dtype, origin=origin, rule=rule)
             states.by_part[number] = state
-            if dtype == torch.float32 and k.device.type == "cpu" and can_decode(part.mechanism):
-                if number not in split.maps:
-                    split.maps[number] = DecodeMaps(part.mechanism, part.heads, part.kv_heads, part.weight, part.bias)
-                states.steps[number] = DecodeStep(state, split.maps[number], scale=call.scale, rule=rule)
+            if can_decode(part.mechanism):
+                states.steps[number] = self._step(split, number, state, call.scale, rule, k.new_empty(0, dtype=dtype))
                 states.steps[number].reserve(k.shape[0])
         return states.by_part[number]
+
+    def _step(
+        self, split: _Split, number: int, state: Any, scale: float, rule: ScoreRule, like: Tensor
+    ) -> DecodeStep | TensorStep:
+        """What moves a state on by one position: the compiled pass where it can go, else tensor operations."""
+        part, key = split.freed.parts[number], (number, like.device, like.dtype)
+        own = (part.mechanism, part.heads, part.kv_heads, part.weight, part.bias)
+        maps = split.maps.get(key)
+        if self._backend is None and like.device.type == "cpu" and like.dtype == torch.float32:
+            maps = maps if isinstance(maps, DecodeMaps) else DecodeMaps(*own)
+            split.maps[key] = maps
+            return DecodeStep(state, maps, scale=scale, rule=rule)
+        maps = maps if isinstance(maps, TensorMaps) else TensorMaps(*own, like=like)
+        split.maps[key] = maps
+        return TensorStep(state, maps, scale=scale, rule=rule, backend=self._backend)
 
 
 def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
