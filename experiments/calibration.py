@@ -33,6 +33,7 @@ from softgap.calibration.texts import corpus_of
 from softgap.linearize import swap
 from softgap.models import load_model
 from softgap.models.tensor_files import equip_mechanism
+from softgap.models.tokens import token_ids
 from softgap.probe import read_ids
 from softgap.probe.layout import visit_layers
 
@@ -120,7 +121,7 @@ def report_peak(file: str, features: int, side: str) -> None:
     """Do one side and print this process's peak memory."""
     if side == "forward":
         model, tokenizer = load_model()
-        ids = tokenizer(halves(Path(file).read_text())[0])["input_ids"][:POSITIONS]
+        ids = token_ids(tokenizer, halves(Path(file).read_text())[0]).sequence(0, POSITIONS)
         visit_layers(model, ids, lambda layer: None)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +169,7 @@ def ladder_tables(ladders: Ladders) -> str:
 def write_reach(options: argparse.Namespace) -> None:
     """Fit, evaluate and swap: numbers that do not depend on how busy the machine is."""
     model, tokenizer = load_model()
-    fit, held = (tokenizer(part, verbose=False)["input_ids"] for part in halves(Path(options.text).read_text()))
+    fit, held = (token_ids(tokenizer, part) for part in halves(Path(options.text).read_text()))
     rows: list[str] = []
     tables: list[str] = []
     model_text = [] if options.no_own_text else [(None, options.features[0])]
@@ -206,7 +207,7 @@ def write_elsewhere(options: argparse.Namespace) -> None:
     for name, closed in evaluate_conditions(model, tokenizer, corpus, mechanism).items():
         spread = "one text" if closed.low == closed.high else f"{closed.low:.3f} to {closed.high:.3f}"
         rows.append(f"| {name} | {closed.value:.3f} | {spread} |")
-    tables = ladder_tables(ladders(model, tokenizer(held, verbose=False)["input_ids"][:LADDER], mechanism))
+    tables = ladder_tables(ladders(model, token_ids(tokenizer, held).sequence(0, LADDER), mechanism))
     write_section(
         "calibration-elsewhere",
         "A calibration elsewhere",

@@ -29,6 +29,7 @@ from held_out import sequences
 from softgap.attention import attend, divergence
 from softgap.calibration.conditions import DOMAINS
 from softgap.models import load_model
+from softgap.models.tokens import token_ids
 from softgap.probe.layout import LayerTensors, visit_layers
 
 FEWEST = 3
@@ -127,7 +128,7 @@ def main() -> None:
     if options.sequences < FEWEST:
         parser.error(f"--sequences must be at least {FEWEST}, got {options.sequences}: one text says little")
     model, tokenizer = load_model()
-    ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, Path(options.text).read_text(encoding="utf-8"))
     if len(ids) < options.sequences * options.tokens:
         parser.error(
             f"the file must hold at least {options.sequences * options.tokens:,} tokens, got {len(ids):,}; ask for "

@@ -37,8 +37,11 @@ from softgap.intervene.substitute import Substitute
 from softgap.intervene.swap import heads_of_group, swap
 from softgap.linearize.frontier import units_of
 from softgap.linearize.scores import unit_scores
-from softgap.linearize.sequences import cut_sequences, recall_sequences, token_ids
+from softgap.linearize.sequences import cut_sequences, recall_sequences
 from softgap.models import load_model
+from softgap.models.catalogue import EMBEDDED
+from softgap.models.tokens import TokenStream, first_tokens, token_ids
+from softgap.probe.layout import head_dim, visit_layers
 from softgap.tasks.generators import draw_pairs
 
 RANGES = (range(64, 512), range(512, 1024), range(1024, 2048))
@@ -90,46 +93,53 @@ SWAPPED_LESS = (
 )
 
 
-def memory(mechanism: Mechanism) -> str:
-    """Keys' worth per KV head."""
-    worth = keys_worth(mechanism, 64)
+def memory(mechanism: Mechanism, dim: int) -> str:
+    """Keys' worth per KV head of so many dimensions."""
+    worth = keys_worth(mechanism, dim)
     return "all values" if worth == float("inf") else f"{worth:.0f}"
 
 
-def write_gap(model: Any, ids: Sequence[int], mechanisms: dict[str, Mechanism], options: argparse.Namespace) -> None:
+def write_gap(model: Any, ids: TokenStream, mechanisms: dict[str, Mechanism], options: argparse.Namespace) -> None:
     """The share of the gap closed by range of positions; far keys need every earlier query, and are left out."""
     mechanisms = {name: mechanism for name, mechanism in mechanisms.items() if not mechanism.options.get("far")}
-    texts = [ids[i * SPREAD : i * SPREAD + RANGES[-1].stop] for i in range(options.texts)]
+    dim = head_dim(model)
+    texts = [ids.sequence(i * SPREAD, RANGES[-1].stop) for i in range(options.texts)]
     near = measure_kinds(model, texts, mechanisms, positions=RANGES, report=lambda n: say(f"{n} of {len(texts)} texts"))
     streaming = {name: mechanism for name, mechanism in mechanisms.items() if name != "profile"}
-    (far,) = measure_kinds(model, [ids[: FAR.stop]], streaming, positions=[FAR])
+    (far,) = measure_kinds(model, [ids.sequence(0, FAR.stop)], streaming, positions=[FAR])
     rows = []
+    sliding = np.array(visit_layers(model, texts[0], lambda layer: layer.visible.window is not None))
+    by_window = {"sliding layers": sliding, "full layers": ~sliding} if sliding.any() and not sliding.all() else {}
     for i, (name, mechanism) in enumerate(mechanisms.items()):
         shares = [_closed(errors, i) for errors in near]
         shares.append("" if name == "profile" else _closed(far, list(streaming).index(name)))
+        shares += [_closed(near[-1], i, layers) for layers in by_window.values()]
         gap_left, energy_left = near[-1].left()
         half = int((gap_left[i] > 0.5).sum())
         suffices = int(((energy_left[i] <= LIMIT) & ~(gap_left[i] > LIMIT)).sum())
-        rows.append(f"| {name} | {memory(mechanism)} | {' | '.join(shares)} | {half} | {suffices} |")
+        rows.append(f"| {name} | {memory(mechanism, dim)} | {' | '.join(shares)} | {half} | {suffices} |")
     better = _head_by_head(near[-1], list(mechanisms), ("4 sinks + 63 recent", "fitted"))
     command = f"python experiments/equal_memory.py --text FILE --calibration FITTED --only gap --texts {options.texts}"
+    command += options.of_model
+    one, fitted = (mechanisms[name] for name in ("4 sinks + 63 recent", "fitted"))
+    heads = "".join(f" {name}, 1024-2048 |" for name in by_window)
     write_section(
-        "equal_memory-gap",
-        "Substitutes at equal memory",
-        f"`{command}` on the embedded model, calibrated on other text with the default recipe; {machine()}. Share of "
+        f"equal_memory-gap{options.section}",
+        f"Substitutes at equal memory{options.title}",
+        f"`{command}` on {options.words}, calibrated on other text with the default recipe; {machine()}. Share of "
         f"the gap to the mean of values closed in {options.texts} texts of {RANGES[-1].stop:,} tokens, and in one of "
         f"{FAR.stop:,}; heads that keep more than half of their gap, and for which a kind suffices (at most a tenth of "
-        f"gap and energy left), at positions 1024-2048. A key's worth is a key and a value; 67 keys' worth and the "
-        f"state of 128 features are the same memory.\n\n"
-        "| substitute | keys' worth per KV head | 64-512 | 512-1024 | 1024-2048 | 4096-8192 | heads that keep half | "
-        "heads it suffices for |\n|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + f"\n\n{better}",
+        f"gap and energy left), at positions 1024-2048. A key's worth is a key and a value; the window of 67 keys has "
+        f"{memory(one, dim)} keys' worth, the state of 128 features {memory(fitted, dim)}.\n\n"
+        f"| substitute | keys' worth per KV head | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |{heads} heads that keep "
+        f"half | heads it suffices for |\n|{'---|' * (8 + len(by_window))}\n" + "\n".join(rows) + f"\n\n{better}",
         page=FINDINGS,
     )
     print("\n".join(rows), better, sep="\n")
 
 
-def _closed(errors: KindErrors, kind: int) -> str:
-    return f"{1 - errors.divergence[kind].sum() / errors.uniform.sum():.3f}"
+def _closed(errors: KindErrors, kind: int, layers: Any = slice(None)) -> str:
+    return f"{1 - errors.divergence[kind][:, layers].sum() / errors.uniform[:, layers].sum():.3f}"
 
 
 def _head_by_head(errors: KindErrors, names: list[str], pair: tuple[str, str]) -> str:
@@ -153,7 +163,7 @@ def recall_lists(tokenizer: Any, ids: Sequence[int], n: int, seed: int, filler: 
     for number in range(n):
         rng = np.random.default_rng([seed, number])
         pairs = draw_pairs(PAIRS, "words", rng=rng)
-        sequence, answers = tokens("Words and their partners.\n"), []
+        sequence, answers = [*first_tokens(tokenizer), *tokens("Words and their partners.\n")], []
         for turn in range(2):
             for j in rng.permutation(PAIRS):
                 key, value = pairs[j]
@@ -180,17 +190,17 @@ def recall(model: Any, lists: Sequence[tuple[list[int], Any]]) -> tuple[np.ndarr
 
 
 @torch.inference_mode()
-def losses(model: Any, ids: Sequence[int], length: int, n: int) -> np.ndarray:
+def losses(model: Any, ids: TokenStream, length: int, n: int) -> np.ndarray:
     """Loss of every token but the first, text by text."""
     rows = []
     for i in range(n):
-        text = torch.tensor([list(ids[i * SPREAD : i * SPREAD + length])])
+        text = torch.tensor([ids.sequence(i * SPREAD, length)])
         logits = model(text, use_cache=False).logits[0, :-1]
         rows.append(torch.nn.functional.cross_entropy(logits, text[0, 1:], reduction="none").numpy())
     return np.stack(rows)
 
 
-def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[str, Mechanism], options: Any) -> None:
+def write_swap(model: Any, tokenizer: Any, ids: TokenStream, mechanisms: dict[str, Mechanism], options: Any) -> None:
     """The cost of swapping the groups that recall misses least."""
     order = _order(model, tokenizer, mechanisms["hybrid"], options.fit)
     heads = [head for group in order[: options.groups] for head in heads_of_group(model, *group)]
@@ -205,22 +215,22 @@ def write_swap(model: Any, tokenizer: Any, ids: Sequence[int], mechanisms: dict[
         original = loss if mechanism is None else original
         # Attention is causal: the first 511 losses are those of a text of 512 tokens.
         rises = [(loss - original)[:, part.start : part.stop - 1].mean(axis=1) for part in SWAP_RANGES]
-        cells = ["" if mechanism is None else memory(mechanism)]
+        cells = ["" if mechanism is None else memory(mechanism, head_dim(model))]
         cells += [str(interval_of(rise, rng=np.random.default_rng(0))) for rise in rises]
         cells += [_plain(interval_of(share, rng=np.random.default_rng(0))) for share in shares]
         rows.append(f"| {name} | {' | '.join(cells)} |")
         say(rows[-1])
     command = (
         f"python experiments/equal_memory.py --text FILE --calibration FITTED --only swap --fit FILE "
-        f"--groups {options.groups} --texts {options.texts} --lists {options.lists}"
+        f"--groups {options.groups} --texts {options.texts} --lists {options.lists}{options.of_model}"
     )
     write_section(
-        f"equal_memory-swap-{options.groups}",
-        f"{options.groups} KV groups swapped, at equal memory",
-        f"`{command}` on the embedded model; {machine()}. The {options.groups} of 90 KV groups that text and recall "
-        "lists of the fit miss least (Fisher curvature), without output correction: rise in loss (nats per token) at "
-        f"512, 1,024 and 2,048 tokens of unseen text, at positions 1024-2048 alone, with 95 % over {options.texts} "
-        f"texts; recall (share of first tokens) across {DISTANCES[0]} tokens of other text, with 95 % over "
+        f"equal_memory-swap-{options.groups}{options.section}",
+        f"{options.groups} KV groups swapped, at equal memory{options.title}",
+        f"`{command}` on {options.words}; {machine()}. The {options.groups} of {len(order)} KV groups that text and "
+        "recall lists of the fit miss least (Fisher curvature), without output correction: rise in loss (nats per "
+        f"token) at 512, 1,024 and 2,048 tokens of unseen text, at positions 1024-2048 alone, with 95 % over "
+        f"{options.texts} texts; recall (share of first tokens) across {DISTANCES[0]} tokens of other text, with 95 % over "
         f"{options.lists} lists of {PAIRS} pairs each.\n\n"
         f"| the groups become | keys' worth per group | 512 | 1,024 | 2,048 | 1024-2048 | recall, {DISTANCES[0]} |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
@@ -254,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True)
+    parser.add_argument("--model", default=EMBEDDED)
     parser.add_argument("--fit", help="the text that orders the KV groups of a swap; it was not evaluated")
     parser.add_argument("--only", choices=("gap", "swap"))
     parser.add_argument("--texts", type=int, default=3)
@@ -264,8 +275,11 @@ def main() -> None:
     if options.only != "gap" and options.fit is None:
         parser.error("a swap needs --fit")
     torch.set_num_threads(1)
-    model, tokenizer = load_model("smollm2-135m")
-    ids = tokenizer(Path(options.text).read_text(encoding="utf-8"))["input_ids"]
+    embedded = options.model == EMBEDDED
+    options.of_model, options.section = ("", "") if embedded else (f" --model {options.model}", f"-{options.model}")
+    options.title, options.words = ("", "the embedded model") if embedded else (f", {options.model}", options.model)
+    model, tokenizer = load_model(options.model)
+    ids = token_ids(tokenizer, Path(options.text).read_text(encoding="utf-8"))
     mechanisms = substitutes(Calibration.load(options.calibration))
     if options.only != "swap":
         write_gap(model, ids, mechanisms, options)

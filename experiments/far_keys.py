@@ -33,8 +33,9 @@ from softgap.intervals import interval_of
 from softgap.intervene.substitute import Substitute
 from softgap.linearize.frontier import units_of
 from softgap.linearize.scores import unit_scores
-from softgap.linearize.sequences import cut_sequences, token_ids
+from softgap.linearize.sequences import cut_sequences
 from softgap.models import load_model
+from softgap.models.tokens import token_ids
 from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall, replace_attention
 

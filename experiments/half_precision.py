@@ -21,6 +21,7 @@ from held_out import sequences
 from softgap.calibration.held_out import measure_sequence
 from softgap.models import load_model
 from softgap.models.tensor_files import load_calibration
+from softgap.models.tokens import token_ids
 from softgap.trajectories.validation import BASELINE
 
 FIRST = 64
@@ -40,7 +41,7 @@ def main() -> None:
     sums: dict[str, np.ndarray] = {}
     for dtype in ("float32", "bfloat16", "float16"):
         model, tokenizer = load_model(dtype=dtype, progress=False)
-        ids = tokenizer(arguments.text.read_text(), verbose=False)["input_ids"]
+        ids = token_ids(tokenizer, arguments.text.read_text())
         chosen = sequences(ids, {arguments.length: arguments.sequences})[arguments.length]
         rows = []
         for number, text in enumerate(chosen):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from softgap.models.tokens import stream_of
+
 
 def halves(text: str) -> tuple[str, str]:
     """The text cut at the first title line (WikiText) or paragraph behind its middle."""
@@ -17,8 +19,12 @@ def halves(text: str) -> tuple[str, str]:
 
 
 def sequences(ids: Sequence[int], counts: dict[int, int]) -> dict[int, list[list[int]]]:
-    """So many sequences of each length, evenly spread over the tokens."""
+    """So many sequences of each length, evenly spread over the tokens, behind the first tokens that they have."""
+    stream = stream_of(ids)
     return {
-        length: [list(ids[s : s + length]) for s in np.linspace(0, len(ids) - length, count).astype(int)]
+        length: [
+            list(stream.sequence(start, length))
+            for start in np.linspace(0, len(stream) - stream.body(length), count).astype(int)
+        ]
         for length, count in counts.items()
     }

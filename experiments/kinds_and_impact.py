@@ -33,8 +33,9 @@ from softgap.kinds import KINDS
 from softgap.linearize import Impact, Sequences, head_scores
 from softgap.linearize.impact import impact_on
 from softgap.linearize.scores import split_half
-from softgap.linearize.sequences import digest_of_sequences
+from softgap.linearize.sequences import cut_sequences, digest_of_sequences
 from softgap.models import load_model
+from softgap.models.tokens import token_ids
 
 LENGTH = 512
 # Every 40th sequence is measured on; two sequences in the middle between such ones give the scores.
@@ -228,8 +229,8 @@ def main() -> None:
         sys.exit("the calibration must have the kinds of heads, got one without; calibrate again")
     options.parts /= calibration.digest[:8]
     options.parts.mkdir(parents=True, exist_ok=True)
-    ids = torch.tensor(tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False)["input_ids"])
-    rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    ids = token_ids(tokenizer, Path(options.text).read_text(encoding="utf-8"))
+    rows = cut_sequences(model, ids, LENGTH, len(ids)).ids
     measured, scored = (
         Sequences(x, torch.ones(len(x), LENGTH - 1, dtype=torch.bool))
         for x in (rows[::SPREAD][: options.texts], rows[SPREAD // 2 :: SPREAD][:SCORED])

@@ -31,8 +31,9 @@ from softgap.linearize import frontier, head_scores, rank_agreement, recall_sequ
 from softgap.linearize.frontier import Frontier
 from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
-from softgap.linearize.sequences import Sequences, digest_of_sequences, token_ids
+from softgap.linearize.sequences import Sequences, digest_of_sequences
 from softgap.models import load_model
+from softgap.models.tokens import token_ids
 from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"

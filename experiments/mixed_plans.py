@@ -44,8 +44,9 @@ from softgap.linearize.candidates import Candidate
 from softgap.linearize.plan import plan_of
 from softgap.linearize.recall_scores import recall_scores
 from softgap.linearize.scores import unit_scores
-from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences, token_ids
+from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences
 from softgap.models import load_model
+from softgap.models.tokens import token_ids
 from softgap.report.figures import new_figure, save_figure
 
 LENGTHS = {2048: 6, 8192: 3}

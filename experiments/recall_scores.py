@@ -36,6 +36,7 @@ from softgap.linearize.recall_scores import RECALL_SCORES, impact_of_units, reca
 from softgap.linearize.scores import SAMPLES, unit_scores
 from softgap.linearize.sequences import cut_sequences, read_swapped
 from softgap.models import load_model
+from softgap.models.tokens import TokenStream, token_ids
 
 SWAP, PLAN = "window:w=32,sinks=4", "window:w=124,sinks=4"
 SCORE_LISTS, SCORE_DISTANCE, SCORE_TEXTS, SCORE_LENGTH = 2, 200, 3, 512
@@ -225,10 +226,7 @@ def main() -> None:
     options.parts.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     model, tokenizer = load_model("smollm2-135m")
-    fit, text = (
-        tokenizer(Path(name).read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        for name in (options.fit, options.text)
-    )
+    fit, text = (token_ids(tokenizer, Path(name).read_text(encoding="utf-8")) for name in (options.fit, options.text))
     scored = recall_sequences(model, tokenizer, SCORE_LISTS, seed=1, filler=fit, distance=SCORE_DISTANCE)
     found = measure_scores(model, scored, cut_sequences(model, fit, SCORE_LENGTH, SCORE_TEXTS), options.parts)
     unseen = recall_sequences(model, tokenizer, options.lists, seed=2, filler=text, distance=DISTANCE)
@@ -239,10 +237,10 @@ def main() -> None:
     write(model, found, costs, rows)
 
 
-def _spread(model: Any, ids: Sequence[int], texts: int) -> Sequences:
+def _spread(model: Any, ids: TokenStream, texts: int) -> Sequences:
     """Sequences apart from those of the orders, the first ones the same for any number."""
     starts = [(7 + 20 * i) * LENGTH for i in range(texts)]
-    rows = torch.tensor([ids[start : start + ALONE_LENGTH] for start in starts]).view(texts, ALONE_LENGTH)
+    rows = torch.tensor([ids.sequence(start, ALONE_LENGTH) for start in starts]).view(texts, ALONE_LENGTH)
     return Sequences(rows, torch.ones(texts, ALONE_LENGTH - 1, dtype=torch.bool))
 
 

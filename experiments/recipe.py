@@ -30,6 +30,7 @@ from softgap.calibration.held_out import HeldLayer, divergences, held_layers
 from softgap.calibration.texts import corpus_of, generate_texts, tokens_needed
 from softgap.models import load_model
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.tokens import token_ids
 from softgap.probe.layout import layer_rotations
 
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
@@ -142,7 +143,7 @@ def write_minutes(layers: Layers, model_layers: Layers, model: Model, options: a
 def layers_of(model: Model, tokenizer: Tokenizer, text: str, numbers: Sequence[int]) -> Layers:
     """Some layers with the texts of the first half of a file to fit on, and those of the second to evaluate on."""
     fit, held = halves(text)
-    held_out = [ids for part in sequences(tokenizer(held)["input_ids"], HELD_OUT).values() for ids in part]
+    held_out = [ids for part in sequences(token_ids(tokenizer, held), HELD_OUT).values() for ids in part]
     fitted = held_layers(model, corpus_of(model, tokenizer, [fit], positions=8192).fitted, numbers)
     return [
         ([LayerText(x.query, x.key) for x in fit_layer.texts], held_out_layer)

@@ -15,6 +15,7 @@ from softgap.attention.mechanism import Mechanism
 from softgap.attention.rank import block_spectra, dyadic_blocks
 from softgap.attention.rotary import Rotation, TurnTable
 from softgap.calibration.fit import (
+    WARM_UP,
     LayerText,
     Maps,
     Recipe,
@@ -331,3 +332,15 @@ def test_shares_out_of_range_are_refused(settings: dict[str, Any], message: str)
 def test_a_recipe_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueInputError, match=message):
         Recipe(**settings)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_a_step_moves_log_features_by_no_more_at_many_dimensions(dim: int) -> None:
+    rng = np.random.default_rng(0)
+    query, key = (torch.from_numpy(rng.standard_normal((n, 64, dim))).float() for n in (HEADS, KV_HEADS))
+    texts, recipe = [LayerText(query, key)], Recipe(features=4, steps=1, learning_rate=0.1)
+    start, begun = (landmark_maps(texts, 4, dim**-0.5, rng=np.random.default_rng(0)) for _ in range(2))
+    maps = fit_maps(texts, recipe, scale=dim**-0.5, start=begun)  # which changes it in place
+    # The first step of Adam moves every weight by its rate; a log feature of a vector of ones moves by their sum.
+    moved = (maps.key_weight - start.key_weight).abs().sum(dim=-1).max().item()
+    assert moved * dim**0.5 == pytest.approx(0.1 / WARM_UP * min(dim, 64), rel=0.01)

@@ -27,6 +27,17 @@ def given(positions: int = 256) -> Corpus:
     return corpus_of(writer(), TOKENIZER, [TEXT], positions=positions)
 
 
+def test_every_sequence_begins_with_the_first_token_of_the_tokenizer() -> None:
+    tokenizer = byte_tokenizer(first=True)
+    corpus, bare = (corpus_of(writer(), of, [TEXT], positions=256) for of in (tokenizer, TOKENIZER))
+    sequences = (*corpus.fitted, *corpus.held_out, *corpus.far)
+    assert {ids[0] for ids in sequences} == {tokenizer.bos_token_id}
+    assert all(tokenizer.bos_token_id not in ids[1:] for ids in sequences)
+    assert [len(ids) for ids in sequences] == [len(ids) for ids in (*bare.fitted, *bare.held_out, *bare.far)]
+    fitted = [token for ids in corpus.fitted for token in ids[1:]]
+    assert fitted == TOKENIZER(TEXT)["input_ids"][: len(fitted)]
+
+
 def test_generated_text_is_added_and_the_rest_of_the_corpus_stays() -> None:
     corpus = given()
     mixed = mix_generated(writer(), TOKENIZER, corpus)

@@ -124,16 +124,37 @@ def test_stricter_measures_stand_beside_the_share_of_the_gap(tmp_path: Path) -> 
     assert stored_kinds({"kinds": letters}, run.layers, run.heads_per_layer) == found.sufficiency.labels
 
 
+def test_layers_with_a_sliding_window_are_reported_apart(tmp_path: Path) -> None:
+    mixed = tiny_with("gemma3_text", max_position_embeddings=1024, vocab_size=len(TOKENIZER))
+    path = tmp_path / "mixed.safetensors"
+    found = calibrate(mixed, TOKENIZER, [written()], recipe=RECIPE, positions=256, stability=False, out=path).held_out
+    assert list(found.by_window) == ["layers with a sliding window", "layers that see every token"]
+    low, high = sorted(closed.value for closed in found.by_window.values())
+    assert low < found.gap_closed["fitted"].value < high
+    assert Calibration.load(path).held_out == found
+    sliding = [kind == "sliding_attention" for kind in mixed.config.layer_types]
+    windows = [16 if slides else None for slides in sliding]
+    corpus = corpus_of(mixed, TOKENIZER, [written()], positions=256)
+    with_fitted = [Calibration.load(path).mechanism(), "uniform"]
+    again, swapped, none = (
+        evaluate_held_out(mixed, corpus.held_out, with_fitted, windows=x).by_window
+        for x in (windows, [None if x else 16 for x in windows], ())
+    )
+    assert [x.value for x in again.values()] == [x.value for x in found.by_window.values()]
+    assert [x.value for x in swapped.values()] == [x.value for x in reversed(found.by_window.values())]
+    assert none == {}
+
+
 def test_a_calibration_of_an_earlier_version_has_no_energy_by_head(tmp_path: Path) -> None:
     path = tmp_path / "tiny.safetensors"
     found = made(path)
     report = found.report()
     del report["summary"]
-    for name in ("explained_by", "explained_by_head", "rank_correlation"):
+    for name in ("explained_by", "explained_by_head", "rank_correlation", "by_window"):
         del report["held_out"][name]
     save_calibration(path, found.tensors, {**found.metadata, **report})
     old = Calibration.load(path).held_out
-    assert (old.explained_by, old.explained_by_head, old.rank_correlation) == ({}, (), None)
+    assert (old.explained_by, old.explained_by_head, old.rank_correlation, old.by_window) == ({}, (), None, {})
     assert old.explained == found.held_out.explained
     assert "rank correlation" not in repr(Calibration.load(path))
     assert "rank_correlation" not in load_calibration(path).equip("fitted").held_out

@@ -31,7 +31,8 @@ from softgap.linearize.baselines import (
 from softgap.linearize.frontier import units_of
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.plan import memory_of
-from softgap.linearize.sequences import read_swapped, token_ids
+from softgap.linearize.sequences import read_swapped
+from softgap.models.tokens import token_ids
 from softgap.report.documents import plan_document
 from support.linearize_cases import sharp_llama, with_random_parameters
 from support.model_examples import byte_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -55,11 +55,16 @@ def attending_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     return model
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, first: bool = False) -> PreTrainedTokenizerFast:
+    """Bytes as tokens; with ``first`` every text begins with ``<s>``, as those of Gemma and Llama do."""
     merges = [(left, right) for left, right in (line.split(" ") for line in MERGES)]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(VOCABULARY)}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    if first:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", VOCABULARY.index("<s>"))]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )

@@ -14,6 +14,7 @@ from softgap.calibration.held_out import gap_closed, measure_sequence
 from softgap.calibration.texts import Corpus
 from softgap.intervals import Interval
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.tokens import first_tokens
 from softgap.probe.tap import takes_positions
 from softgap.trajectories.validation import BASELINE
 
@@ -192,7 +193,8 @@ def evaluate_conditions(
 
     ``text of the fit`` and ``held-out text`` are sequences of equal length; ``after a BOS token``, ``as a chat
     message`` and ``at random offsets`` (the first token far behind position 0) are the held-out sequences again, where
-    the model allows it; the others are texts of four kinds that come with softgap.
+    the model allows it and they do not begin with a first token anyway; the others are texts of four kinds that come
+    with softgap.
     """
     length = min(LONGEST, corpus.longest // 2)
     rng = np.random.default_rng(seed)
@@ -212,10 +214,11 @@ def _conditions(
     held_out = [ids[:length] for ids in corpus.held_out[:SEQUENCES]]
     yield _Condition("text of the fit", [ids[-length:] for ids in corpus.fitted[-SEQUENCES:]])
     yield _Condition("held-out text", held_out)
-    if tokenizer.bos_token_id is not None:
+    first = first_tokens(tokenizer)
+    if tokenizer.bos_token_id is not None and not first:
         yield _Condition("after a BOS token", [(tokenizer.bos_token_id, *ids[:-1]) for ids in held_out])
     if tokenizer.chat_template is not None:
-        yield _Condition("as a chat message", [_as_message(tokenizer, ids)[:length] for ids in held_out])
+        yield _Condition("as a chat message", [_as_message(tokenizer, ids[len(first) :])[:length] for ids in held_out])
     if takes_positions(model):
         offsets = rng.integers(1, corpus.longest - length + 1, size=len(held_out)).tolist()
         yield _Condition("at random offsets", held_out, offsets)

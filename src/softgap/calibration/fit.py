@@ -370,6 +370,10 @@ def landmark_maps(
 WARM_UP = 20
 
 
+# The dimension that the learning rate was tuned at.
+TUNED_DIM = 64
+
+
 FEWEST_FEATURES, MOST_FEATURES = 2, 8192
 
 
@@ -384,7 +388,7 @@ class Recipe:
     steps
         Steps of Adam.
     learning_rate
-        Of the biases; weights and rates move in proportion to their own size.
+        Of the biases; weights and rates move in proportion to their own size, weights of more than 64 dimensions less.
     sharpness
         How strongly the first query maps prefer the nearest landmark.
     rows
@@ -407,6 +411,16 @@ class Recipe:
             )
         if self.steps < 1:
             raise ValueInputError(f"steps must be at least 1, got {self.steps}; 450 is usual")
+
+
+def weight_pace(dim: int, scale: float) -> float:
+    """How far a step moves the weights of a map, beside its biases.
+
+    Weights start at scale times a query, and move in proportion to that. A step of Adam moves all of them alike, and a
+    log feature sums over the dimensions, so it would move by more the more dimensions there are: beyond the dimension
+    that the learning rate was tuned at, weights move by less in proportion.
+    """
+    return scale * min(1.0, TUNED_DIM / dim)
 
 
 @deprecated_keywords(wanted="target_scores")
@@ -460,9 +474,9 @@ def fit_maps(
     if exact is not None:
         maps = replace(maps, log_factor=torch.zeros(maps.query_bias.shape[:2]))
     tensors = {name: tensor.requires_grad_() for name, tensor in maps.tensors().items()}
-    # Weights start at scale times a query; a step moves all numbers by a like share of their size.
-    pace = {"query_weight": scale * recipe.sharpness, "key_weight": scale, "log_rate": 3.0, "log_factor": 0.3}
-    rates = [recipe.learning_rate * pace.get(name, 1.0) for name in tensors]
+    pace = weight_pace(texts[0].key.shape[-1], scale)
+    paces = {"query_weight": pace * recipe.sharpness, "key_weight": pace, "log_rate": 3.0, "log_factor": 0.3}
+    rates = [recipe.learning_rate * paces.get(name, 1.0) for name in tensors]
     groups = [{"params": [tensor]} for tensor in tensors.values()]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
     for step in range(recipe.steps):

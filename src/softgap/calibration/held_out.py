@@ -35,6 +35,7 @@ __all__ = [
     "held_layers",
     "measure_sequence",
     "some_layers",
+    "spread_layers",
 ]
 
 
@@ -54,6 +55,9 @@ SINK = 0.5
 
 
 SINKS, OTHERS = "first token over half", "first token at most half"
+
+
+SLIDING, FULL = "layers with a sliding window", "layers that see every token"
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,12 @@ class HeldOut:
     rank_correlation
         Spearman's rank correlation of ``by_head`` and ``explained_by_head`` over the heads with a gap: how far the
         order of the heads depends on the metric. None where it is undefined.
+    by_window
+        The fitted map in layers with a sliding window of the model's own, and in the others, where there are both.
 
     Notes
     -----
-    The last three are empty or None in a calibration that an earlier version of softgap wrote.
+    The last four are empty or None in a calibration that an earlier version of softgap wrote.
     """
 
     gap_closed: Mapping[str, Interval]
@@ -100,6 +106,7 @@ class HeldOut:
     explained_by: Mapping[str, float] = field(default_factory=dict)
     explained_by_head: tuple[tuple[float | None, ...], ...] = ()
     rank_correlation: float | None = None
+    by_window: Mapping[str, Interval] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -109,6 +116,7 @@ class HeldOut:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeldOut:
         """From plain data."""
+        data = {"by_window": {}, **data}
         closed = {name: {key: Interval(**value) for key, value in data[name].items()} for name in _CLOSED}
         closed["by_position"] = dict(sorted(closed["by_position"].items(), key=lambda item: int(item[0].split("-")[0])))
         return cls(
@@ -123,7 +131,7 @@ class HeldOut:
         )
 
 
-_CLOSED = ("gap_closed", "against", "by_position", "by_sink")
+_CLOSED = ("gap_closed", "against", "by_position", "by_sink", "by_window")
 
 
 def _rows(values: Sequence[Sequence[float | None]]) -> tuple[tuple[float | None, ...], ...]:
@@ -175,14 +183,15 @@ def evaluate_held_out(
     *,
     far: Sequence[Sequence[int]] = (),
     first: Float[np.ndarray, "layer head"] | None = None,
+    windows: Sequence[int | None] = (),
     seed: int = 0,
     report: Callable[[int], None] = lambda done: None,
 ) -> HeldOut:
     """Read token sequences and compare: ``fitted`` and ``uniform`` must be among the mechanisms.
 
     ``far`` are long sequences, which tell of the positions that no other reaches and are compared with these two alone;
-    ``first`` is the mean weight of each head on the first token, where it is known; ``report`` hears how many sequences
-    are read, the far ones last.
+    ``first`` is the mean weight of each head on the first token, and ``windows`` the sliding window of each layer,
+    where they are known; ``report`` hears how many sequences are read, the far ones last.
     """
     check_measurable(model)
     mechanisms = as_items(mechanisms)
@@ -199,7 +208,7 @@ def evaluate_held_out(
         for name, values in far_divergence.items():
             values.append(run.select(name).divergence)
         report(number + 1)
-    shares = _gap_shares(divergence, far_divergence, first, np.random.default_rng(seed))
+    shares = _gap_shares(divergence, far_divergence, first, windows, np.random.default_rng(seed))
     explained = {name: np.nanmean(np.concatenate(values, axis=-1), axis=-1) for name, values in energy.items()}
     by_head = _by_head(divergence["fitted"], divergence[BASELINE])
     return HeldOut(
@@ -214,6 +223,7 @@ def evaluate_held_out(
         explained_by={name: float(np.nanmedian(values)) for name, values in explained.items()},
         explained_by_head=_finite_rows(explained["fitted"]),
         rank_correlation=_rank_correlation(by_head, explained["fitted"]),
+        by_window=shares["by_window"],
     )
 
 
@@ -239,9 +249,10 @@ def _gap_shares(
     divergence: Mapping[str, list[np.ndarray]],
     far_divergence: Mapping[str, list[np.ndarray]],
     first: Float[np.ndarray, "layer head"] | None,
+    windows: Sequence[int | None],
     rng: np.random.Generator,
 ) -> dict[str, dict[str, Interval]]:
-    """Shares of the gap closed: by mechanism, against each baseline, by position, and by weight on the sink."""
+    """Shares of the gap closed: by mechanism, against baselines, by position, by weight on the sink, and by window."""
     fitted, uniform = divergence["fitted"], divergence[BASELINE]
     closed = {name: gap_closed(values, uniform, rng=rng) for name, values in divergence.items() if name != BASELINE}
     against = {
@@ -261,11 +272,17 @@ def _gap_shares(
         for name, heads in groups.items()
         if heads.any()
     }
+    sliding = np.array([window is not None for window in windows], dtype=bool)
+    layers = {SLIDING: sliding, FULL: ~sliding} if sliding.any() and not sliding.all() else {}
+    by_window = {
+        name: gap_closed([x[of] for x in fitted], [x[of] for x in uniform], rng=rng) for name, of in layers.items()
+    }
     return {
         "gap_closed": _drop_missing(closed),
         "against": _drop_missing(against),
         "by_position": _drop_missing(positions),
         "by_sink": _drop_missing(sinks),
+        "by_window": _drop_missing(by_window),
     }
 
 
@@ -345,7 +362,24 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
     return tuple(layer_list)
 
 
-def some_layers(model: Model, texts: Sequence[Sequence[int]], layers: int) -> tuple[HeldLayer, ...]:
-    """Layers spread evenly over a model, on the beginnings of a few texts."""
-    numbers = sorted({int(x) for x in np.linspace(0, layers - 1, LAYERS + 2)[1:-1]})
-    return held_layers(model, [ids[:TOKENS] for ids in texts[:TEXTS]], numbers)
+def some_layers(model: Model, texts: Sequence[Sequence[int]], windows: Sequence[int | None]) -> tuple[HeldLayer, ...]:
+    """Layers spread evenly over a model, on the beginnings of a few texts; ``windows`` are those of all layers."""
+    return held_layers(model, [ids[:TOKENS] for ids in texts[:TEXTS]], spread_layers(windows))
+
+
+def spread_layers(windows: Sequence[int | None]) -> list[int]:
+    """A few layers, spread evenly; where layers with and without a sliding window are mixed, some of either.
+
+    >>> spread_layers([None] * 30)
+    [7, 14, 21]
+    >>> spread_layers([512, 512, 512, 512, 512, None] * 3)
+    [5, 8, 12]
+    """
+    numbers = {int(x) for x in np.linspace(0, len(windows) - 1, LAYERS + 2)[1:-1]}
+    for slides in (False, True):
+        alike = [layer for layer, window in enumerate(windows) if (window is not None) == slides]
+        if alike and not numbers & set(alike):
+            # The layer next to one of those that are missing gives way to it.
+            _, out, into = min((abs(a - b), a, b) for a in numbers for b in alike)
+            numbers = numbers - {out} | {into}
+    return sorted(numbers)

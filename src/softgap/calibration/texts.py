@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from softgap.errors import ValueInputError
-from softgap.inputs import as_items
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
+from softgap.models.tokens import TokenStream, token_ids
 from softgap.probe.capture import fixed_seed
 
 __all__ = [
@@ -109,11 +109,10 @@ def corpus_of(
     positions
         The longest context to fit. None takes the longest that the text and the model allow, up to 8192.
     """
-    ids = [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
-    return cut_corpus(model, ids, positions)
+    return cut_corpus(model, token_ids(tokenizer, texts), positions)
 
 
-def cut_corpus(model: Model, ids: Sequence[int], positions: int | None = None) -> Corpus:
+def cut_corpus(model: Model, ids: TokenStream, positions: int | None = None) -> Corpus:
     """The same of tokens; see ``corpus_of``."""
     if len(ids) < FEWEST_TOKENS:
         raise ValueInputError(
@@ -130,7 +129,7 @@ def cut_corpus(model: Model, ids: Sequence[int], positions: int | None = None) -
             "give more text or ask for fewer positions"
         )
     held_out = ids[split:]
-    far = (tuple(held_out[:positions]),) if min(positions, len(held_out)) > NEAR else ()
+    far = (held_out.sequence(0, positions),) if min(positions, len(held_out)) > NEAR else ()
     return Corpus(_fit_sequences(ids[:split], positions), _held_out_sequences(held_out, positions), far)
 
 
@@ -172,20 +171,21 @@ def check_positions(model: Model, positions: int) -> None:
         )
 
 
-def _fit_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
+def _fit_sequences(ids: TokenStream, positions: int) -> tuple[tuple[int, ...], ...]:
     """One sequence of the full length, then shorter ones of as many tokens in all, as far as the text reaches."""
-    sequences = [tuple(ids[:positions])]
-    remainder, length = ids[positions : 2 * positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
-    sequences += [tuple(remainder[i : i + length]) for i in range(0, len(remainder) - length + 1, length)]
+    sequences = [ids.sequence(0, positions)]
+    remainder, length = ids[ids.body(positions) :][:positions], max(FEWEST_TOKENS // 16, positions // SHORTER)
+    body = ids.body(length)
+    sequences += [remainder.sequence(i, length) for i in range(0, len(remainder) - body + 1, body)]
     return tuple(sequences)
 
 
-def _held_out_sequences(ids: Sequence[int], positions: int) -> tuple[tuple[int, ...], ...]:
+def _held_out_sequences(ids: TokenStream, positions: int) -> tuple[tuple[int, ...], ...]:
     """Some sequences, evenly spread."""
     length = min(positions, NEAR, len(ids))
     n = min(HELD_OUT_TEXTS, len(ids) // length)
-    starts = np.linspace(0, len(ids) - length, n).astype(int)
-    return tuple(tuple(ids[start : start + length]) for start in starts)
+    starts = np.linspace(0, len(ids) - ids.body(length), n).astype(int)
+    return tuple(ids.sequence(start, length) for start in starts)
 
 
 def _power_of_two(n: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from softgap.attention import Mechanism, resolve
 from softgap.attention.memory import equal_window, halve_features
 from softgap.attention.rotary import Rotation
-from softgap.calibration.activations import Activations, gather
+from softgap.calibration.activations import Activations, LayerSite, gather
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, some_layers
@@ -401,9 +401,10 @@ def _calibrate(
         tensors = calibration_tensors(gathered, fitted, hybrid)
         memory_ladder = _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
     metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
+    metadata["windows"] = [site.window for site in gathered.sites]
     metadata["digest"] = digest_of(tensors)
     calibration = replace(
-        _evaluate(model, tokenizer, corpus, tensors, metadata, recipe.seed, limit, stability, progress),
+        _evaluate(model, tokenizer, corpus, tensors, gathered.sites, metadata, recipe.seed, limit, stability, progress),
         curve=memory_ladder.curve,
         memory_ladder=memory_ladder,
     )
@@ -478,6 +479,7 @@ def _evaluate(
     tokenizer: Tokenizer,
     corpus: Corpus,
     tensors: dict[str, Tensor],
+    sites: Sequence[LayerSite],
     metadata: dict[str, Any],
     seed: int,
     limit: float,
@@ -492,6 +494,7 @@ def _evaluate(
         [fitted, *REFERENCE_MECHANISMS, *baselines],
         far=corpus.far,
         first=tensors["profile.first"].numpy(),
+        windows=[site.window for site in sites],
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.82 + 0.05 * n / (len(corpus.held_out) + len(corpus.far))),
     )
@@ -530,7 +533,8 @@ def _memory_ladder(
 ) -> MemoryLadder:
     stage = "comparing substitutes at equal memory"
     progress(stage, 0.0)
-    held_out, fit_text = (some_layers(model, texts, len(gathered.sites)) for texts in (corpus.held_out, corpus.fitted))
+    windows = [site.window for site in gathered.sites]
+    held_out, fit_text = (some_layers(model, texts, windows) for texts in (corpus.held_out, corpus.fitted))
     with single_threaded_torch() as workers:
         return climb_memory(
             held_out, fit_text, gathered, recipe, workers=workers, report=lambda share: progress(stage, share)

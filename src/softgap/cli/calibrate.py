@@ -243,6 +243,8 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(f"fitted, positions {name}", *_cells(closed))
     for name, closed in held_out.by_sink.items():
         table.add_row(f"fitted, heads with {name}", *_cells(closed))
+    for name, closed in held_out.by_window.items():
+        table.add_row(f"fitted, {name}", *_cells(closed))
     for name, closed in calibration.conditions.items():
         table.add_row(f"fitted, {name}", *_cells(closed))
     if calibration.memory_ladder is None:

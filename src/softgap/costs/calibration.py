@@ -47,6 +47,7 @@ from softgap.costs.probe import LONG, SHORT, Cost, Curve, Probe
 from softgap.kinds import KINDS
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.tensor_files import StoredCalibration
+from softgap.models.tokens import first_tokens, token_ids
 from softgap.probe.layout import layer_rotations
 from softgap.trajectories.validation import BASELINE
 
@@ -124,8 +125,9 @@ def _corpus(
     if texts is None:
         positions = positions or min(GENERATED_POSITIONS, context_of(model))
         needed = tokens_needed(positions)
-        ids = [token for text in BEGINNINGS for token in tokenizer(text, verbose=False)["input_ids"]]
-        return cut_corpus(model, (ids * (2 * needed // len(ids) + 1))[: 2 * needed], positions), int(2.2 * needed), 0
+        ids = token_ids(tokenizer, BEGINNINGS)
+        many = replace(ids, ids=(ids.ids * (2 * needed // len(ids) + 1))[: 2 * needed])
+        return cut_corpus(model, many, positions), int(2.2 * needed), 0
     corpus = corpus_of(model, tokenizer, texts, positions=positions)
     mixed = min(GENERATED_TOKENS, sum(map(len, corpus.fitted)) // 2) if recipe.rows.generated else 0
     return corpus, mixed, mixed
@@ -232,7 +234,8 @@ def _time_fit(gathered: Activations, recipe: Recipe, exact: ExactSet | None, pro
 def _condition_lengths(tokenizer: Tokenizer, corpus: Corpus) -> list[int]:
     """Tokens of every text of every condition."""
     length = min(LONGEST_CONDITION, corpus.longest // 2)
-    kinds = 3 + (tokenizer.bos_token_id is not None) + (tokenizer.chat_template is not None)
+    bare = tokenizer.bos_token_id is not None and not first_tokens(tokenizer)
+    kinds = 3 + bare + (tokenizer.chat_template is not None)
     own = [min(length, len(tokenizer(text)["input_ids"])) for text in DOMAINS.values()]
     return [length] * kinds * SEQUENCES + own
 

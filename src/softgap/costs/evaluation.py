@@ -12,6 +12,7 @@ from softgap.costs.probe import LONG, SHORT, Cost, Curve, Probe
 from softgap.evaluation.answers import loss_by_position, new_cache
 from softgap.evaluation.sampling import GENERATED, cells_of, most_contexts
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.tokens import token_ids
 
 __all__ = ["evaluation_cost"]
 
@@ -47,7 +48,7 @@ def evaluation_cost(
     longest = max((length for _, _, length in cells), default=LONG)
     stages = {"loading": probe.loading}
     counts = {"contexts": 0, "tokens": 0}
-    text_tokens = sum(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+    text_tokens = len(token_ids(tokenizer, texts)) if texts else 0
     for name, change in (("original", against), ("with the plan", under)):
         if name != "original" and under is None:
             continue

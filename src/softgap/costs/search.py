@@ -34,9 +34,9 @@ from softgap.linearize.sequences import (
     read_swapped,
     recall_sequences,
     split_sequences,
-    token_ids,
 )
 from softgap.models.loading import Model, Tokenizer
+from softgap.models.tokens import token_ids
 
 __all__ = ["search_cost"]
 

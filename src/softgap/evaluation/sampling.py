@@ -27,6 +27,7 @@ from softgap.intervals import Interval, interval_of
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
+from softgap.models.tokens import TokenStream, first_tokens, token_ids
 from softgap.progress import Progress, bar_or_callback
 from softgap.tasks.long_context import LONG_TASKS, NEAREST, Context, Draw, Question, filler_text
 
@@ -239,9 +240,8 @@ class _Sampler:
         if task == OWN:
             return self._own_context(*self.own[number])
         rng = np.random.default_rng([self.seed, zlib.crc32(task.encode()), pairs, length, number])
-        draw = Draw(
-            self._encode, length, rng, number, self._begin(), self._vocabulary() if task == "induction" else (), pairs
-        )
+        vocabulary = self._vocabulary() if task == "induction" else ()
+        draw = Draw(self._encode, length, rng, number, first_tokens(self.tokenizer), vocabulary, pairs)
         try:
             if task != "loss":
                 return LONG_TASKS[task].make(draw)
@@ -337,11 +337,6 @@ class _Sampler:
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _begin(self) -> tuple[int, ...]:
-        """Tokens that the tokenizer puts before every text."""
-        whole, plain = list(self.tokenizer("a")["input_ids"]), self._encode("a")
-        return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()
-
     def _vocabulary(self) -> list[int]:
         """Some thousand ordinary tokens, spread evenly over all; a line break would end an answer."""
         size = min(len(self.tokenizer), int(self.model.config.get_text_config().vocab_size))
@@ -353,22 +348,23 @@ class _Sampler:
         if task == OWN:
             return len(self.own)
         if task == "loss" and self.texts:
-            return max(1, len(self._text_ids()) // length)
+            ids = self._text_ids()
+            return max(1, len(ids) // ids.body(length))
         return 10**9
 
-    def _text_ids(self) -> list[int]:
-        return [token for text in self.texts for token in self._encode(text)]
+    def _text_ids(self) -> TokenStream:
+        return token_ids(self.tokenizer, self.texts)
 
     def _text_context(self, length: int, number: int) -> Context:
         ids = self._text_ids()
-        body = length - len(self._begin())
+        body = ids.body(length)
         if len(ids) < body:
             raise ValueInputError(f"the text must have at least {length} tokens, got {len(ids)}; give more text")
-        return Context((*self._begin(), *ids[number * body : (number + 1) * body]), ())
+        return Context(ids.sequence(number * body, length), ())
 
     def _own_context(self, prompt: str, answer: str) -> Context:
         apart = prompt[-1:].isspace() or answer[:1].isspace()
-        ids = [*self._begin(), *self._encode(prompt)]
+        ids = [*first_tokens(self.tokenizer), *self._encode(prompt)]
         new = self._encode(answer if apart else f" {answer}")
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit and len(ids) + len(new) > limit:

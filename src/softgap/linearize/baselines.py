@@ -42,6 +42,7 @@ from softgap.linearize.sequences import (
     read_swapped,
 )
 from softgap.models.loading import Model
+from softgap.models.tokens import stream_of
 from softgap.probe.layout import attention_layers, head_dim
 from softgap.progress import Progress, silent
 
@@ -262,7 +263,7 @@ def sequences_by_length(
     for length in sorted(set(lengths)):
         if context and length > context:
             left_out[length] = f"the model's context has {context:,} tokens"
-        elif len(ids) < length:
+        elif len(ids) < stream_of(ids).body(length):
             left_out[length] = f"the text that the search never saw has {len(ids):,} tokens"
         else:
             texts[length] = cut_sequences(model, ids, length, max(FEWEST_TEXTS, tokens // length))

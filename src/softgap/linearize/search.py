@@ -52,11 +52,11 @@ from softgap.linearize.sequences import (
     recall_sequences,
     sequence_places,
     split_sequences,
-    token_ids,
 )
 from softgap.models.fingerprint import library_versions, model_fingerprint
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
+from softgap.models.tokens import first_tokens, stream_of, token_ids
 from softgap.progress import Progress, partial_progress, silent
 
 __all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan", "options_of"]
@@ -286,7 +286,8 @@ class _RecallLists:
     distance: int
 
     def draw(self, use: int, skip: int, n: int) -> Sequences:
-        filler = (self.text.check, self.text.choose, self.text.fit)[use].ids.flatten().tolist()
+        part = (self.text.check, self.text.choose, self.text.fit)[use]
+        filler = part.ids[:, len(first_tokens(self.tokenizer)) :].flatten().tolist()
         return recall_sequences(
             self.model, self.tokenizer, n, seed=3 * self.seed + use, skip=skip, filler=filler, distance=self.distance
         )
@@ -341,7 +342,10 @@ def _recall_distance(model: Model, tokenizer: Tokenizer, text: SearchText, given
     context = context_of(model)
     # Lists differ somewhat in their length.
     room = RECALL_DISTANCE if context is None else context - 5 * recall_sequences(model, tokenizer, 4).ids.shape[1] // 4
-    return max(0, min(RECALL_DISTANCE, room, *(part.ids.numel() for part in (text.fit, text.choose, text.check))))
+    first = len(first_tokens(tokenizer))
+    return max(
+        0, min(RECALL_DISTANCE, room, *(part.ids[:, first:].numel() for part in (text.fit, text.choose, text.check)))
+    )
 
 
 def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
@@ -365,8 +369,9 @@ def options_of(model: Model, mechanism: Any, fit: Sequences, *, several: bool) -
 
 def _unseen_tokens(ids: Sequence[int], n_sequences: int, length: int) -> Sequence[int]:
     """The end of the text, from the first sequence on that the plan is checked on."""
-    places = sequence_places(len(ids) // length, n_sequences)
-    return ids[int(places[n_sequences - n_checked(n_sequences)]) * length :]
+    body = stream_of(ids).body(length)
+    places = sequence_places(len(ids) // body, n_sequences)
+    return ids[int(places[n_sequences - n_checked(n_sequences)]) * body :]
 
 
 def _settings(model: Model, sequences: Sequences, options: Sequence[Substitute], **others: Any) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.errors import ValueInputError
-from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute
 from softgap.intervene.swap import swap
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
+from softgap.models.tokens import first_tokens, stream_of, token_ids
 from softgap.probe.token_scores import forward_then_logits
 from softgap.tasks.generators import draw_pairs
 
@@ -39,7 +39,6 @@ __all__ = [
     "score_forward",
     "sequence_places",
     "split_sequences",
-    "token_ids",
 ]
 
 
@@ -119,18 +118,13 @@ def split_sequences(
             f"sequences can have at most the model's context of {context} tokens, got {length}; shorten them"
         )
     ids = token_ids(tokenizer, texts)
-    n_whole = len(ids) // length
+    n_whole = len(ids) // ids.body(length)
     if n_whole < fewest:
         raise ValueInputError(
-            f"the text must have at least {fewest * length} tokens ({fewest} sequence{'s' * (fewest > 1)} of {length}),"
-            f" got {len(ids)}; give more text or choose shorter sequences"
+            f"the text must have at least {fewest * ids.body(length)} tokens ({fewest} sequence{'s' * (fewest > 1)} of "
+            f"{length}), got {len(ids)}; give more text or choose shorter sequences"
         )
     return cut_sequences(model, ids, length, n_whole if tokens is None else max(fewest, tokens // length))
-
-
-def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """The tokens of all texts, one behind the other."""
-    return [token for text in as_items(texts) for token in tokenizer(text, verbose=False)["input_ids"]]
 
 
 def context_of(model: Model) -> int | None:
@@ -139,11 +133,17 @@ def context_of(model: Model) -> int | None:
 
 
 def cut_sequences(model: Model, ids: Sequence[int], length: int, count: int) -> Sequences:
-    """So many sequences of ``length`` tokens, or as many as there are, spread evenly over the tokens."""
-    places = sequence_places(len(ids) // length, count)
-    whole = len(ids) // length * length
-    rows = torch.tensor(ids[:whole]).view(-1, length)[torch.from_numpy(places)].to(input_device(model))
-    return Sequences(rows, torch.ones(len(rows), length - 1, dtype=torch.bool, device=input_device(model)))
+    """So many sequences of ``length`` tokens, or as many as there are, spread evenly over the tokens.
+
+    First tokens of a ``TokenStream`` are the first of every sequence, and do not count.
+    """
+    stream = stream_of(ids)
+    body = stream.body(length)
+    places = sequence_places(len(stream) // body, count)
+    rows = torch.tensor([stream.sequence(place * body, length) for place in places.tolist()])
+    scored = torch.ones(len(rows), length - 1, dtype=torch.bool)
+    scored[:, : max(0, len(stream.first) - 1)] = False
+    return Sequences(rows.to(input_device(model)), scored.to(input_device(model)))
 
 
 def sequence_places(n_whole: int, count: int) -> Int[np.ndarray, " sequence"]:
@@ -225,7 +225,7 @@ def _recall_sequence(
     """Tokens, the places of those that count, and of the first token of every answer."""
     words = draw_pairs(pairs, "words", rng=rng)
     heading = "Words and their partners.\n"
-    ids: list[int] = list(tokenizer(heading)["input_ids"])
+    ids: list[int] = [*first_tokens(tokenizer), *_token_ids(tokenizer, heading)]
     answers: list[int] = []
     beginnings: list[int] = []
     for turn in range(2):
