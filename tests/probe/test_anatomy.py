@@ -25,7 +25,7 @@ SHOWN = ("elu1", "identity", "window:w=8,sinks=2", "elu1+window:w=8,sinks=2,f=0.
 
 
 def oracle(model: Any, layer: int, shown: list[Mechanism], drop: int = 0) -> np.ndarray:
-    """Weights [mechanism, head, query, key] of one layer: softmax first; a mechanism's are its output on unit values."""
+    """Weights [mechanism, head, query, key] of a layer, softmax first; a mechanism's are its output on unit values."""
     with spied(model) as layers, torch.no_grad():
         model(row(IDS), use_cache=False)
     (call,) = layers[layer]

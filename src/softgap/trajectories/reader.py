@@ -68,6 +68,11 @@ class Study:
                 return _Batch(self._folder, batch, ids).run(ids.index(sample_id), self.manifest)
         raise unknown_name("sample", sample_id, self.ids)
 
+    @property
+    def has_anatomy(self) -> bool:
+        """Whether the keys of some heads are stored for some samples."""
+        return bool(self._folder.parts("anatomy"))
+
     def anatomy(self, sample_id: str) -> tuple[Anatomy, ...]:
         """Where the heads look whose anatomy is stored for this sample; empty where none is."""
         batch = next((batch for batch, ids in self._batches.items() if sample_id in ids), None)
