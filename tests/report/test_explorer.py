@@ -167,7 +167,7 @@ def test_the_document_points_to_its_arrays(tmp_path: Path) -> None:
 def test_what_is_not_carried_token_by_token_has_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = story()
     study = study_of(tmp_path, run)
-    monkeypatch.setattr("softgap.report.payload.select_samples", lambda *given: select_samples(*given, values=1))
+    monkeypatch.setattr("softgap.report.payload.select_samples", lambda *given, **_: select_samples(*given, values=1))
     sample = payload(study).document["samples"][0]["data"]
     assert set(sample["arrays"]) == {"divergence/elu1", "divergence/uniform"}
     expected = run.relative_l2.mean(axis=-1, dtype=np.float64).ravel()

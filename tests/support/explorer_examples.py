@@ -15,7 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from softgap.report import write_explorer
-from softgap.trajectories import FOCUS, QUANTITIES, Manifest, StudyWriter, Trajectories
+from softgap.trajectories import FOCUS, QUANTITIES, Anatomy, Manifest, StudyWriter, Trajectories
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = "NO BROWSER: pages were not tested; install one, for example with: apt-get install chromium"
@@ -225,3 +225,33 @@ def violations(page: Page) -> list[str]:
         for entry in found
         if entry["impact"] in ("serious", "critical")
     ]
+
+
+def anatomy_of(run: Trajectories, *heads: tuple[int, int], top: int = 16, seed: int = 0) -> list[Anatomy]:
+    """Weights of some heads of a ``story``, drawn at random: softmax sums to 1, the substitute has negative ones."""
+    rng = np.random.default_rng(seed)
+    n = int(run.positions[-1]) + 1
+    entries = []
+    for layer, head in heads:
+        keys = np.full((2, n, top), -1, np.int32)
+        weights = np.zeros((2, n, top), np.float32)
+        rest = np.zeros((2, n), np.float32)
+        for query in range(n):
+            count = min(top, query + 1)
+            drawn = rng.gamma(0.3, size=(2, query + 1))
+            drawn /= drawn.sum(axis=1, keepdims=True)
+            drawn[1, rng.integers(query + 1)] -= 0.2
+            for m in range(2):
+                order = np.argsort(-np.abs(drawn[m]))
+                keys[m, query, :count] = order[:count]
+                weights[m, query, :count] = drawn[m, order[:count]]
+                rest[m, query] = drawn[m, order[count:]].sum()
+        entries.append(Anatomy(layer, head, ("softmax", "elu1"), keys, weights, rest, run.sample_id, "Once"))
+    return entries
+
+
+def report_with_anatomy(folder: Path, run: Trajectories, *heads: tuple[int, int]) -> Path:
+    """The report on a run that stores the anatomy of some heads."""
+    with StudyWriter(folder / "study", run.manifest) as writer:
+        writer.append_anatomy(anatomy_of(run, *heads), batch=writer.append([run]))
+    return write_explorer(folder / "study").path

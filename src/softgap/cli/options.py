@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WHOLE",
+    "Anatomy",
     "Attn",
     "CommandWithAliases",
     "Device",
@@ -99,6 +100,15 @@ Focus = Annotated[
 ]
 
 
+Anatomy = Annotated[
+    str | None,
+    typer.Option(
+        "--anatomy",
+        metavar="HEADS",
+        help="Store the keys that these heads attend to, such as 18.8,3.2; the report then shows them.",
+        show_default=False,
+    ),
+]
 DropSinks = Annotated[int, typer.Option(min=0, help="Exclude the first N tokens from softmax and from the mechanisms.")]
 
 

@@ -10,6 +10,7 @@ import typer
 
 from softgap.cli.options import (
     WHOLE,
+    Anatomy,
     Attn,
     Device,
     DropSinks,
@@ -64,6 +65,7 @@ def read_command(
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
+    anatomy: Anatomy = None,
     map_of: Map = "kinds",
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -75,7 +77,9 @@ def read_command(
     if samples is None and chat:
         raise ValueInputError("--chat needs prompts and completions, got a plain text; give a .jsonl file")
     from softgap.study import StudySettings
+    from softgap.trajectories.anatomy import parse_heads
 
+    heads = () if anatomy is None else parse_heads(anatomy)
     settings = StudySettings(
         model=model,
         mechanisms=with_baseline(mechanism),
@@ -97,14 +101,14 @@ def read_command(
         if dry_run:
             _show_cost([Prompt("0", text)], place, settings, source="", overwrite=overwrite, as_json=as_json)
             return
-        run = _read_text(text, place, settings, overwrite=overwrite)
+        run = _read_text(text, place, settings, overwrite=overwrite, anatomy=heads)
         present_run(run, place, as_json=as_json, map_of=map_of)
     else:
         place = default_out(samples[0].prompt if file == "-" else Path(file).stem) if out is None else out
         if dry_run:
             _show_cost(samples, place, settings, source=name, overwrite=overwrite, as_json=as_json)
             return
-        summaries = _read_samples(samples, place, settings, source=name, overwrite=overwrite)
+        summaries = _read_samples(samples, place, settings, source=name, overwrite=overwrite, anatomy=heads)
         present_study(summaries, open_study(place).manifest, place, as_json=as_json, map_of=map_of)
 
 
@@ -125,17 +129,25 @@ def _show_cost(
     )
 
 
-def _read_text(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
+def _read_text(
+    text: str, out: str, settings: StudySettings, *, overwrite: bool, anatomy: Sequence[tuple[int, int]]
+) -> Trajectories:
     """Measure one text."""
     from softgap.tasks import Prompt
 
     runs: list[Trajectories] = []
-    _read([Prompt("0", text)], out, settings, overwrite=overwrite, on_run=runs.append)
+    _read([Prompt("0", text)], out, settings, overwrite=overwrite, anatomy=anatomy, on_run=runs.append)
     return runs[0]
 
 
 def _read_samples(
-    samples: Sequence[Prompt], out: str, settings: StudySettings, *, source: str, overwrite: bool
+    samples: Sequence[Prompt],
+    out: str,
+    settings: StudySettings,
+    *,
+    source: str,
+    overwrite: bool,
+    anatomy: Sequence[tuple[int, int]],
 ) -> list[Summary]:
     """Measure many prompts with completions."""
     from softgap.cli.render.summary import summarise
@@ -147,6 +159,7 @@ def _read_samples(
         settings,
         source=source,
         overwrite=overwrite,
+        anatomy=anatomy,
         on_run=lambda run: summaries.append(summarise(run)),
     )
     return summaries
@@ -160,6 +173,7 @@ def _read(
     on_run: Callable[[Trajectories], None],
     source: str = "",
     overwrite: bool,
+    anatomy: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Check, load, then read and save one sample after the other; what is finished stays, whatever comes after."""
     from softgap.progress import show_progress
@@ -177,5 +191,6 @@ def _read(
             loaded=loaded,
             source=source,
             overwrite=overwrite,
+            anatomy=anatomy,
             observer=Observer(on_run=on_run, on_progress=lambda _, share: report(stage, share)),
         )

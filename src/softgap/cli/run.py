@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from softgap.cli.options import (
     WHOLE,
+    Anatomy,
     Attn,
     Device,
     DropSinks,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_command"]
 
-_MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "map_of", "dry_run")
+_MEASURING = ("mechanism", "out", "overwrite", "focus", "drop_sinks", "anatomy", "map_of", "dry_run")
 """Options that say what to measure or where to save it."""
 
 
@@ -68,6 +70,7 @@ def run_command(
     attn: Attn = None,
     focus: Focus = False,
     drop_sinks: DropSinks = 0,
+    anatomy: Anatomy = None,
     map_of: Map = "kinds",
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -93,7 +96,9 @@ def run_command(
         _run_under_plan(text, plan, model, options, under, as_json=as_json)
         return
     from softgap.study import StudySettings
+    from softgap.trajectories.anatomy import parse_heads
 
+    heads = () if anatomy is None else parse_heads(anatomy)
     settings = StudySettings(
         model=model,
         mechanisms=with_baseline(mechanism),
@@ -112,7 +117,7 @@ def run_command(
     if dry_run:
         _show_cost(text, place, settings, overwrite=overwrite, as_json=as_json)
         return
-    run = _generate(text, place, settings, overwrite=overwrite)
+    run = _generate(text, place, settings, overwrite=overwrite, anatomy=heads)
     from softgap.cli.render.run import present_run
 
     present_run(run, place, as_json=as_json, map_of=map_of)
@@ -133,7 +138,9 @@ def _show_cost(text: str, out: str, settings: StudySettings, *, overwrite: bool,
     )
 
 
-def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) -> Trajectories:
+def _generate(
+    text: str, out: str, settings: StudySettings, *, overwrite: bool, anatomy: Sequence[tuple[int, int]] = ()
+) -> Trajectories:
     """Check, load, generate and save."""
     from softgap.progress import show_waiting
     from softgap.study import Observer, check_run, measure
@@ -151,6 +158,7 @@ def _generate(text: str, out: str, settings: StudySettings, *, overwrite: bool) 
             mode="live",
             loaded=loaded,
             overwrite=overwrite,
+            anatomy=anatomy,
             observer=Observer(on_run=runs.append),
         )
     return runs[0]

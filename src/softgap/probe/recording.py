@@ -40,7 +40,7 @@ from softgap.probe.tap import (
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
 
-__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "prepare_mechanism", "record"]
+__all__ = ["DEFAULT_MECHANISMS", "Recording", "Step", "instrument_arithmetic", "prepare_mechanism", "record"]
 
 BLOCK = 32
 
@@ -126,7 +126,7 @@ class Recording:
             if stream.length == 0:
                 continue
             rows = range(len(runs), len(runs) + stream.fed[0].shape[0])
-            with _arithmetic(input_device(self.model)):
+            with instrument_arithmetic(input_device(self.model)):
                 runs += stream.trajectories(names, self._decode, manifest, self._drop, [str(row) for row in rows])
         return runs
 
@@ -202,7 +202,7 @@ class Recording:
         stream = self._active
         if self._paused or stream is None or not stream.open or stream.observe_step(call):
             return
-        with _arithmetic(call.query.device):
+        with instrument_arithmetic(call.query.device):
             stream.observe(call)
 
     def _after_forward(
@@ -214,7 +214,7 @@ class Recording:
         cache = getattr(output, "past_key_values", None)
         if cache is not None:
             stream.cache, stream.keys = _weak_reference(cache), _weak_reference(cached_keys(cache))
-        with _arithmetic(input_device(self.model)):
+        with instrument_arithmetic(input_device(self.model)):
             stream.end(getattr(output, "logits", None) if self._logits else None)
         if self._generating is not None and stream.prompts is None:
             stream.prompts = [self._generating.n_prompt] * stream.fed[0].shape[0]
@@ -226,7 +226,7 @@ class Recording:
         if self._listener is None or index < 0:
             return
         known = torch.cat([*stream.fed, tokens[:, None]], dim=1)
-        with _arithmetic(input_device(self.model)):
+        with instrument_arithmetic(input_device(self.model)):
             layers = stream.meter.last_step()
             logprob, entropy = (scores[:, -1].numpy() for scores in stream.scores.result(known, stream.length))
         widest = max(layer.shape[-1] for layer in layers)
@@ -247,7 +247,7 @@ class Recording:
         """End the stream that was fed last."""
         stream, self._active = self._active, None
         if stream is not None:
-            with _arithmetic(input_device(self.model)):
+            with instrument_arithmetic(input_device(self.model)):
                 stream.close()
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -395,7 +395,7 @@ def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mec
     return equipped
 
 
-def _arithmetic(device: torch.device) -> AbstractContextManager[object]:
+def instrument_arithmetic(device: torch.device) -> AbstractContextManager[object]:
     """The instrument computes without gradients, and in float32 also where the caller casts automatically."""
     # Results are on the CPU, wherever the model runs.
     cast = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]

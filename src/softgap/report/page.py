@@ -61,6 +61,7 @@ REPORT = Look(
         "quantities.js",
         "download.js",
         "text.js",
+        "anatomy.js",
         "map.js",
         "lines.js",
         "plane.js",

@@ -23,11 +23,14 @@ from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.kinds import UNKNOWN_KINDS
 from softgap.progress import Progress, silent
+from softgap.report.anatomy import anatomy_json
 from softgap.report.columns import Column
 from softgap.report.documents import Document
 from softgap.report.kinds import kinds_of_page, opening_view
 from softgap.report.samples import (
     LEVEL,
+    VALUE_CHARACTERS,
+    VALUES,
     Group,
     Groups,
     PackedArray,
@@ -236,7 +239,9 @@ def payload(
     """
     tell = progress or silent
     first = _first(study)
-    selection = select_samples(study, first, as_items(samples))
+    anatomy = _stored_anatomy(study, as_items(samples))
+    used = sum(len(head["packed"].text) for heads in anatomy.values() for head in heads)
+    selection = select_samples(study, first, as_items(samples), values=max(0, VALUES - int(used / VALUE_CHARACTERS)))
     arrays: list[PackedArray] = []
     measured_elsewhere = [column.to_json(first) for column in columns]
 
@@ -254,6 +259,8 @@ def payload(
         entry["data"] = (
             sample_payload(run, selection.keys, means, store) if run.sample_id in selection.samples else None
         )
+        if entry["data"] is not None and run.sample_id in anatomy:
+            entry["data"]["anatomy"] = [{**head, "packed": store(head["packed"])} for head in anatomy[run.sample_id]]
         lines.append(entry)
         gaps.append(gap_sums(run))
     sentence, has_gap = opening_sentence(gaps, first, sufficiency)
@@ -273,6 +280,22 @@ def payload(
         "shapes": [[array.rows, array.columns] for array in arrays],
     }
     return Payload(document, tuple(arrays), tuple(findings))
+
+
+def _stored_anatomy(study: Study, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """What a page carries of the heads of each sample, in a third of its room at most; of samples asked for, all."""
+    carried: dict[str, list[dict[str, Any]]] = {}
+    used = 0
+    if not study.has_anatomy:
+        return carried
+    for sample_id in names or study.ids:
+        # What is no sample is refused where samples are selected.
+        heads = anatomy_json(study.anatomy(sample_id), lambda packed: packed) if sample_id in study.ids else []
+        size = sum(len(head["packed"].text) for head in heads)
+        if heads and (names or not carried or used + size <= VALUES * VALUE_CHARACTERS / 3):
+            carried[sample_id] = heads
+            used += size
+    return carried
 
 
 def opening_sentence(

@@ -48,6 +48,12 @@ VALUES = 4_000_000
 """Values that a page carries: 2 bytes each, at most 10.7 MB in base64 if deflating gains nothing."""
 
 
+VALUE_CHARACTERS = 2.7
+
+
+"""What a value takes in the page where deflating gains nothing."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """What goes into a page.

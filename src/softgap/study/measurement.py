@@ -21,7 +21,8 @@ from softgap.inputs import refuse_string
 from softgap.models.fingerprint import manifest_of
 from softgap.models.loading import quiet_transformers
 from softgap.models.tensor_files import DEFAULT_MECHANISMS, default_mechanisms, load_calibration
-from softgap.probe import Interrupted, Recording
+from softgap.probe import Interrupted, Recording, run_anatomy
+from softgap.probe.anatomy import check_heads
 from softgap.progress import Progress, silent
 from softgap.study.batches import (
     Batch,
@@ -157,6 +158,7 @@ def measure(
     reserve: bool = True,
     engine: str = "local",
     address: str | None = None,
+    anatomy: Sequence[tuple[int, int]] = (),
     observer: Observer | None = None,
 ) -> StudyResult:
     """Measure prompts or texts and write them as a study to ``out``, a folder or URI.
@@ -184,6 +186,9 @@ def measure(
         study is always there before.
     engine, address
         As ``run_study`` takes them, for a study.
+    anatomy
+        Heads, as layer and head, whose attended keys are stored for every sample; each text is read once more for
+        them. Not for a study.
     observer
         Follows the measurement: steps, finished runs and progress.
 
@@ -209,6 +214,8 @@ def measure(
     check_engine(engine)
     if engine == "ray" and mode != "study":
         raise ValueInputError(f"the engine 'ray' measures studies, got the mode '{mode}'; use the engine 'local'")
+    if anatomy and mode == "study":
+        raise ValueInputError("the anatomy of heads is stored for single runs, got the mode 'study'; leave anatomy out")
     folder = Folder.at(out)
     if mode == "study":
         check_new_study(folder)
@@ -218,6 +225,8 @@ def measure(
         loaded = settings.load() if loaded is None else loaded
         stack.enter_context(quiet_transformers(downloads=False))
         planned = plan_study(prompts, loaded, settings, mode=mode, source=source)
+        if anatomy:
+            check_heads(loaded[0], anatomy)
         done: set[int] = set()
         measured = _measure_batches(planned, loaded, done, observer)
         if not reserve and mode != "study":
@@ -236,6 +245,8 @@ def measure(
             finished = ray_batches(planned, left, out, address)
         else:
             finished = _write_batches(measured, folder, writer, observer)
+            if anatomy:
+                finished = _with_anatomy(finished, writer, loaded, planned, anatomy, observer)
         seconds = _follow(finished, writer, out, planned, resumed, total, observer)
         count = sum(len(ids) for ids in writer.ids.values())
     return StudyResult(out, len(prompts), count, resumed, tuple(read_failures(folder)), seconds)
@@ -371,6 +382,23 @@ def _write_batches(
             for run in batch.runs:
                 observer.on_run(run)
         yield number, tuple(run.sample_id for run in batch.runs)
+
+
+def _with_anatomy(
+    finished: Iterator[tuple[int, tuple[str, ...]]],
+    writer: StudyWriter,
+    loaded: Loaded,
+    planned: Planned,
+    heads: Sequence[tuple[int, int]],
+    observer: Observer,
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Read the text of every batch that is written once more, and store where some heads look in it."""
+    for number, ids in finished:
+        observer.on_progress("listing the keys of heads", len(writer.ids) / max(1, len(planned.batches)))
+        runs = [writer.sample(sample_id) for sample_id in ids]
+        parts = [run_anatomy(*loaded, run, heads, planned.settings.mechanisms) for run in runs if run.n_steps]
+        writer.append_anatomy([entry for part in parts for entry in part], batch=number)
+        yield number, ids
 
 
 def _follow(

@@ -1,5 +1,6 @@
 """The Trajectories type, which holds the measurements of a sequence, and its Parquet store."""
 
+from softgap.trajectories.anatomy import Anatomy
 from softgap.trajectories.manifest import Manifest, inputs_digest
 from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study
 from softgap.trajectories.run import Trajectories
@@ -10,6 +11,7 @@ __all__ = [
     "FOCUS",
     "FORMAT_VERSION",
     "QUANTITIES",
+    "Anatomy",
     "Manifest",
     "Study",
     "StudyWriter",

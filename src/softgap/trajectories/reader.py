@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from softgap.errors import SoftgapError, StoreError, unknown_name
 from softgap.trajectories import tables
+from softgap.trajectories.anatomy import ANATOMY, Anatomy, read_anatomy
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.manifest import Manifest, seal_of
 from softgap.trajectories.run import Trajectories
@@ -66,6 +67,26 @@ class Study:
             if sample_id in ids:
                 return _Batch(self._folder, batch, ids).run(ids.index(sample_id), self.manifest)
         raise unknown_name("sample", sample_id, self.ids)
+
+    @property
+    def has_anatomy(self) -> bool:
+        """Whether the keys of some heads are stored for some samples."""
+        return bool(self._folder.parts("anatomy"))
+
+    def anatomy(self, sample_id: str) -> tuple[Anatomy, ...]:
+        """Where the heads look whose anatomy is stored for this sample; empty where none is."""
+        batch = next((batch for batch, ids in self._batches.items() if sample_id in ids), None)
+        if batch is None:
+            raise unknown_name("sample", sample_id, self.ids)
+        name = f"anatomy/{part_name(batch)}"
+        if self._folder.kind(name) != "file":
+            return ()
+        try:
+            return tuple(read_anatomy(_open(self._folder, name, ANATOMY), lambda stored: stored == sample_id))
+        except (OSError, ValueError, TypeError, LookupError, SoftgapError, pa.ArrowException) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise damaged_part_error(self._folder, name, error) from error
 
     def samples(self) -> pd.DataFrame:
         """The samples table (texts, labels, tokens), without the trajectories."""

@@ -27,7 +27,15 @@ from softgap.trajectories.manifest import Manifest
 from softgap.trajectories.run import PartName, Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
 
-__all__ = ["SAMPLES", "TRAJECTORIES", "decode", "write_samples", "write_table", "write_trajectories"]
+__all__ = [
+    "SAMPLES",
+    "TRAJECTORIES",
+    "decode",
+    "write_row_groups",
+    "write_samples",
+    "write_table",
+    "write_trajectories",
+]
 
 _STEP_TYPES = {
     "token_ids": pa.list_(pa.int32()),
@@ -63,7 +71,7 @@ TRAJECTORIES = pa.schema(
 )
 
 
-def _write(sink: Any, schema: pa.Schema, row_groups: Iterable[pa.Table]) -> None:
+def write_row_groups(sink: Any, schema: pa.Schema, row_groups: Iterable[pa.Table]) -> None:
     """Write one Parquet file, each table a row group; floats split by byte, which is what lets zstd shrink them."""
     floats = [field.name for field in schema if field.type == pa.list_(pa.float32())]
     dictionary = [f.name if not pa.types.is_list(f.type) else f"{f.name}.list.element" for f in schema]
@@ -87,7 +95,7 @@ def write_samples(sink: Any, runs: Iterable[Trajectories]) -> None:
 
 def write_table(sink: Any, samples: pa.Table) -> None:
     """Write a samples part as it is."""
-    _write(sink, samples.schema, [samples])
+    write_row_groups(sink, samples.schema, [samples])
 
 
 def _sample_row(run: Trajectories) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def _sample_row(run: Trajectories) -> dict[str, Any]:
 
 def write_trajectories(sink: Any, runs: Iterable[Trajectories]) -> None:
     """Write the trajectories part of these runs, one at a time."""
-    _write(sink, TRAJECTORIES, (_run_table(run) for run in runs))
+    write_row_groups(sink, TRAJECTORIES, (_run_table(run) for run in runs))
 
 
 def _run_table(run: Trajectories) -> pa.Table:

@@ -18,6 +18,7 @@ from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import refuse_string
 from softgap.trajectories import tables
+from softgap.trajectories.anatomy import Anatomy, write_anatomy
 from softgap.trajectories.folder import Folder, add_line
 from softgap.trajectories.locks import FolderLock, locked
 from softgap.trajectories.manifest import Manifest, seal_of
@@ -49,6 +50,8 @@ __all__ = [
 
 
 KINDS = ("samples", "trajectories")
+# Parts that a study may have besides: old readers do not look for them.
+_OPTIONAL = ("anatomy",)
 LABELS = "labels.jsonl"
 # What a writer may leave in the study's own folder, half-written, when it is killed.
 _FILES = ("manifest.json", "prompts.jsonl", LABELS)
@@ -232,6 +235,36 @@ class StudyWriter:
         self._ids[number] = tuple(run.sample_id for run in runs)
         return number
 
+    def sample(self, sample_id: str) -> Trajectories:
+        """A run that is written."""
+        return open_study(self._folder.address).sample(sample_id)
+
+    def append_anatomy(self, heads: Sequence[Anatomy], *, batch: int) -> None:
+        """Store where some heads look in the samples of a batch that is written.
+
+        Parameters
+        ----------
+        heads : sequence of Anatomy
+            Of samples of that batch.
+        batch : int
+            Its number.
+        """
+        unknown = {entry.sample_id for entry in heads} - set(self._ids.get(batch, ()))
+        if unknown:
+            raise ValueInputError(
+                f"the anatomy of a batch belongs to its samples {list(self._ids.get(batch, ()))}, got {sorted(unknown)}"
+            )
+        self._prepare()
+        self._folder.create("anatomy")
+        name = f"anatomy/{part_name(batch)}"
+        samples = [[entry for entry in heads if entry.sample_id == sample] for sample in self._ids[batch]]
+        temporary = self._folder.stage(name, lambda sink: write_anatomy(sink, samples))
+        try:
+            self._folder.publish(temporary, name)
+        except BaseException:
+            self._folder.discard(temporary)
+            raise
+
     def adopt(self, batch: int, ids: Sequence[str]) -> None:
         """Take note of a batch that another process has published in this study's folder."""
         refuse_string("ids", ids, "the names of its samples")
@@ -296,6 +329,8 @@ class StudyWriter:
         for kind in KINDS:
             self._folder.create(kind)
             self._clear(kind)
+        for kind in _OPTIONAL:
+            self._clear(kind)
         self._write_manifest("running")
 
     def _clear(self, kind: str) -> None:
@@ -308,7 +343,7 @@ class StudyWriter:
     def _replace_old(self) -> None:
         if self._replaces:
             # Samples first: without them a reader sees an empty study, never old samples with new trajectories.
-            for kind in KINDS:
+            for kind in (*KINDS, *_OPTIONAL):
                 for name in self._folder.parts(kind).values():
                     self._folder.delete(name)
             self._write_manifest("running")

@@ -56,7 +56,7 @@ function colourScale(values, { isDiverging = false, ends = [0.02, 0.98], strengt
   if (fixed) {
     const [low, high] = fixed;
     const over = Array.from(values).filter((value) => value > high).length;
-    return { domain: fixed, isDiverging: false, reach, over, colour: (value) => (value > high ? beyondScale() : sequential((value - low) / (high - low))) };
+    return { domain: fixed, isDiverging: false, reach, over, colour: (value) => (value > high ? beyondScale() : sequential(strength * (value - low) / (high - low))) };
   }
   if (isDiverging) {
     const [far] = quantiles(Array.from(values, Math.abs), [ends[1]]);

@@ -21,6 +21,7 @@ function fillQuantities() {
 function startControls() {
   fillSelect('mechanism', PAYLOAD.mechanisms.map((name) => ({ key: name, label: name === BASELINE ? `${name} (baseline)` : name })), 'mechanism');
   fillSelect('shade', SHADES, 'shade');
+  listen(['shade'], () => { byId('shade').value = STATE.shade; });
   byId('shade-of').addEventListener('change', () => update({ shadeOf: byId('shade-of').value }));
   fillQuantities();
   byId('quantity').addEventListener('change', () => update({ quantity: byId('quantity').value }));
@@ -109,6 +110,7 @@ async function start() {
   drawFacts();
   startControls();
   startText();
+  startAnatomy();
   startMap();
   startLines();
   startPlane();

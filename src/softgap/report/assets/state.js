@@ -13,6 +13,12 @@ const STATE = {
   heads: [],
   range: null,
   cursor: null,
+  // Of anatomy: the head, the token that a click holds, what to list, whose weights shade the text, the shade before.
+  anatomy: null,
+  pinned: null,
+  direction: 'sources',
+  attention: 'softmax',
+  before: '',
   theme: '',
   arrived: 0,
 };
@@ -94,8 +100,11 @@ function chooseHead(row, more) {
 
 function tokenName(step) {
   const token = current().tokens[step];
-  if (token === '') return 'nothing';
-  return `“${token.replace(/\n/g, '⏎').replace(/\t/g, '⇥')}”`;
+  return token === '' ? 'nothing' : quoted(token);
+}
+
+function quoted(text) {
+  return `“${text.replace(/\n/g, '⏎').replace(/\t/g, '⇥')}”`;
 }
 
 function plural(count, word) {

@@ -5,6 +5,7 @@ const SHADES = [
   { key: 'divergence', label: 'divergence', unit: '1 − cos' },
   { key: 'logprob', label: 'log-probability', unit: 'nats; strong colour is unlikely' },
   { key: 'entropy', label: 'entropy of the prediction', unit: 'nats' },
+  { key: 'attention', label: 'attention of a head', unit: 'weight' },
   { key: 'none', label: 'nothing', unit: '' },
 ];
 
@@ -17,6 +18,7 @@ let anchor = null;
 function shading() {
   const data = current();
   if (STATE.shade === 'none') return { numbers: null, label: '' };
+  if (STATE.shade === 'attention') return anatomyShading() || { numbers: null, label: '' };
   if (STATE.shade !== 'divergence') {
     const shade = SHADES.find(({ key }) => key === STATE.shade);
     const sign = STATE.shade === 'logprob' ? -1 : 1;
@@ -96,11 +98,13 @@ function shadeText() {
   const shades = shading();
   if (!shades) return;
   const { numbers, label } = shades;
-  const scale = numbers && colourScale(numbers, { ends: [0.05, 0.95], strength: 0.85 });
+  // Weights are few and far apart: their scale begins at 0 and ends at the largest.
+  const weights = numbers && STATE.shade === 'attention';
+  const scale = numbers && colourScale(numbers, weights ? { fixed: [0, d3.max(numbers) || 1], strength: 0.85 } : { ends: [0.05, 0.95], strength: 0.85 });
   for (const { first, count, node } of shown) {
     const value = numbers ? meanOf(numbers, first, count) : NaN;
     const inside = !STATE.range || (first < STATE.range[1] && first + count > STATE.range[0]);
-    const colour = value === value && inside ? scale.colour(value).toString() : '';
+    const colour = value === value && inside && !(weights && !value) ? scale.colour(value).toString() : '';
     node.style.backgroundColor = colour;
     node.style.color = colour && inkOn(colour);
     node.classList.toggle('in', Boolean(STATE.range) && inside);
@@ -147,7 +151,14 @@ function showCursor() {
     entry.node.classList.add('at');
     reveal(entry.node);
   }
-  place.textContent = describeStep(STATE.cursor);
+  place.textContent = [anatomyWords(), describeStep(STATE.cursor)].filter(Boolean).join(' · ');
+}
+
+/** A frame around the token that a click holds. */
+function showPinned() {
+  for (const node of byId('tokens').querySelectorAll('.pinned')) node.classList.remove('pinned');
+  const entry = STATE.pinned === null ? null : shown[ofStep[STATE.pinned]];
+  if (entry) entry.node.classList.add('pinned');
 }
 
 /** Scroll the text, and only the text, to a token that was pointed at from elsewhere. */
@@ -176,8 +187,12 @@ function onTokenKey(event) {
     event.preventDefault();
     anchor = event.shiftKey ? anchor ?? shown[at].first : null;
     focusToken(moves[event.key], event.shiftKey);
+  } else if (event.key === 'Enter' || event.key === ' ') {
+    event.preventDefault();
+    pinStep(shown[at].first);
   } else if (event.key === 'Escape') {
     anchor = null;
+    if (STATE.pinned !== null) pinStep(STATE.pinned);
     update({ range: null });
   }
 }
@@ -225,7 +240,10 @@ function startText() {
     const step = stepUnder(event);
     if (step === null || moved) return;
     if (event.shiftKey && anchor !== null) chooseRange(anchor, step);
-    else anchor = step;
+    else {
+      anchor = step;
+      pinStep(step);
+    }
     focusToken(ofStep[step], false);
   });
   place.addEventListener('focusin', (event) => {
@@ -233,7 +251,11 @@ function startText() {
   });
   place.addEventListener('keydown', onTokenKey);
   listen(['sample'], buildText);
-  listen(['sample', 'mechanism', 'shade', 'shadeOf', 'heads', 'range', 'theme', 'arrived'], shadeText);
-  listen(['cursor', 'sample', 'mechanism', 'shadeOf', 'heads', 'arrived'], showCursor);
+  listen(['sample', 'mechanism', 'shade', 'shadeOf', 'heads', 'range', 'theme', 'arrived', 'anatomy', 'direction', 'attention', 'pinned', 'cursor'], (names) => {
+    // The cursor matters to the shades of attention only.
+    if (STATE.shade === 'attention' || names.size > 1 || !names.has('cursor')) shadeText();
+  });
+  listen(['cursor', 'sample', 'mechanism', 'shade', 'shadeOf', 'heads', 'arrived', 'anatomy', 'direction', 'attention', 'pinned'], showCursor);
+  listen(['sample', 'pinned', 'arrived'], showPinned);
   buildText();
 }

@@ -15,9 +15,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from softgap.attention import resolve
 from softgap.errors import ValueInputError, unknown_name
 from softgap.probe.capture import COLDEST
+from softgap.trajectories.anatomy import parse_heads
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Guard", "Limits", "RunRequest", "allowed_names", "parse_requests", "refusal"]
+__all__ = [
+    "AnatomyRequest",
+    "Guard",
+    "Limits",
+    "RunRequest",
+    "allowed_names",
+    "parse_anatomy_request",
+    "parse_requests",
+    "refusal",
+]
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,7 @@ class RunRequest:
 
 def parse_requests(body: bytes, known: Sequence[str], limits: Limits, *, measured: bool = True) -> list[RunRequest]:
     """The generations that a request asks for, one per prompt; ``known`` are the mechanisms at hand."""
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueInputError(f"a request must be JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise ValueInputError(f"a request must be a JSON object, got {type(document).__name__}")
+    document = _document(body)
     for name in document:
         if name not in _FIELDS:
             raise unknown_name("field of a request", name, _FIELDS)
@@ -121,6 +126,42 @@ def parse_requests(body: bytes, known: Sequence[str], limits: Limits, *, measure
         RunRequest(prompt, mechanisms, length, temperature, number)
         for prompt in _prompts(document.get("prompts"), limits)
     ]
+
+
+@dataclass(frozen=True)
+class AnatomyRequest:
+    """A look into one head of a sample of a saved study."""
+
+    study: str
+    sample: str
+    head: str
+
+
+def parse_anatomy_request(body: bytes) -> AnatomyRequest:
+    """What a page asks of one head: the fields study, sample and head, all of them texts."""
+    document = _document(body)
+    fields = ("study", "sample", "head")
+    for name in document:
+        if name not in fields:
+            raise unknown_name("field of a request", name, fields)
+    values = {name: document.get(name) for name in fields}
+    for name, value in values.items():
+        if not isinstance(value, str) or not value:
+            raise ValueInputError(f"{name} must be a text, got {value!r}")
+    heads = parse_heads(str(values["head"]))
+    if len(heads) > 1:
+        raise ValueInputError(f"head must name one head, such as 18.8, got '{values['head']}'")
+    return AnatomyRequest(str(values["study"]), str(values["sample"]), ".".join(map(str, heads[0])))
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueInputError(f"a request must be JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise ValueInputError(f"a request must be a JSON object, got {type(document).__name__}")
+    return document
 
 
 def _prompts(prompts: Any, limits: Limits) -> list[str]:

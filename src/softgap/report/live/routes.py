@@ -19,13 +19,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from softgap import __version__
-from softgap.errors import SoftgapError, UnknownNameError
+from softgap.errors import SoftgapError, UnknownNameError, ValueInputError
 from softgap.kinds import UNKNOWN_KINDS
 from softgap.report.kinds import opening_view
 from softgap.report.live.planned import PlannedWriter
-from softgap.report.live.requests import Guard, Limits, parse_requests
+from softgap.report.live.requests import Guard, Limits, parse_anatomy_request, parse_requests
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
-from softgap.report.live.writer import Writer
+from softgap.report.live.writer import SAMPLE, Writer
 from softgap.report.page import REPORT, Look, policy_of, render
 from softgap.report.payload import OPENING, Payload
 from softgap.report.samples import keys_of
@@ -129,7 +129,7 @@ def pane(writer: Writer, run: LiveRun) -> str:
         "groups": [],
         "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
-        "live": {"run": run.run_id, "keys": list(keys)},
+        "live": {"run": run.run_id, "sample": SAMPLE, "keys": list(keys)},
     }
     return render(Payload(document, ()), PANE)
 
@@ -260,6 +260,7 @@ def create_app(
             Route("/", addresses.first),
             Route("/events", addresses.events),
             Route("/runs", addresses.add, methods=["POST"]),
+            Route("/anatomy", addresses.anatomy, methods=["POST"]),
             Route("/runs/{run_id}", addresses.pane),
             Route("/runs/{run_id}/stop", addresses.stop, methods=["POST"]),
             Route("/studies/{name}", addresses.study),
@@ -321,6 +322,15 @@ class _Addresses:
         else:
             content, look = pane(self._writer, run), PANE
         return HTMLResponse(content, headers={"Content-Security-Policy": policy(look)})
+
+    async def anatomy(self, request: Request) -> Response:
+        """The keys that a head attends to in a saved sample."""
+        wanted = parse_anatomy_request(await _body(request, self._limits.request_bytes))
+        if isinstance(self._writer, PlannedWriter):
+            raise ValueInputError("a model under a plan shows no heads; start softgap serve without --plan")
+        study = await run_in_threadpool(self._studies.opened, wanted.study)
+        heads = await run_in_threadpool(self._writer.anatomy, study, wanted.sample, wanted.head)
+        return JSONResponse({"heads": heads})
 
     async def stop(self, request: Request) -> Response:
         """End a run."""

@@ -15,6 +15,7 @@ from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_n
 from softgap.report.explorer import explorer_of
 from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.live.writer import Writer
+from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder, new_name, slug
 
 __all__ = ["LiveRun", "Queue", "Studies", "TooManyError"]
@@ -75,6 +76,10 @@ class Studies:
         # One at a time: a large study takes much memory.
         with self._rendering:
             return explorer_of(folder)
+
+    def opened(self, name: str) -> Study:
+        """A study, to read more of it."""
+        return open_study(self._folder(name))
 
     def zipped(self, name: str) -> IO[bytes]:
         """A study as a ZIP file, at its beginning."""

@@ -14,11 +14,13 @@ import numpy as np
 from softgap.analysis.headline import gap_sums, held_out_sentence
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import SoftgapError, ValueInputError
-from softgap.models.loading import Loaded
+from softgap.models.fingerprint import manifest_of
+from softgap.models.loading import Loaded, quiet_transformers
 from softgap.models.tensor_files import default_mechanisms
-from softgap.probe import Step, read_ids
+from softgap.probe import Step, read_ids, run_anatomy
 from softgap.probe.capture import check_lengths, prompt_ids
 from softgap.probe.recording import prepare_mechanism
+from softgap.report.anatomy import anatomy_json
 from softgap.report.columns import calibration_kinds, study_calibration
 from softgap.report.kinds import kinds_of_page
 from softgap.report.live.requests import Limits, RunRequest
@@ -26,16 +28,21 @@ from softgap.report.payload import about, dynamics, opening_sentence
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
-from softgap.trajectories import QUANTITIES, Trajectories, open_study
+from softgap.trajectories import QUANTITIES, Manifest, Study, Trajectories, open_study
 from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
 
-__all__ = ["Tell", "Writer", "Written"]
+__all__ = ["SAMPLE", "Tell", "Writer", "Written"]
+
+SAMPLE = "0"
+"""The one sample of the study that a run becomes."""
 
 # Told with the name of an event and its plain values.
 Tell = Callable[[str, Mapping[str, Any]], None]
+# Seconds that a look into a head waits for another one, or for the last steps of a run.
+_PATIENCE = 2.0
 # Hybrids that a visitor is offered beside the registered mechanisms, where the model has their parameters.
 _HYBRIDS = ("elu1+window", "fitted+window")
 
@@ -85,6 +92,7 @@ class Writer:
     calibrated: tuple[str, ...] = ()
     sufficiency: Sufficiency | None = None
     _reading: threading.Lock = field(default_factory=threading.Lock)
+    _computing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, loaded: Loaded) -> Writer:
@@ -137,17 +145,51 @@ class Writer:
             temperature=request.temperature,
         )
         runs: list[Trajectories] = []
-        measure(
-            [Prompt("0", request.prompt)],
-            str(out),
-            settings,
-            mode="live",
-            loaded=(self.model, self.tokenizer),
-            # A visitor sees every study in the folder: it must not be there before it can be read.
-            reserve=False,
-            observer=Observer(on_step=_Listener(request, self.tokenizer, tell), stop=stop, on_run=runs.append),
-        )
+        with self._computing:
+            measure(
+                [Prompt(SAMPLE, request.prompt)],
+                str(out),
+                settings,
+                mode="live",
+                loaded=(self.model, self.tokenizer),
+                # A visitor sees every study in the folder: it must not be there before it can be read.
+                reserve=False,
+                observer=Observer(on_step=_Listener(request, self.tokenizer, tell), stop=stop, on_run=runs.append),
+            )
         return Written(runs[0].n_steps, saved=True, at_end=lambda whole: _findings(runs[0], out, whole))
+
+    def anatomy(self, study: Study, sample_id: str, head: str) -> list[dict[str, Any]]:
+        """The keys that a head attends to in a saved sample, as a page takes them; the text is read once more."""
+        manifest = study.manifest
+        stored = [entry for entry in study.anatomy(sample_id) if entry.name == head]
+        if stored:
+            return anatomy_json(stored, lambda packed: packed.text)
+        if manifest.weights != self.layout.manifest.weights:
+            raise ValueInputError(
+                f"this server runs {self.name}, but the study was measured with {manifest.model or 'another model'}; "
+                "start softgap serve with that model to look into its heads"
+            )
+        # A run that is being measured would take the forward for one of its own.
+        if not self._computing.acquire(timeout=_PATIENCE):
+            raise ValueInputError("the model is writing; look into heads when no run is active")
+        try:
+            with quiet_transformers(downloads=False):
+                heads = run_anatomy(
+                    self.model, self.tokenizer, study.sample(sample_id), head, self._same_mechanisms(manifest)
+                )
+        finally:
+            self._computing.release()
+        return anatomy_json(heads, lambda packed: packed.text)
+
+    def _same_mechanisms(self, manifest: Manifest) -> list[Mechanism]:
+        """The mechanisms of a study as this model has them; those of another calibration are left out."""
+        prepared = {name: _prepared(name, self.model) for name in manifest.mechanisms}
+        ours = manifest_of(self.model, [mechanism for mechanism in prepared.values() if mechanism is not None])
+        return [
+            mechanism
+            for name, mechanism in prepared.items()
+            if mechanism is not None and ours.mechanisms[mechanism.label] == manifest.mechanisms[name]
+        ]
 
 
 def _findings(measured: Trajectories, out: Path, whole: bool) -> dict[str, Any]:

@@ -46,14 +46,45 @@ function newPane(name, isLive) {
   frame.title = `Explorer of ${name}`;
   const pane = { name, isLive, box, title, tools, frame, state: element('span', 'state'), last: 0, waiting: [] };
   frame.addEventListener('load', () => {
+    pane.loaded = true;
     pane.receive = isLive && frame.contentWindow.receive;
     themePane(pane);
     pane.waiting.splice(0).forEach((event) => pane.receive && pane.receive(...event));
   });
+  pane.greeted = false;
+  frame.addEventListener('load', () => greetPane(pane));
   frame.src = isLive ? `/runs/${encodeURIComponent(name)}` : `/studies/${encodeURIComponent(name)}`;
-  box.append(head, frame);
+  const waiting = element('p', 'caption waiting', `The server prepares ${isLive ? 'the page' : `the report on ${name}`} …`);
+  waiting.setAttribute('role', 'status');
+  frame.addEventListener('load', () => waiting.remove(), { once: true });
+  box.append(head, waiting, frame);
   return pane;
 }
+
+/** Tell the explorer in a pane that this page can ask the server about heads: once its study is saved. */
+function greetPane(pane) {
+  const run = RUNS.get(pane.name);
+  if (PAYLOAD.plan || pane.greeted || (run && !run.saved) || (run && isOpen(run)) || !pane.loaded) return;
+  pane.greeted = true;
+  // A report in its sandbox has no origin to name.
+  pane.frame.contentWindow.postMessage({ kind: 'softgap-host' }, '*');
+}
+
+/** A pane asks for the keys of a head; what it may name is checked by the server, and whose pane it is here. */
+async function onPaneMessage({ source, data }) {
+  const pane = panes.find(({ frame }) => frame.contentWindow === source);
+  if (!pane || !data || data.kind !== 'softgap-anatomy') return;
+  const answer = { kind: 'softgap-anatomy-answer', index: data.index };
+  try {
+    const { heads } = await post('/anatomy', { study: pane.name, sample: String(data.sample), head: String(data.head) });
+    Object.assign(answer, { heads });
+  } catch (error) {
+    Object.assign(answer, { error: error.message });
+  }
+  source.postMessage(answer, '*');
+}
+
+addEventListener('message', onPaneMessage);
 
 function themePane(pane) {
   if (pane.isLive && pane.receive) pane.frame.contentWindow.receiveTheme(document.documentElement.dataset.theme);
@@ -70,6 +101,7 @@ function toPane(kind, data, number) {
 
 function drawPaneHeads() {
   for (const pane of panes) {
+    greetPane(pane);
     const run = RUNS.get(pane.name);
     pane.title.textContent = run ? run.prompt.trim().slice(0, 90) : pane.name;
     pane.state.textContent = run ? stateWords(run) : 'saved study';
