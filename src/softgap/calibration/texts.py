@@ -16,6 +16,7 @@ from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
+from softgap.models.support import context_length
 from softgap.probe.capture import fixed_seed
 
 __all__ = [
@@ -156,7 +157,7 @@ def mix_generated(
 
 def context_of(model: Model) -> int:
     """Tokens that the model can read, or that a fit would use where it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    return context_length(model) or LONGEST
 
 
 def check_positions(model: Model, positions: int) -> None:

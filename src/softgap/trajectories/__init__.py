@@ -1,6 +1,7 @@
 """The Trajectories type, which holds the measurements of a sequence, and its Parquet store."""
 
 from softgap.trajectories.manifest import Manifest, inputs_digest
+from softgap.trajectories.non_finite import NonFinite
 from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study
 from softgap.trajectories.run import Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
@@ -11,6 +12,7 @@ __all__ = [
     "FORMAT_VERSION",
     "QUANTITIES",
     "Manifest",
+    "NonFinite",
     "Study",
     "StudyWriter",
     "Trajectories",
