@@ -172,9 +172,8 @@ def test_a_file_named_like_a_library_is_not_imported_for_a_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "colorsys.py").write_text("rgb_to_hsv = None\n")
-    (tmp_path / "softgap_judge.py").write_text(
-        "import colorsys\ndef judge(a, f): return colorsys.rgb_to_hsv is not None\n"
-    )
+    judge = "import colorsys\ndef judge(answer, fields): return colorsys.rgb_to_hsv is not None\n"
+    (tmp_path / "softgap_judge.py").write_text(judge)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     assert resolve_scorer("softgap_judge:judge").judge("a", Prompt("0", "a")) == "right"

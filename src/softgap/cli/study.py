@@ -139,7 +139,7 @@ def run_command(
     score: Annotated[
         str | None,
         typer.Option(
-            help="Score the answers: exact, contains, numeric, choice, or module:function, which runs your Python code.",
+            help="Score the answers: exact, contains, numeric, choice, or module:function, which runs your code.",
             show_default=False,
         ),
     ] = None,

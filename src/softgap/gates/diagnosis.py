@@ -36,7 +36,7 @@ TOKENS = 24
 class Diagnosis:
     """The outcome of all gates on one model.
 
-    ``non_finite`` says why no gate could run, namely what of the model's own is NaN or infinite; empty for a sound model.
+    ``non_finite`` says why no gate could run, what of the model's own is NaN or infinite; empty for a sound model.
     """
 
     model: str

@@ -125,12 +125,11 @@ def non_finite_outputs(subject: Subject) -> str:
         if isinstance(first, Tensor) and not bool(first.isfinite().all()):
             wrong.append(name)
 
-    handles = [
-        entry.module.register_forward_hook(
-            lambda _, __, output, name=entry.name: look(f"the output of '{name}'", output)
-        )
-        for entry in attention_modules(subject.model)
-    ]
+    def listen(entry: AttentionModule) -> Any:
+        name = f"the output of '{entry.name}'"
+        return entry.module.register_forward_hook(lambda module, inputs, output: look(name, output))
+
+    handles = [listen(entry) for entry in attention_modules(subject.model)]
     try:
         with torch.inference_mode():
             logits = subject.model(subject.prompt, use_cache=False).logits

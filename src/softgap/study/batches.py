@@ -308,6 +308,8 @@ def _score_answers(
             label = prompt.label
             try:
                 label = scorer.judge(run.completion_text, prompt)
+            except MemoryError:  # of the machine, and no fault of the sample
+                raise
             except Exception as error:
                 failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
             named = replace(named, label=label)
