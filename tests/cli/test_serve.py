@@ -54,8 +54,10 @@ def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str], port: str) -> N
 def test_an_address_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "192.0.2.1"]) == 2
     warning, sentence = capsys.readouterr().err.splitlines()
-    assert warning.startswith("softgap: with --host 192.0.2.1, every machine that can reach this one can run the model")
-    assert warning.endswith("there is no password")
+    assert warning.startswith(
+        "softgap: with --host 192.0.2.1, whoever has the address below, its token included, can run"
+    )
+    assert warning.endswith("the connection is not encrypted")
     assert sentence.startswith("softgap: cannot listen at 192.0.2.1:0: ")
 
 

@@ -18,6 +18,7 @@ from softgap.errors import UnknownNameError
 from softgap.gates import doctor
 from softgap.gates.model import GATES, Gate
 from softgap.probe import meter, read_ids, recording, stream, tap, visibility
+from support.model_examples import overflowing_llama, tiny_llama
 from support.tiny_models import attention_names, tiny_model
 
 TYPES = """llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite cohere2 deepseek_v3 gpt_oss
@@ -233,3 +234,19 @@ def test_a_window_as_long_as_the_text_is_the_models_own_attention(model_type: st
     for index in range(len(whole)):
         assert np.nanmax(run.quantities["relative_l2"][index]) < 1e-4
     assert np.nanmedian(run.quantities["relative_l2"][-1]) > 0.01, "the case is too easy to tell anything"
+
+
+@pytest.mark.parametrize("where", ["weights", "activations"])
+def test_a_model_that_gives_no_finite_numbers_is_to_blame_itself(where: str) -> None:
+    if where == "weights":
+        model = tiny_llama()
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+        blamed = "the weights of a model must be finite numbers"
+    else:
+        model = overflowing_llama().half()
+        blamed = "a model must give finite numbers, got NaN or infinity first in the output of 'model.layers.1"
+    diagnosis = doctor(model, gates=["oracle", "restore"])
+    assert not diagnosis.passed
+    assert diagnosis.non_finite.startswith(blamed)
+    assert {gate.verdict for gate in diagnosis.gates} == {"skip"}

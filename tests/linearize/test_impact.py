@@ -185,7 +185,9 @@ def test_a_cluster_with_a_worker_that_dies_measures_the_same_impact(
 ) -> None:
     folder = save_folder(tmp_path / "tiny", tiny_llama(num_hidden_layers=3, max_position_embeddings=512))
     model, tokenizer = load_model(folder, progress=False)
+    marker = Path.cwd() / "marker" / "died"
     monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)  # workers do not import from the current folder
     deadly = importlib.import_module("deadly")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -197,7 +199,7 @@ def test_a_cluster_with_a_worker_that_dies_measures_the_same_impact(
         )
     finally:
         torch.set_num_threads(threads)
-    assert int(Path("marker/died").read_text()) != os.getpid()
+    assert int(marker.read_text()) != os.getpid()
     assert len(local.original["loss"]) > 8
     assert (spread.mechanisms, spread.heads, spread.settings) == (local.mechanisms, local.heads, local.settings)
     for name in local.change:

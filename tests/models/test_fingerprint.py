@@ -100,11 +100,11 @@ def test_weights_are_hashed_once_per_model(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_is_forgotten_with_its_last_reference() -> None:
     model = examples.tiny_llama()
     model_fingerprint(model)
-    assert model in fingerprint._FINGERPRINTS
-    known = len(fingerprint._FINGERPRINTS)
+    assert model in fingerprint._HASHED
+    known = len(fingerprint._HASHED)
     del model
     gc.collect()
-    assert len(fingerprint._FINGERPRINTS) < known
+    assert len(fingerprint._HASHED) < known
 
 
 def test_tied_and_untied_heads_differ() -> None:
@@ -147,3 +147,25 @@ def test_weights_that_are_not_loaded_are_refused() -> None:
         model = LlamaForCausalLM(examples.tiny_llama().config)
     with pytest.raises(ModelError, match=r"the weight 'lm_head\.weight' is not loaded \(device 'meta'\)"):
         model_fingerprint(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    model = examples.tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] = value
+    said = rf"^the weights of a model must be finite numbers, got NaN or infinity in '{WEIGHT}'; the file is damaged"
+    with pytest.raises(ModelError, match=said):
+        model_fingerprint(model)
+    with pytest.raises(ModelError, match=said):  # what is known of a model is refused too
+        model_fingerprint(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] = 0.5
+    assert len(model_fingerprint(model)) == 32
+
+
+def test_a_bias_may_rule_tokens_out() -> None:
+    model = tiny_model("gptj", attn="eager")
+    with torch.no_grad():
+        model.lm_head.bias[4] = -torch.inf
+    assert len(model_fingerprint(model)) == 32

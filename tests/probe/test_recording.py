@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from softgap.attention import Visible
-from softgap.errors import ModelError, UnsupportedError, ValueInputError
-from softgap.probe import read_ids, record
+from softgap.errors import ModelError, NonFiniteWarning, UnsupportedError, ValueInputError
+from softgap.probe import Step, generate, read, read_ids, record
 from softgap.probe.meter import Meter
-from softgap.probe.tap import AttentionCall
+from softgap.probe.tap import AttentionCall, overridden_names
 from softgap.trajectories import Trajectories
+from support.model_examples import byte_tokenizer, overflowing_llama, tiny_llama
 from support.probe_cases import (
     MEASURED,
     PAIR,
@@ -375,3 +378,100 @@ def test_nothing_run_gives_no_trajectories() -> None:
     with record(tiny_with("llama")) as recording:
         pass
     assert recording.trajectories() == []
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
+    model = tiny_llama(max_position_embeddings=64)
+    with record(model, MEASURED) as recording:
+        with pytest.raises(ValueInputError, match=r"^the model's context is 64 tokens, got 200; shorten the text$"):
+            model(torch.ones(1, 200, dtype=torch.long))
+        with pytest.raises(ValueInputError, match=r"^the model's context is 64 tokens, got 65; shorten the text$"):
+            model.generate(torch.ones(1, 60, dtype=torch.long), max_new_tokens=20, eos_token_id=None)
+    assert [run.n_steps for run in recording.trajectories()] == [5]
+
+
+def test_padding_takes_no_position() -> None:
+    model = tiny_llama(max_position_embeddings=64)
+    mask = torch.ones(2, 66, dtype=torch.long)
+    mask[:, :4] = 0
+    with record(model, MEASURED) as recording:
+        model.generate(torch.ones_like(mask), attention_mask=mask, max_new_tokens=3, eos_token_id=None)
+    assert [run.n_steps for run in recording.trajectories()] == [3, 3]
+
+
+def test_sampling_from_logits_that_are_none_is_refused() -> None:
+    model = overflowing_llama().half()
+    with pytest.raises(ModelError, match=r"^a model must give finite logits to sample from, got NaN or infinity; "):
+        generate(model, byte_tokenizer(), "a fox", 4, seed=1)
+
+
+def test_numbers_that_are_not_finite_are_told() -> None:
+    model = overflowing_llama().half()
+    with pytest.warns(NonFiniteWarning, match=r"64 of 128 divergences \(50 %\) and 4 of 4 log-probabilities"):
+        run = generate(model, byte_tokenizer(), "a fox", 4)
+    assert run.non_finite.scores == 4
+    with pytest.warns(NonFiniteWarning):
+        read(model, byte_tokenizer(), "a fox")
+
+
+def test_a_second_thread_is_refused_and_the_first_is_right() -> None:
+    model = tiny_llama(max_position_embeddings=1024)
+    tokenizer = byte_tokenizer()
+    alone = generate(model, tokenizer, "a fox", 12)
+    inside, refused = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def wait(step: Step) -> None:
+        if step.index == 3:
+            inside.set()
+            assert refused.wait(60)
+
+    def intrude() -> None:
+        assert inside.wait(60)
+        intrusions: list[Callable[[], Any]] = [
+            lambda: generate(model, tokenizer, "an owl", 4),
+            lambda: read(model, tokenizer, "an owl"),
+            lambda: model.generate(torch.tensor([IDS]), max_new_tokens=2),
+            lambda: model(torch.tensor([IDS])),
+        ]
+        for intrusion in intrusions:
+            try:
+                intrusion()
+            except Exception as error:
+                errors.append(error)
+        refused.set()
+
+    thread = threading.Thread(target=intrude, name="second")
+    thread.start()
+    run = generate(model, tokenizer, "a fox", 12, listener=wait)
+    thread.join(60)
+    said = "one thread at a time may measure a model, but the thread 'MainThread' is measuring this one; wait until"
+    assert [type(error) for error in errors] == [UnsupportedError] * 4
+    assert all(str(error).startswith(said) for error in errors)
+    np.testing.assert_allclose(run.divergence, alone.divergence, atol=SAME_MODEL)
+    assert run.token_ids.tolist() == alone.token_ids.tolist()
+    assert "generate" not in model.__dict__
+    assert overridden_names() == ()
+
+
+def test_a_thread_of_its_own_may_generate() -> None:
+    model = tiny_llama()
+    with record(model, MEASURED) as recording:
+        for _ in range(2):
+            thread = threading.Thread(target=model.generate, args=(torch.tensor([IDS]),), kwargs={"max_new_tokens": 3})
+            thread.start()
+            thread.join()
+    assert [run.n_steps for run in recording.trajectories()] == [3, 3]
+
+
+def test_generate_is_put_back_in_whatever_order_recordings_end() -> None:
+    model = tiny_llama()
+    first, second = record(model, MEASURED), record(model, MEASURED)
+    outer = first.__enter__()
+    inner = second.__enter__()
+    model.generate(torch.tensor([IDS]), max_new_tokens=3)
+    first.__exit__(None, None, None)
+    model.generate(torch.tensor([IDS]), max_new_tokens=3)
+    second.__exit__(None, None, None)
+    assert [len(recording.trajectories()) for recording in (outer, inner)] == [1, 2]
+    assert "generate" not in model.__dict__

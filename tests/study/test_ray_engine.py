@@ -6,13 +6,15 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from softgap import cluster as ray_cluster
-from softgap.errors import UnsupportedError
+from softgap.errors import UnsupportedError, ValueInputError
 from softgap.study import StudySettings, run_study
-from softgap.tasks import Prompt
+from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories import open_study
 from support.cli_examples import failure, tiny_folder
 from support.object_store import bucket_uri, object_store, stored
@@ -110,3 +112,69 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.8:6379")
     with pytest.raises(UnsupportedError, match=re.escape(sentence.format("10.0.0.8:6379"))):
         ray_cluster.join(SlowRay(0), None)
+
+
+class FakeRay:
+    """The part of Ray that bounds are taken from."""
+
+    def __init__(self, *nodes: tuple[int, float]) -> None:
+        self._nodes = [{"Alive": True, "Resources": {"CPU": cpu, "memory": memory}} for cpu, memory in nodes]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [*self._nodes, {"Alive": False, "Resources": {}}]
+
+
+def test_workers_and_their_memory_are_bounded() -> None:
+    ray = FakeRay((4, 16e9), (2, 6e9))
+    limits = ray_cluster.ClusterLimits
+    assert ray_cluster._bounds(ray, limits(), 1) == (12, int(0.9 * 6e9 / 2))
+    assert ray_cluster._bounds(ray, limits(workers=1), 2) == (1, int(0.9 * 6e9))
+    assert ray_cluster._bounds(ray, limits(memory=2 * 10**9), 4) == (2, 2 * 10**9)
+    with pytest.raises(UnsupportedError, match=r"^a task needs 8 processors of one machine, and no machine"):
+        ray_cluster._bounds(ray, limits(), 8)
+    with pytest.raises(ValueInputError, match=r"^the number of workers must be at least 1, got 0$"):
+        limits(workers=0)
+    with pytest.raises(ValueInputError, match=r"^a worker needs at least 1\.1 GB of memory, got 0\.5 GB; allow more$"):
+        limits(memory=500_000_000)
+
+
+def test_what_a_worker_allocates_beyond_its_memory_is_an_error_and_the_bound_is_taken_back() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    in_use = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    with pytest.raises(MemoryError), ray_cluster._bounded_memory(in_use + 2**28):
+        torch.ones(2**29)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_workers_import_from_the_current_folder_last_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "mine"), "/elsewhere", "."])
+    assert ray_cluster.module_paths(current_folder=False) == [str(tmp_path / "mine"), "/elsewhere"]
+    assert ray_cluster.module_paths(current_folder=True) == [str(tmp_path / "mine"), "/elsewhere", str(tmp_path)]
+
+
+def test_a_study_inside_a_worker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGAP_WORKER", "1")
+    said = r"cannot be started from inside a worker; if a module of yours starts one when it is imported, put"
+    with pytest.raises(UnsupportedError, match=f"^a study {said}"):
+        run_study([Prompt("0", "a")], str(tmp_path / "out"), StudySettings(model=str(tmp_path / "none")))
+    with pytest.raises(UnsupportedError, match=f"^a task of a cluster {said}"):
+        next(iter(ray_cluster.run_tasks(print, {})))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_named_like_a_library_is_not_imported_for_a_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "colorsys.py").write_text("rgb_to_hsv = None\n")
+    judge = "import colorsys\ndef judge(answer, fields): return colorsys.rgb_to_hsv is not None\n"
+    (tmp_path / "softgap_judge.py").write_text(judge)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert resolve_scorer("softgap_judge:judge").judge("a", Prompt("0", "a")) == "right"
+    assert str(tmp_path) not in sys.path

@@ -34,7 +34,7 @@ class Live:
 
     @property
     def port(self) -> int:
-        return int(self.address.rstrip("/").rpartition(":")[2])
+        return int(self.address.partition("/?")[0].rstrip("/").rpartition(":")[2])
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None

@@ -55,6 +55,15 @@ def attending_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     return model
 
 
+def overflowing_llama(**settings: Any) -> LlamaForCausalLM:
+    """A tiny Llama with weights that float16 holds, whose activations it does not."""
+    model = tiny_llama(**settings)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1e5)
+        model.model.layers[0].mlp.down_proj.weight.mul_(3e5)
+    return model
+
+
 def byte_tokenizer(*, first: bool = False) -> PreTrainedTokenizerFast:
     """Bytes as tokens; with ``first`` every text begins with ``<s>``, as those of Gemma and Llama do."""
     merges = [(left, right) for left, right in (line.split(" ") for line in MERGES)]

@@ -34,6 +34,14 @@ def judge(answer, fields):
         die_once()
     return len(answer) % 2 == 0
 
+def hoard(answer, fields):
+    # More than any worker may take, once for sample 4.
+    marker = pathlib.Path(os.environ["SOFTGAP_TEST_MARKER"])
+    if fields["id"] == "4" and (marker / "hoard").exists():
+        (marker / "hoard").unlink()
+        return len(bytearray(1 << 40)) == 0
+    return len(answer) % 2 == 0
+
 class Recipe(calibration.Recipe):
     def __setstate__(self, state):
         die_once()
@@ -83,6 +91,28 @@ def cluster(head: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "marker").mkdir()
     monkeypatch.chdir(folder)
     return address
+
+
+@contextmanager
+def second_node(address: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another node of the cluster with one processor, as a process group that can be killed."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", f"--address={address}", "--block", "--num-cpus=1"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(folder / "marker")}
+    with (folder / "node.log").open("w") as log:
+        node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(1200):
+            said = (folder / "node.log").read_text()
+            if "Ray runtime started" in said:
+                break
+            assert node.poll() is None, said
+            time.sleep(0.1)
+        yield node
+    finally:
+        if node.poll() is None:
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait(30)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class Activations:
 
     def sample(self, layer: int) -> LayerSample:
         """The same layer over the short text that progress is judged by."""
-        tensors = np.load(_sample_path(self.folder, layer))
+        tensors = np.load(_sample_path(self.folder, layer), allow_pickle=False)
         return LayerSample(**{name: torch.from_numpy(tensors[name]).float() for name in tensors.files})
 
     def layer(self, layer: int) -> list[LayerText]:
@@ -133,7 +133,7 @@ class Activations:
         heads = self.sites[layer].heads
         texts = []
         for text in range(self.texts):
-            both = torch.from_numpy(np.load(_path(self.folder, layer, text))).float()
+            both = torch.from_numpy(np.load(_path(self.folder, layer, text), allow_pickle=False)).float()
             written = text >= self.texts - self.generated
             texts.append(LayerText(both[:heads], both[heads:], generated=written))
         return texts

@@ -15,6 +15,7 @@ from torch import Tensor
 from softgap.errors import ValueInputError
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
+from softgap.models.support import context_length
 from softgap.models.tokens import TokenStream, token_ids
 from softgap.probe.capture import fixed_seed
 
@@ -155,7 +156,7 @@ def mix_generated(
 
 def context_of(model: Model) -> int:
     """Tokens that the model can read, or that a fit would use where it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    return context_length(model) or LONGEST
 
 
 def check_positions(model: Model, positions: int) -> None:

@@ -109,6 +109,8 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 
 def _verdict(diagnosis: Diagnosis) -> Text:
+    if diagnosis.non_finite:
+        return Text(f"The fault is the model's, not softgap's: {diagnosis.non_finite}.", "bold red")
     counts = {verdict: sum(gate.verdict == verdict for gate in diagnosis.gates) for verdict in _STYLES}
     outcome_words = {
         "pass": "passed",

@@ -12,12 +12,13 @@ import sys
 import textwrap
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from softgap.errors import SoftgapError
+from softgap.errors import NonFiniteWarning, SoftgapError
 
 __all__ = ["main"]
 
@@ -173,7 +174,9 @@ def _run(arguments: list[str]) -> int:
     if _COMPLETING in os.environ:
         command(prog_name="softgap")
     try:
-        with command.make_context("softgap", list(arguments)) as context:
+        with warnings.catch_warnings(), command.make_context("softgap", list(arguments)) as context:
+            # Commands say it themselves, in their first sentence.
+            warnings.simplefilter("ignore", NonFiniteWarning)
             result = command.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from softgap.errors import StoreError, ValueInputError
 from softgap.inputs import check_text, decode_utf8, file_text
 
 if TYPE_CHECKING:
+    from softgap.cluster import ClusterLimits
     from softgap.study import StudySettings
 
 __all__ = [
@@ -298,6 +300,13 @@ class StudyOptions(PlacementOptions):
     ] = False
     engine: Engine = "local"
     ray_address: RayAddress = None
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Most workers of a Ray cluster at the same time.", show_default=False)
+    ] = None
+    worker_memory: Annotated[
+        float | None,
+        typer.Option(help="Most memory of a worker in GB. Default: an equal share of its machine.", show_default=False),
+    ] = None
     dry_run: DryRun = False
     dtype: Dtype = "auto"
     device: Device = "cpu"
@@ -305,6 +314,17 @@ class StudyOptions(PlacementOptions):
     focus: Focus = False
     drop_sinks: DropSinks = 0
     as_json: Json = False
+
+    def limits(self) -> ClusterLimits:
+        """What workers may take."""
+        from softgap.cluster import ClusterLimits
+
+        if self.engine != "ray" and (self.workers is not None or self.worker_memory is not None):
+            raise ValueInputError("--workers and --worker-memory need --engine ray; add it, or leave them out")
+        memory = self.worker_memory
+        if memory is not None and not (math.isfinite(memory) and memory > 0):
+            raise ValueInputError(f"--worker-memory must be a number of GB above 0, got {memory:g}")
+        return ClusterLimits(self.workers, None if memory is None else int(memory * 1e9))
 
     def settings(self, *, max_new_tokens: int, seed: int | None, scoring: str | None) -> StudySettings:
         """The settings of the study that these options describe."""

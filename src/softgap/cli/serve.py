@@ -31,7 +31,8 @@ def serve_command(
     plan: PlanFile = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Any address but 127.0.0.1 gives other machines access.")
+        str,
+        typer.Option(help="Address to listen on. Any address but 127.0.0.1 gives other machines access, with a token."),
     ] = "127.0.0.1",
     studies: Annotated[str, typer.Option(help="Folder for new runs and for the saved studies on offer.")] = "runs",
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
@@ -58,8 +59,8 @@ def serve_command(
         planned = load_plan(file), file.name
     if host not in _LOCAL:
         output.warn(
-            f"with --host {host}, every machine that can reach this one can run the model and read the studies in "
-            f"'{studies}'; there is no password"
+            f"with --host {host}, whoever has the address below, its token included, can run the model and read the "
+            f"studies in '{studies}'; the connection is not encrypted"
         )
 
     def started(address: str) -> None:

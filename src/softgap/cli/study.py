@@ -51,6 +51,7 @@ _MOST_LISTED = 5
 def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options: StudyOptions) -> None:
     """Measure the prompts and print the result; with --dry-run only estimate the cost."""
     check_ray_address(options.engine, options.ray_address)
+    limits = options.limits()
     from softgap.study.measurement import check_mechanisms
 
     check_mechanisms(settings.mechanisms)
@@ -67,6 +68,7 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options:
             settings,
             engine=options.engine,
             address=options.ray_address,
+            limits=limits,
             progress=report,
         )
     _show_result(result, as_json=options.as_json)
@@ -99,6 +101,8 @@ def _show_result(result: StudyResult, *, as_json: bool) -> None:
         output.write_json(document)
         return
     console = output.console()
+    if result.non_finite:
+        console.print(result.non_finite.sentence, soft_wrap=True)
     before = f", {result.resumed:,} of them earlier" if result.resumed else ""
     new = result.measured - result.resumed
     speed = f"; {60 * new / result.seconds:,.1f} samples per minute" if new > 0 and result.seconds > 0 else ""
@@ -135,7 +139,8 @@ def run_command(
     score: Annotated[
         str | None,
         typer.Option(
-            help="Score the answers: exact, contains, numeric, choice or module:function.", show_default=False
+            help="Score the answers: exact, contains, numeric, choice, or module:function, which runs your code.",
+            show_default=False,
         ),
     ] = None,
     answer: Annotated[

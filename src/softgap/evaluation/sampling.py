@@ -26,7 +26,7 @@ from softgap.inputs import as_items, check_count, refuse_string
 from softgap.intervals import Interval, interval_of
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model, Tokenizer
-from softgap.models.support import check_measurable
+from softgap.models.support import check_measurable, context_length
 from softgap.models.tokens import TokenStream, first_tokens, token_ids
 from softgap.progress import Progress, bar_or_callback
 from softgap.tasks.long_context import LONG_TASKS, NEAREST, Context, Draw, Question, filler_text
@@ -366,7 +366,7 @@ class _Sampler:
         apart = prompt[-1:].isspace() or answer[:1].isspace()
         ids = [*first_tokens(self.tokenizer), *self._encode(prompt)]
         new = self._encode(answer if apart else f" {answer}")
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = context_length(self.model)
         if limit and len(ids) + len(new) > limit:
             raise ValueInputError(
                 f"a prompt with its answer must fit into the model's context of {limit} tokens, got "
@@ -409,7 +409,7 @@ def _task_names(tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lengths(model: Model, lengths: Sequence[int] | None) -> tuple[int, ...]:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(model)
     if lengths is None:
         fitting = tuple(length for length in DEFAULT_LENGTHS if not limit or length <= limit)
         return fitting or (int(limit or 0),)

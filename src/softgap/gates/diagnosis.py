@@ -14,12 +14,12 @@ import torch
 from packaging.requirements import Requirement
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from softgap.errors import SoftgapError, unknown_name
-from softgap.gates.model import GATES, Gate, Subject
+from softgap.errors import ModelError, SoftgapError, unknown_name
+from softgap.gates.model import GATES, Gate, Subject, non_finite_outputs
 from softgap.inputs import as_items
 from softgap.models.cache import cache_dir
 from softgap.models.catalogue import EMBEDDED, PACKAGED, PackagedModel
-from softgap.models.fingerprint import manifest_of
+from softgap.models.fingerprint import display_name, model_fingerprint
 from softgap.models.support import check_measurable
 from softgap.progress import Progress, silent
 
@@ -34,18 +34,22 @@ TOKENS = 24
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The outcome of all gates on one model."""
+    """The outcome of all gates on one model.
+
+    ``non_finite`` says why no gate could run, what of the model's own is NaN or infinite; empty for a sound model.
+    """
 
     model: str
     weights: str
     dtype: str
     backend: str
     gates: tuple[Gate, ...]
+    non_finite: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether no gate failed; ``model`` and ``skip`` are no failures of the instrument."""
-        return all(gate.verdict != "fail" for gate in self.gates)
+        """Whether the model's own numbers are finite and no gate failed; ``model`` and ``skip`` are no failures."""
+        return not self.non_finite and all(gate.verdict != "fail" for gate in self.gates)
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object; a number that is not finite becomes null."""
@@ -109,12 +113,18 @@ def doctor(
             raise unknown_name("gate", name, GATES)
     subject = Subject(model, _ids(model, tokenizer), repeats=repeats)
     report = progress or silent
+    report("the model's own numbers", 0.0)
+    try:
+        weights, reason = model_fingerprint(model), non_finite_outputs(subject)
+    except ModelError as error:
+        weights, reason = "", str(error)
     outcomes = []
     for number, name in enumerate(names):
         report(f"gate {name}", number / len(names))
-        outcomes.append(_outcome(name, subject))
-    manifest = manifest_of(model, ())
-    return Diagnosis(manifest.model, manifest.weights, manifest.dtype, manifest.backend, tuple(outcomes))
+        unsound = Gate(name, "skip", None, None, "not run, because the model's own numbers are not finite")
+        outcomes.append(unsound if reason else _outcome(name, subject))
+    dtype, backend = str(model.dtype).removeprefix("torch."), str(model.config._attn_implementation)
+    return Diagnosis(display_name(model), weights, dtype, backend, tuple(outcomes), reason)
 
 
 def _outcome(name: str, subject: Subject) -> Gate:

@@ -18,7 +18,7 @@ from softgap.attention import resolve
 from softgap.attention.reference import reference_attention, reference_comparison
 from softgap.errors import SoftgapError, UnsupportedError
 from softgap.models.placement import input_device
-from softgap.models.support import attention_modules
+from softgap.models.support import AttentionModule, attention_modules
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.capture import read_ids
 from softgap.probe.recording import record
@@ -27,7 +27,7 @@ from softgap.probe.tap import AttentionCall, observe_attention, overridden_names
 from softgap.probe.visibility import VisibleSets, seen_by_mask
 from softgap.trajectories import Trajectories
 
-__all__ = ["GATES", "THRESHOLDS", "Gate", "Subject"]
+__all__ = ["GATES", "THRESHOLDS", "Gate", "Subject", "non_finite_outputs"]
 
 THRESHOLDS: dict[str, dict[torch.dtype, float]] = {
     # The same model output on both sides: what remains is float32 arithmetic of the instrument.
@@ -111,6 +111,36 @@ class Subject:
         """The same tokens, read."""
         tokens = sequences[0].tolist()
         return read_ids(self.model, [tokens[:n_prompt]], [tokens[n_prompt:]], mechanisms=self.mechanisms)[0]
+
+
+def non_finite_outputs(subject: Subject) -> str:
+    """Which output of the model is NaN or infinite on the subject's tokens, as a sentence; empty for none.
+
+    Plain hooks look at the attention modules: the gates have yet to show that the tap can be trusted.
+    """
+    wrong: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and not bool(first.isfinite().all()):
+            wrong.append(name)
+
+    def listen(entry: AttentionModule) -> Any:
+        name = f"the output of '{entry.name}'"
+        return entry.module.register_forward_hook(lambda module, inputs, output: look(name, output))
+
+    handles = [listen(entry) for entry in attention_modules(subject.model)]
+    try:
+        with torch.inference_mode():
+            logits = subject.model(subject.prompt, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    look("the logits", logits.masked_fill(logits == -np.inf, 0))  # a logit of -inf rules a token out
+    if not wrong:
+        return ""
+    remedy = "load it in float32" if subject.model.dtype != torch.float32 else "take another copy of the model"
+    return f"a model must give finite numbers, got NaN or infinity first in {wrong[0]}; {remedy}"
 
 
 def non_interference(subject: Subject) -> Gate:

@@ -19,7 +19,7 @@ from softgap.intervene.substitute import Head, Substitute
 from softgap.intervene.swap import swap
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
-from softgap.models.support import check_measurable
+from softgap.models.support import check_measurable, context_length
 from softgap.models.tokens import first_tokens, stream_of, token_ids
 from softgap.probe.token_scores import forward_then_logits
 from softgap.tasks.generators import draw_pairs
@@ -129,7 +129,7 @@ def split_sequences(
 
 def context_of(model: Model) -> int | None:
     """The longest text that a model is made for, in tokens; None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return context_length(model)
 
 
 def cut_sequences(model: Model, ids: Sequence[int], length: int, count: int) -> Sequences:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from softgap.models.support import attention_modules, in_training, layer_numbers
 from softgap.trajectories import Manifest
 
 __all__ = [
+    "display_name",
     "dropout_options",
     "library_versions",
     "live_options",
@@ -70,7 +72,16 @@ _SAMPLES = 64
 _State = tuple[Any, ...]
 
 
-_FINGERPRINTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Hashed:
+    """What one look at all weights has told, and the state of the model then."""
+
+    state: _State
+    fingerprint: str
+    non_finite: tuple[str, ...]
+
+
+_HASHED: weakref.WeakKeyDictionary[PreTrainedModel, _Hashed] = weakref.WeakKeyDictionary()
 
 
 def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
@@ -92,16 +103,38 @@ def model_fingerprint(model: PreTrainedModel, *, fresh: bool = False) -> str:
         configuration, every tensor's place and version counter, and a sample of its values are the same. Only an edit
         behind autograd's back (through ``.data``) that misses the sample goes unseen, and an edit of weights that are
         offloaded to disk.
+
+    Raises
+    ------
+    ModelError
+        If a weight is NaN or infinite: no measurement of such a model means anything.
     """
+    hashed = _hashed(model, fresh=fresh)
+    if hashed.non_finite:
+        raise ModelError(_non_finite_sentence(model, hashed.non_finite))
+    return hashed.fingerprint
+
+
+def _hashed(model: PreTrainedModel, *, fresh: bool = False) -> _Hashed:
     tensors = _tensors(model)
     settings = _settings(model)
     state = (settings, tuple(_state(name, tensor) for name, tensor in tensors.items()))
-    known = _FINGERPRINTS.get(model)
-    if known is not None and known[0] == state and not fresh:
-        return known[1]
-    value = _hash(settings, tensors)
-    _FINGERPRINTS[model] = (state, value)
-    return value
+    known = _HASHED.get(model)
+    if known is not None and known.state == state and not fresh:
+        return known
+    non_finite: list[str] = []
+    hashed = _HASHED[model] = _Hashed(state, _hash(settings, tensors, non_finite=non_finite), tuple(sorted(non_finite)))
+    return hashed
+
+
+def _non_finite_sentence(model: PreTrainedModel, names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more tensors" if len(names) > 2 else f" and '{names[1]}'" if len(names) > 1 else ""
+    remedy = (
+        "load it in float32, where the numbers may fit, or take another copy of the model"
+        if model.dtype == torch.float16
+        else "the file is damaged or was converted badly, so take another copy of the model"
+    )
+    return f"the weights of a model must be finite numbers, got NaN or infinity in '{names[0]}'{more}; {remedy}"
 
 
 def rounded_fingerprints(model: PreTrainedModel) -> dict[str, str]:
@@ -130,11 +163,22 @@ def _hash(
     settings: str,
     tensors: Mapping[str, Tensor | OffloadedWeight],
     cast_to: Callable[[str], torch.dtype | None] = lambda name: None,
+    non_finite: list[str] | None = None,
 ) -> str:
+    """The hash; names of tensors that hold NaN or infinity are appended to ``non_finite`` on the way."""
+
+    def digest_of(name: str) -> bytes:
+        weight = tensors[name]
+        # Loaded once, also where it is offloaded to disk.
+        tensor = weight.load() if isinstance(weight, OffloadedWeight) else weight
+        if non_finite is not None and not _is_finite(tensor):
+            non_finite.append(name)
+        return _digest(name, tensor, cast_to(name))
+
     hasher = hashlib.sha256(settings.encode())
     # hashlib lets go of the interpreter lock, so threads hash side by side.
     with ThreadPoolExecutor() as pool:
-        for digest in pool.map(lambda name: _digest(name, tensors[name], cast_to(name)), tensors):
+        for digest in pool.map(digest_of, tensors):
             hasher.update(digest)
     return hasher.hexdigest()[:32]
 
@@ -218,8 +262,20 @@ def _state(name: str, weight: Tensor | OffloadedWeight) -> _State:
     return name, tensor.data_ptr(), version, tensor.shape, tensor.dtype, sample
 
 
-def _digest(name: str, weight: Tensor | OffloadedWeight, dtype: torch.dtype | None) -> bytes:
-    tensor = weight.load() if isinstance(weight, OffloadedWeight) else weight
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite; a bias may be -inf, which rules a token out."""
+    parts = packed_parts(tensor)
+    if parts:
+        return all(map(_is_finite, parts.values()))
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    values = tensor.detach()
+    # 8-bit floats have no reductions of their own.
+    least, greatest = torch.aminmax(values if values.element_size() > 1 else values.float())
+    return bool(greatest.isfinite()) and (bool(least.isfinite()) or (values.dim() == 1 and not bool(least.isnan())))
+
+
+def _digest(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bytes:
     header = [name, list(tensor.shape), str(tensor.dtype)]
     parts = packed_parts(tensor)
     if parts:
@@ -256,7 +312,7 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of a measurement of this model, on this machine, now."""
     return Manifest(
-        model=model.name_or_path or model.config.model_type,
+        model=display_name(model),
         weights=model_fingerprint(model),
         mechanisms={mechanism.label: _describe_mechanism(mechanism) for mechanism in mechanisms},
         versions={**library_versions(), "python": sys.version.split()[0]},
@@ -270,6 +326,11 @@ def manifest_of(
         extra={**_loading_report(model), **_held_out_report(model, mechanisms)},
         command=shlex.join(sys.argv),
     )
+
+
+def display_name(model: PreTrainedModel) -> str:
+    """Where a model came from, or its type."""
+    return str(model.name_or_path or model.config.model_type)
 
 
 def library_versions() -> dict[str, str]:

@@ -27,6 +27,7 @@ __all__ = [
     "attention_modules",
     "check_measurable",
     "check_tappable",
+    "context_length",
     "in_training",
     "layer_numbers",
     "refusal",
@@ -251,6 +252,12 @@ def _compiles_nothing() -> bool:
     """Whether compiled code runs uncompiled now: inside torch.compiler.set_stance("force_eager")."""
     frame = sys.modules.get("torch._dynamo.eval_frame")
     return getattr(getattr(frame, "_stance", None), "stance", None) == "force_eager"
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The positions that a model was made for; None where its configuration does not say."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
 
 
 def in_training(model: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
@@ -14,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from softgap.attention import Mechanism
-from softgap.errors import ValueInputError
+from softgap.errors import ModelError, NonFiniteWarning, ValueInputError
 from softgap.models.fingerprint import dropout_options, live_options, manifest_of, replay_options
 from softgap.models.placement import input_device, random_devices
-from softgap.models.support import check_measurable
+from softgap.models.support import check_measurable, context_length
 from softgap.models.tensor_files import DEFAULT_MECHANISMS
 from softgap.probe.recording import BLOCK, Step, record
 from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
-from softgap.trajectories import Manifest, Trajectories, inputs_digest
+from softgap.trajectories import Manifest, NonFinite, Trajectories, inputs_digest
 
 __all__ = [
     "COLDEST",
@@ -118,7 +119,7 @@ def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
 def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
     """Refuse rows of tokens that the model's context does not hold, ``more`` new ones included."""
     longest = max((len(row) for row in rows), default=0)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(model)
     if context is not None and longest + more > context:
         length = f"{longest} tokens" + (f" and {more} new ones" if more else "")
         raise ValueInputError(f"the model's context is {context} tokens, got {length}; shorten the text")
@@ -284,9 +285,14 @@ def generate(
         model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
     )
     runs = _with_texts(recording.trajectories(), prompts, manifest, tokenizer)
+    _warn_non_finite(runs)
     if not whole:
         raise Interrupted(runs)
     return runs[0] if isinstance(prompt, str) and len(runs) == 1 else runs
+
+
+_NO_DISTRIBUTION = "probability tensor contains either"
+"""How torch begins to refuse probabilities that are none."""
 
 
 def _continue_rows(
@@ -299,6 +305,13 @@ def _continue_rows(
         write(ids, attention_mask=mask, pad_token_id=pad_id(tokenizer), **settings)
     except KeyboardInterrupt:
         return False
+    except RuntimeError as error:
+        if _NO_DISTRIBUTION not in str(error):
+            raise
+        raise ModelError(
+            "a model must give finite logits to sample from, got NaN or infinity; check the model with softgap doctor, "
+            "or load it in float32"
+        ) from error
     return True
 
 
@@ -423,7 +436,15 @@ def read(
         manifest = dataclasses.replace(run.manifest, inputs=inputs, options=options)
         before, after = ("", texts[i]) if completions is None else (texts[i], completions[i])
         named.append(dataclasses.replace(run, manifest=manifest, prompt_text=before, completion_text=after))
+    _warn_non_finite(named)
     return named[0] if isinstance(text, str) else named
+
+
+def _warn_non_finite(runs: Sequence[Trajectories]) -> None:
+    """Warn whoever called ``generate`` or ``read`` of numbers that their means will leave out."""
+    counts = sum((run.non_finite for run in runs), NonFinite())
+    if counts:
+        warnings.warn(counts.sentence, NonFiniteWarning, stacklevel=3)
 
 
 def read_ids(

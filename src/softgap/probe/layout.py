@@ -19,7 +19,7 @@ from softgap.attention import ScoreRule, Visible
 from softgap.attention.rotary import Layout, Rotation
 from softgap.errors import ModelError, ValueInputError
 from softgap.models.placement import input_device, random_devices, weight_of
-from softgap.models.support import attention_modules, check_tappable, layer_numbers
+from softgap.models.support import attention_modules, check_tappable, context_length, layer_numbers
 from softgap.probe.tap import AttentionCall, observe_attention
 from softgap.probe.token_scores import forward_then_logits
 from softgap.probe.visibility import VisibleSets
@@ -129,7 +129,7 @@ def layer_rotations(model: PreTrainedModel) -> tuple[Rotation, ...] | None:
     frequencies = _frequencies(model)
     if not frequencies or "position_ids" not in inspect.signature(model.forward).parameters:
         return None
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FAR
+    context = context_length(model) or FAR
     starts = [0, *(start for start in (NEAR, context - ROTARY_TOKENS) if start > 0)]
     readings = [_queries_and_keys(model, start) for start in starts]
     layers = [list(layer) for layer in zip(*readings, strict=True)] if all(readings) else []

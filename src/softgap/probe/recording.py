@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from softgap.attention import Mechanism
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.inputs import as_items
-from softgap.models.fingerprint import dropout_options, manifest_of
+from softgap.models.fingerprint import dropout_options, manifest_of, model_fingerprint
 from softgap.models.placement import input_device
-from softgap.models.support import check_measurable
+from softgap.models.support import check_measurable, context_length
 from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
 from softgap.probe.meter import Meter
 from softgap.probe.stream import Stream
@@ -36,6 +37,7 @@ from softgap.probe.tap import (
     observe_attention,
     prompt_length,
     row_lengths,
+    second_thread,
 )
 from softgap.probe.token_scores import TokenScores
 from softgap.trajectories import Trajectories
@@ -83,6 +85,7 @@ class Recording:
         allow_dropout: bool = False,
     ) -> None:
         check_measurable(model, allow_dropout=allow_dropout)
+        model_fingerprint(model)  # refuses weights that are not finite; the manifest asks for it anyway
         mechanisms = as_items(mechanisms)
         if not mechanisms:
             raise ValueInputError("mechanisms must name at least one, got none; leave it out for elu1 and uniform")
@@ -105,8 +108,11 @@ class Recording:
         self._drop = drop_sinks
         self._logits = logits
         self._allow_dropout = allow_dropout
+        self._context = context_length(model)
         self._active: Stream | None = None
         self._generating: _Generation | None = None
+        # Of the forward or the generation that began last.
+        self._thread: threading.Thread | None = None
         self._paused = False
 
     def trajectories(self) -> list[Trajectories]:
@@ -150,6 +156,7 @@ class Recording:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
+        self._refuse_second_thread()
         arguments = by_name(module.forward, args, kwargs)
         tokens = fed_tokens(arguments)
         cache = arguments.get("past_key_values")
@@ -158,9 +165,30 @@ class Recording:
             stream = self._new_stream(cache)
         elif self._listener is not None:
             self._tell(stream, tokens[:, 0])
-        self._active = stream
         valid = new_valid(arguments.get("attention_mask"), tokens.shape[1], stream.meter.length)
+        self._check_context(stream.meter.length + tokens.shape[1], valid, stream.meter.valid)
+        self._active, self._thread = stream, threading.current_thread()
         stream.begin(tokens, valid, by_reference=grows_by_copies(cache))
+
+    def _refuse_second_thread(self) -> None:
+        """Refuse a forward or a generation while another thread is in the middle of one."""
+        under_way = self._generating is not None or (self._active is not None and self._active.open)
+        first = self._thread
+        if under_way and first is not None and first is not threading.current_thread() and first.is_alive():
+            raise second_thread(first)
+
+    def _check_context(self, total: int, new: Tensor | None, before: Tensor | None) -> None:
+        """Refuse positions that the model was not made for: it may answer, but what it answers is no measurement."""
+        if self._context is None or total <= self._context:
+            return
+        padding = 0
+        if new is not None:  # padding takes no position
+            hidden = (~new).sum(dim=1) + (0 if before is None or new.shape[1] == total else (~before).sum(dim=1))
+            padding = int(hidden.min())
+        if total - padding > self._context:
+            raise ValueInputError(
+                f"the model's context is {self._context} tokens, got {total - padding}; shorten the text"
+            )
 
     def _continues(self, stream: Stream, tokens: Tensor, cache: object) -> bool:
         if self._generating is not None:
@@ -255,7 +283,10 @@ class Recording:
             kind: Any = type(self.model)
             arguments = by_name(kind.generate, (self.model, *args), kwargs)
             config = generation_config(self.model, arguments)
-            generation = self._generating = _Generation(prompt_length(arguments))
+            with _lock:
+                self._refuse_second_thread()
+                self._thread = threading.current_thread()
+                generation = self._generating = _Generation(prompt_length(arguments))
             sequences: Tensor | None = None
             try:
                 result = original(*args, **kwargs)
@@ -368,29 +399,61 @@ class _Generation:
     stream: Stream | None = None
 
 
+@dataclass(eq=False)
+class _Wrapped:
+    """A model whose generate is wrapped: what was there, what is there now, and the recordings that need it."""
+
+    had: bool
+    previous: Any
+    ours: Any = None
+    recordings: list[Recording] = field(default_factory=list)
+
+
+_lock = threading.RLock()
+_wrapped: dict[int, _Wrapped] = {}
+"""By identity: no two live models share one, and a model lives as long as its generate is wrapped."""
+
+
 @contextmanager
 def _wrap_generate(model: PreTrainedModel, recording: Recording) -> Iterator[None]:
-    """Wrap generate on this instance, and put back exactly what was there."""
+    """Wrap generate on this instance; the last recording to end puts back exactly what the first one replaced."""
     if not hasattr(model, "generate"):
         yield
         return
-    had = "generate" in model.__dict__
-    previous: Any = model.generate
-    model.__dict__["generate"] = recording._generate(previous)
+    with _lock:
+        wrapped = _wrapped.get(id(model))
+        if wrapped is None:
+            wrapped = _wrapped[id(model)] = _Wrapped("generate" in model.__dict__, model.generate)
+            model.__dict__["generate"] = wrapped.ours = _through_recordings(wrapped)
+        wrapped.recordings.append(recording)
     try:
         yield
     finally:
-        if had:
-            model.__dict__["generate"] = previous
-        else:
-            del model.__dict__["generate"]
+        with _lock:
+            wrapped.recordings.remove(recording)
+            if not wrapped.recordings:
+                del _wrapped[id(model)]
+                if model.__dict__.get("generate") is wrapped.ours:  # else somebody has put another one there
+                    del model.__dict__["generate"]
+                    if wrapped.had:
+                        model.__dict__["generate"] = wrapped.previous
+
+
+def _through_recordings(wrapped: _Wrapped) -> Callable[..., Any]:
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        through = wrapped.previous
+        for recording in tuple(wrapped.recordings):
+            through = recording._generate(through)
+        return through(*args, **kwargs)
+
+    return generate
 
 
 def prepare_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
     """The mechanism as it is computed for this model, with every parameter that it needs."""
     equipped = equip_mechanism(mechanism, model)
     if "context" in equipped.options:
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_length(model)
         return equipped.configure(context=context) if context else equipped
     return equipped
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ __all__ = [
     "prompt_length",
     "replace_attention",
     "row_lengths",
+    "second_thread",
     "takes_positions",
 ]
 
@@ -106,6 +107,7 @@ class _Tap:
     replace: Replacer | None = None
     stand: Stand | None = None
     alone: bool = False
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
 @dataclass
@@ -178,6 +180,8 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
         for name in (getattr(entry.module, "config", model.config)._attn_implementation,)
     }
     with _lock:
+        if tap.listen is not None:
+            _refuse_second_thread(other for module in modules for other in _taps.get(module, ()))
         for key, (registry, name) in targets.items():
             _acquire(key, registry, name)
         for module in modules:
@@ -194,6 +198,21 @@ def _attach(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
                     del _taps[module]
             for key in targets:
                 _release(key)
+
+
+def _refuse_second_thread(taps: Iterable[_Tap]) -> None:
+    """A listener sees the calls of every thread, so two threads cannot listen to one model."""
+    for tap in taps:
+        if tap.listen is not None and tap.thread is not threading.current_thread() and tap.thread.is_alive():
+            raise second_thread(tap.thread)
+
+
+def second_thread(first: threading.Thread) -> UnsupportedError:
+    """The error for a thread that measures a model which another thread is measuring."""
+    return UnsupportedError(
+        f"one thread at a time may measure a model, but the thread '{first.name}' is measuring this one; wait until it "
+        "has ended, or load the model once for each thread"
+    )
 
 
 def overridden_names() -> tuple[str, ...]:

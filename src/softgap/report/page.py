@@ -91,6 +91,7 @@ def render(payload: Payload, look: Look = REPORT) -> str:
         "payload": _json(payload),
         "arrays": "\n".join(_array(i, array.text) for i, array in enumerate(payload.arrays)),
         "charts": charts,
+        "licence": html.escape(_asset("licences/d3.txt").strip()),
         "script": ours,
         "findings": sections(payload.findings),
     }

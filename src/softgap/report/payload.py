@@ -44,7 +44,7 @@ from softgap.report.samples import (
     select_samples,
 )
 from softgap.signal import complexity_bounds
-from softgap.trajectories import Manifest, Study, Trajectories
+from softgap.trajectories import Manifest, NonFinite, Study, Trajectories
 from softgap.trajectories.validation import BASELINE
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def payload(
         arrays.append(packed)
         return len(arrays) - 1
 
-    groups, lines, gaps = Groups(), [], []
+    groups, lines, gaps, counts = Groups(), [], [], NonFinite()
     for i, run in enumerate(study):
         tell("reading the study", i / len(study))
         _check_same_heads(run, first)
@@ -263,7 +263,8 @@ def payload(
             entry["data"]["anatomy"] = [{**head, "packed": store(head["packed"])} for head in anatomy[run.sample_id]]
         lines.append(entry)
         gaps.append(gap_sums(run))
-    sentence, has_gap = opening_sentence(gaps, first, sufficiency)
+        counts += run.non_finite
+    sentence, has_gap = opening_sentence(gaps, first, counts, sufficiency)
     view = {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if has_gap else {}
     kinds = kinds_of_page(first, sufficiency)
     document = {
@@ -299,9 +300,19 @@ def _stored_anatomy(study: Study, names: Sequence[str]) -> dict[str, list[dict[s
 
 
 def opening_sentence(
-    gaps: Sequence[GapSums | None], first: Trajectories, sufficiency: Sufficiency | None = None
+    gaps: Sequence[GapSums | None],
+    first: Trajectories,
+    non_finite: NonFinite,
+    sufficiency: Sufficiency | None = None,
 ) -> tuple[str, bool]:
     """The sentences that a page opens with, and whether a share of the gap is known."""
+    sentence, known = _gap_sentence(gaps, first, sufficiency)
+    return f"{non_finite.sentence} {sentence}".strip(), known
+
+
+def _gap_sentence(
+    gaps: Sequence[GapSums | None], first: Trajectories, sufficiency: Sufficiency | None
+) -> tuple[str, bool]:
     kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {}))
     if not kinds and sufficiency is not None:
         kinds = sufficiency.sentence

@@ -269,6 +269,8 @@ def measure_batch(
     except Exception as error:
         if strict:
             raise
+        if len(members) == 1 and _out_of_memory(error):
+            raise MemoryError(str(error)) from None
         if len(members) == 1:
             return BatchResult((), (Failure(members[0].sample_id, "measuring", _reason(error)),))
     singles = [replace(batch, indices=(i,)) for i in batch.indices]
@@ -306,6 +308,8 @@ def _score_answers(
             label = prompt.label
             try:
                 label = scorer.judge(run.completion_text, prompt)
+            except MemoryError:  # of the machine, and no fault of the sample
+                raise
             except Exception as error:
                 failures.append(Failure(prompt.sample_id, "scoring", _reason(error)))
             named = replace(named, label=label)
@@ -317,6 +321,11 @@ def _stored_run(run: Trajectories, prompt: Prompt, settings: StudySettings) -> T
     """The run as the study stores it."""
     prompt_steps = run.prompt if settings.keep_prompt else None
     return replace(run, sample_id=prompt.sample_id, label=prompt.label, prompt=prompt_steps)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether torch could not allocate: no fault of the sample, which a larger machine can measure."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _reason(error: Exception) -> str:

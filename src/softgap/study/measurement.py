@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from softgap.attention import Mechanism, resolve
-from softgap.cluster import ENGINES, check_engine
+from softgap.cluster import ENGINES, ClusterLimits, check_engine, refuse_on_worker
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import refuse_string
 from softgap.models.fingerprint import manifest_of
@@ -42,7 +42,7 @@ from softgap.study.batches import (
 from softgap.tasks import Prompt, Scorer, resolve_scorer
 from softgap.tasks.prompts import check_ids
 from softgap.tasks.sources import PROMPTS, UNPLANNED, stored_prompts
-from softgap.trajectories import Manifest, StudyWriter, inputs_digest, open_study
+from softgap.trajectories import Manifest, NonFinite, StudyWriter, inputs_digest, open_study
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.locks import locked
 from softgap.trajectories.reader import accept_edited, refuse_edited
@@ -82,7 +82,8 @@ class Planned:
 class StudyResult:
     """What a call of ``run_study`` has done.
 
-    ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before.
+    ``measured`` samples of ``samples`` are in the study, of which ``resumed`` were there before. ``non_finite`` counts
+    the numbers of the whole study that are not finite.
     """
 
     out: str
@@ -91,6 +92,7 @@ class StudyResult:
     resumed: int
     failures: tuple[Failure, ...]
     seconds: float
+    non_finite: NonFinite = field(default_factory=NonFinite)
 
 
 def run_study(
@@ -100,6 +102,7 @@ def run_study(
     *,
     engine: str = "local",
     address: str | None = None,
+    limits: ClusterLimits | None = None,
     progress: Progress | None = None,
 ) -> StudyResult:
     """Measure every prompt and write the study to ``out``, a folder or URI.
@@ -119,6 +122,8 @@ def run_study(
         "local", or "ray": the same batches as tasks of a Ray cluster.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
+    limits
+        How many workers there may be, and how much memory each may take.
     progress
         Called with the stage and the share of samples that are done.
 
@@ -143,7 +148,9 @@ def run_study(
     2
     """
     observer = Observer(on_progress=progress or silent)
-    return measure(prompts, out, settings or StudySettings(), engine=engine, address=address, observer=observer)
+    return measure(
+        prompts, out, settings or StudySettings(), engine=engine, address=address, limits=limits, observer=observer
+    )
 
 
 def measure(
@@ -158,6 +165,7 @@ def measure(
     reserve: bool = True,
     engine: str = "local",
     address: str | None = None,
+    limits: ClusterLimits | None = None,
     anatomy: Sequence[tuple[int, int]] = (),
     observer: Observer | None = None,
 ) -> StudyResult:
@@ -184,7 +192,7 @@ def measure(
     reserve
         Whether the folder is there before the first sample is measured, or only once that sample can be written; a
         study is always there before.
-    engine, address
+    engine, address, limits
         As ``run_study`` takes them, for a study.
     anatomy
         Heads, as layer and head, whose attended keys are stored for every sample; each text is read once more for
@@ -211,6 +219,7 @@ def measure(
     4
     """
     refuse_string("prompts", prompts, "softgap.tasks.Prompt objects")
+    refuse_on_worker("a study")
     check_engine(engine)
     if engine == "ray" and mode != "study":
         raise ValueInputError(f"the engine 'ray' measures studies, got the mode '{mode}'; use the engine 'local'")
@@ -242,14 +251,15 @@ def measure(
             from softgap.study.ray_engine import ray_batches
 
             left = [batch for batch in planned.batches if batch.number not in done]
-            finished = ray_batches(planned, left, out, address)
+            finished = ray_batches(planned, left, out, address, limits)
         else:
             finished = _write_batches(measured, folder, writer, observer)
             if anatomy:
                 finished = _with_anatomy(finished, writer, loaded, planned, anatomy, observer)
         seconds = _follow(finished, writer, out, planned, resumed, total, observer)
         count = sum(len(ids) for ids in writer.ids.values())
-    return StudyResult(out, len(prompts), count, resumed, tuple(read_failures(folder)), seconds)
+    counts = sum((run.non_finite for run in open_study(out)), NonFinite())
+    return StudyResult(out, len(prompts), count, resumed, tuple(read_failures(folder)), seconds, counts)
 
 
 def plan_study(

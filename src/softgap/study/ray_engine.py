@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from softgap.cluster import ModelSource, run_tasks
+from softgap.cluster import ClusterLimits, ModelSource, run_tasks
 from softgap.models.loading import quiet_transformers
 from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch, write_failures
 from softgap.tasks import Prompt, resolve_scorer
@@ -20,7 +20,7 @@ __all__ = ["publish", "ray_batches"]
 
 
 def ray_batches(
-    planned: Planned, left: Sequence[Batch], out: str, address: str | None
+    planned: Planned, left: Sequence[Batch], out: str, address: str | None, limits: ClusterLimits | None = None
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Number and sample names of each batch, as they are finished; a batch whose worker dies is given to another."""
     place = out if "://" in out else Folder.at(out).root
@@ -35,7 +35,14 @@ def ray_batches(
     tasks: dict[int, Callable[[], tuple[Any, ...]]] = {batch.number: partial(arguments, batch) for batch in left}
     advice = "the other batches are saved; run the same command again to resume"
     for number, ids in run_tasks(
-        _measure_on_worker, tasks, address=address, threads=settings.threads or 1, name="batch", advice=advice
+        _measure_on_worker,
+        tasks,
+        address=address,
+        threads=settings.threads or 1,
+        limits=limits,
+        current_folder=":" in (settings.scoring or ""),  # a scorer of the user's own, as module:function
+        name="batch",
+        advice=advice,
     ):
         yield number, tuple(ids)
 

@@ -148,8 +148,9 @@ def _import_function(path: str) -> Callable[..., Any]:
     added = folder not in sys.path
     try:
         if added:
-            # The console script does not look in the folder it is called from, where a user's module lies.
-            sys.path.insert(0, folder)
+            # The console script does not look in the folder it is called from, where a user's module lies. Last: a file
+            # there with the name of a library must not stand in its place.
+            sys.path.append(folder)
         function_object = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ValueInputError(

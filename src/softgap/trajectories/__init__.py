@@ -2,6 +2,7 @@
 
 from softgap.trajectories.anatomy import Anatomy
 from softgap.trajectories.manifest import Manifest, inputs_digest
+from softgap.trajectories.non_finite import NonFinite
 from softgap.trajectories.reader import FORMAT_VERSION, Study, load, open_study
 from softgap.trajectories.run import Trajectories
 from softgap.trajectories.validation import FOCUS, QUANTITIES
@@ -13,6 +14,7 @@ __all__ = [
     "QUANTITIES",
     "Anatomy",
     "Manifest",
+    "NonFinite",
     "Study",
     "StudyWriter",
     "Trajectories",

@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, Int32
 from softgap.errors import unknown_name
 from softgap.trajectories import validation
 from softgap.trajectories.manifest import Manifest
+from softgap.trajectories.non_finite import NonFinite, count_non_finite
 from softgap.trajectories.validation import QUANTITIES
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class Trajectories(Displayed):
     def n_heads(self) -> int:
         """Number of heads over all layers, padding left out."""
         return sum(self.heads_per_layer)
+
+    @property
+    def non_finite(self) -> NonFinite:
+        """How many divergences and log-probabilities are not finite, prompt included; means leave these out."""
+        return count_non_finite(self)
 
     def select(self, mechanism: str) -> Trajectories:
         """The same run with this mechanism alone; views, no copies.
@@ -279,7 +285,9 @@ class Trajectories(Displayed):
         shape = f"{len(self.layers)} layers x {self.kv_group.shape[1]} heads x {self.n_steps} steps"
         model = f", model {self.manifest.model!r}" if self.manifest.model else ""
         prompt = "" if self.prompt is None else f", prompt of {self.prompt.n_steps} steps"
-        return f"<Trajectories {self.sample_id!r} ({self.part}): {', '.join(self.mechanisms)}; {shape}{prompt}{model}>"
+        mark = "; not all numbers are finite, see non_finite" if self.non_finite else ""
+        mechanisms = ", ".join(self.mechanisms)
+        return f"<Trajectories {self.sample_id!r} ({self.part}): {mechanisms}; {shape}{prompt}{model}{mark}>"
 
 
 def _equal_values(ours: Any, theirs: Any) -> bool:

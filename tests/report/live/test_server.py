@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import io
 import json
 import os
+import re
 import socket
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from softgap.report.live.requests import _move
 from support.cli_examples import tiny_folder
 from support.explorer_examples import save_study, story
 from support.kind_examples import calibrated_folder
@@ -264,6 +270,111 @@ def test_only_so_many_pages_may_watch(live: Live) -> None:
         for stream in streams:
             stream.close()
     waited(lambda: live.request("HEAD", "/")[0] == 200)
+
+
+def test_streams_that_are_asked_for_at_once_are_counted_too(live: Live) -> None:
+    connections = [socket.create_connection(("127.0.0.1", live.port), timeout=60) for _ in range(60)]
+    try:
+        for connection in connections:
+            connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answers = [connection.recv(20) for connection in connections]
+        assert sum(answer.startswith(b"HTTP/1.1 200") for answer in answers) == 24
+        assert sum(answer.startswith(b"HTTP/1.1 503") for answer in answers) == 36
+    finally:
+        for connection in connections:
+            connection.close()
+    # Those that are gone count no more, whether or not their stream had begun.
+    waited(lambda: watching(live) == 0)
+    waited(lambda: first_bytes(live, "/events", {})[0] == 200)
+
+
+def watching(live: Live) -> int:
+    """How many streams are open, as the refusal of one more tells: 0 where 24 can be opened."""
+    connections = [socket.create_connection(("127.0.0.1", live.port), timeout=60) for _ in range(24)]
+    try:
+        for connection in connections:
+            connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return sum(connection.recv(20).startswith(b"HTTP/1.1 503") for connection in connections)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("last", ["²", "9" * 5000, "-1", "1_0", "³7", ""])
+def test_an_odd_last_event_is_none(live: Live, last: str) -> None:
+    boot = next(data["boot"] for kind, _, data in live.events() if kind == "hello")
+    status, _, stream = first_bytes(live, "/events", {"Last-Event-ID": f"{boot}.{last}"})
+    assert status == 200
+    assert b"event: hello" in stream
+
+
+def first_bytes(live: Live, path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and the first bytes of an answer that has no end."""
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read1(200)
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET / HT", b"POST /runs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nab"]
+)
+def test_a_request_that_does_not_arrive_is_closed(live: Live, begun: bytes) -> None:
+    connections = [socket.create_connection(("127.0.0.1", live.port), timeout=30) for _ in range(30)]
+    try:
+        for connection in connections:
+            connection.sendall(begun)
+        assert live.request("GET", "/")[0] == 200
+        start = time.monotonic()
+        for connection in connections:
+            while connection.recv(1000):
+                pass  # a refusal may come before the end
+        assert time.monotonic() - start < 25
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_server_for_other_machines_wants_its_token(tmp_path: Path) -> None:
+    with served(tmp_path, "--model", str(tiny_folder(tmp_path / "tiny")), "--host", "0.0.0.0") as live:
+        token = live.address.partition("?token=")[2]
+        assert len(token) == 32
+        for path in ("/", "/events", "/runs/x", "/studies/x", "/?token=", "/?token=wrong", f"/?token={token}x"):
+            status, headers, body = live.request("GET", path)
+            assert status == 403
+            assert b"answers only to whoever has its token" in body
+            assert token.encode() not in body
+            assert b'"token"' not in body  # of the page, which changes need
+            assert "set-cookie" not in headers
+        status, headers, body = live.request("GET", f"/?token={token}")
+        assert (status, headers["location"], body) == (303, "/", b"")
+        assert headers["set-cookie"].endswith("; HttpOnly; SameSite=Strict; Path=/")
+        cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+        status, _, page = live.request("GET", "/", headers=cookie)
+        assert status == 200
+        assert token.encode() not in page
+        assert first_bytes(live, "/events", cookie)[0] == 200
+        assert live.request("GET", "/", headers={"Cookie": cookie["Cookie"] + "x"})[0] == 403
+        # A change needs both tokens.
+        found = re.search(rb'"token":"([^"]+)"', page)
+        assert found is not None
+        sent = {"Content-Type": "application/json", "X-Softgap-Token": found[1].decode()}
+        body = json.dumps({"prompts": ["hello"], "max_new_tokens": 2}).encode()
+        assert live.request("POST", "/runs", body, sent)[0] == 403
+        assert live.request("POST", "/runs", body, {**sent, **cookie})[0] == 202
+
+
+def test_a_place_that_starts_with_two_slashes_is_ours(tmp_path: Path) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(_move(send, "//evil.example/\r\nx: y", "a=b"))
+    assert dict(sent[0]["headers"])[b"location"] == b"/evil.example/%0D%0Ax%3A%20y"
 
 
 def test_runs_are_saved_and_downloaded(live: Live) -> None:

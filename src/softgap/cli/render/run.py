@@ -88,6 +88,7 @@ def _opening(
     ]
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
     console.print()
+    _paragraph(console, summary.non_finite.sentence)
     held_out = manifest.extra.get("held_out", {})
     labels = None if map_of == "divergence" else _labels(summary, manifest)
     _paragraph(console, kind_counts_sentence(held_out))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from softgap.analysis.headline import FITTED, GapSums, Headline, gap_sums, headline
 from softgap.cli.render.output import mean
-from softgap.trajectories import QUANTITIES, Trajectories
+from softgap.trajectories import QUANTITIES, NonFinite, Trajectories
 from softgap.trajectories.validation import BASELINE
 
 __all__ = ["HeadMean", "Summary", "merge_summaries", "summarise"]
@@ -50,6 +50,8 @@ class Summary:
         Mean of each focus quantity that was measured.
     gap
         What the headline is made of; None where no fitted map was measured.
+    non_finite
+        How many numbers are not finite.
     """
 
     sample_id: str
@@ -64,6 +66,7 @@ class Summary:
     distance: float | None
     focus: Mapping[str, float]
     gap: GapSums | None = None
+    non_finite: NonFinite = field(default_factory=NonFinite)
 
     @property
     def headline(self) -> Headline | None:
@@ -119,6 +122,7 @@ class Summary:
             "entropy": self.entropy,
             "focus": dict(self.focus),
             "headline": None if self.headline is None else self.headline.to_json(),
+            "non_finite": self.non_finite.to_json(),
         }
 
     def head_rows(self) -> list[dict[str, Any]]:
@@ -160,6 +164,7 @@ def summarise(run: Trajectories) -> Summary:
         distance=distance,
         focus={name: float(mean(values)) for name, values in run.focus.items()},
         gap=gap_sums(run),
+        non_finite=run.non_finite,
     )
 
 
@@ -187,4 +192,5 @@ def merge_summaries(summaries: Sequence[Summary]) -> Summary:
         distance=None if first.distance is None else over([s.distance for s in summaries if s.distance is not None]),
         focus={name: over([summary.focus[name] for summary in summaries]) for name in first.focus},
         gap=GapSums.of_samples(gaps) if len(gaps) == len(summaries) else None,
+        non_finite=sum((summary.non_finite for summary in summaries), NonFinite()),
     )

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,14 +20,17 @@ from softgap.trajectories.anatomy import parse_heads
 from softgap.trajectories.validation import BASELINE
 
 __all__ = [
+    "Access",
     "AnatomyRequest",
     "Guard",
     "Limits",
     "RunRequest",
     "allowed_names",
+    "is_loopback",
     "parse_anatomy_request",
     "parse_requests",
     "refusal",
+    "whole_number",
 ]
 
 
@@ -56,6 +60,8 @@ class Limits:
         Listed, the newest first.
     zip_bytes
         Of a study that may be downloaded.
+    request_seconds
+        That a request may take to arrive whole; a connection that is slower is closed.
     """
 
     request_bytes: int = 64 * 1024
@@ -69,6 +75,7 @@ class Limits:
     connections: int = 96
     studies: int = 200
     zip_bytes: int = 2**30
+    request_seconds: float = 5.0
 
 
 _FIELDS = ("prompts", "mechanisms", "max_new_tokens", "temperature", "seed")
@@ -222,6 +229,14 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
 TOKEN_HEADER = "x-softgap-token"
 
 
+_LONGEST_NUMBER = 15
+
+
+def whole_number(text: str) -> int | None:
+    """The number that these digits write; None for anything else, such as superscript digits or thousands of them."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER else None
+
+
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -240,13 +255,14 @@ _NOTHING = "default-src 'none'; frame-ancestors 'none'"
 
 def allowed_names(host: str, machine: str) -> tuple[str, ...]:
     """Names that a Host header may have where the server listens at ``host``; "*" stands for any address of numbers."""
-    if _is_loopback(host):
+    if is_loopback(host):
         return _LOCAL
     wildcard = host in ("0.0.0.0", "::", "")
     return (*_LOCAL, machine.lower(), *(("*",) if wildcard else (host.lower(),)))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -263,12 +279,15 @@ class Guard:
         See ``allowed_names``.
     token
         That every request which changes something must carry.
+    access
+        Where other machines can reach the server: what every request must show, in its address or in a cookie.
     """
 
     app: ASGIApp
     names: Sequence[str]
     token: str
     limits: Limits
+    access: Access | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -288,7 +307,52 @@ class Guard:
         if wrong is not None:
             await _answer(closed, *wrong)
             return
+        if self.access is not None and not self.access.shown_in_cookie(Headers(scope=scope)):
+            if not self.access.shown_in_address(scope["query_string"]):
+                await _answer(closed, 403, _NO_ACCESS)
+            else:
+                await _move(closed, scope["path"], self.access.cookie)
+            return
         await self.app(scope, receive, closed)
+
+
+_NO_ACCESS = (
+    "this server answers only to whoever has its token; open the whole address that softgap serve printed, ?token= "
+    "included"
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """The token of a server that other machines can reach.
+
+    Attributes
+    ----------
+    name
+        Of the cookie: another one for each server, since cookies do not tell ports apart.
+    token
+        The secret.
+    """
+
+    name: str
+    token: str
+
+    @property
+    def cookie(self) -> str:
+        """What a browser is told to keep, away from scripts and from other sites."""
+        return f"{self.name}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+
+    def shown_in_address(self, query: bytes) -> bool:
+        """Whether the query of an address holds the token."""
+        return self._is_token(next(iter(parse_qs(query.decode("latin-1")).get("token", [])), ""))
+
+    def shown_in_cookie(self, headers: Headers) -> bool:
+        """Whether a request brings the cookie."""
+        pairs = (pair.strip().partition("=") for line in headers.getlist("cookie") for pair in line.split(";"))
+        return any(name == self.name and self._is_token(value) for name, _, value in pairs)
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self.token.encode())
 
 
 def refusal(
@@ -312,13 +376,13 @@ def refusal(
         return 403, "the token is missing or belongs to an earlier server; reload the page"
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return 415, "the content type of a request must be application/json"
-    length = headers.get("content-length", "")
-    if not length.isdigit():
+    length = whole_number(headers.get("content-length", ""))
+    if length is None:
         return 411, "a request must have a Content-Length header"
-    if int(length) > limits.request_bytes:
+    if length > limits.request_bytes:
         return (
             413,
-            f"a request may have at most {limits.request_bytes:,} bytes, got {int(length):,}; shorten the prompt",
+            f"a request may have at most {limits.request_bytes:,} bytes, got {length:,}; shorten the prompt",
         )
     return None
 
@@ -339,6 +403,15 @@ def _is_known(name: str, names: Sequence[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+async def _move(send: Send, path: str, cookie: str) -> None:
+    """Send a browser to the same place without the token in its address, where histories and pictures would show it."""
+    # From the root: two slashes at the start would name another machine.
+    place = "/" + quote(path.lstrip("/"))
+    headers = [(b"location", place.encode()), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 303, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _answer(send: Send, status: int, sentence: str) -> None:

@@ -17,13 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError, ValueInputError
 from softgap.kinds import UNKNOWN_KINDS
 from softgap.report.kinds import opening_view
 from softgap.report.live.planned import PlannedWriter
-from softgap.report.live.requests import Guard, Limits, parse_anatomy_request, parse_requests
+from softgap.report.live.requests import (
+    Access,
+    Guard,
+    Limits,
+    parse_anatomy_request,
+    parse_requests,
+    whole_number,
+)
 from softgap.report.live.runs import LiveRun, Queue, Studies, TooManyError
 from softgap.report.live.writer import SAMPLE, Writer
 from softgap.report.page import REPORT, Look, policy_of, render
@@ -182,31 +190,46 @@ class Streams:
         if len(self._waiting) >= self._limits.streams:
             return JSONResponse({"error": f"at most {self._limits.streams} pages may be connected; close one"}, 503)
         boot, _, number = last.partition(".")
-        after = int(number) if boot == self._boot and number.isdigit() else 0
-        return StreamingResponse(self._send_events(queue, studies, runs, after), media_type="text/event-stream")
-
-    async def _send_events(self, queue: Queue, studies: Studies, runs: Sequence[str], after: int) -> AsyncIterator[str]:
+        after = (whole_number(number) or 0) if boot == self._boot else 0
+        # Counted here and not where the stream begins: many may be asked for before the first one does.
         news = asyncio.Event()
         self._waiting.add(news)
+        events = self._send_events(queue, studies, runs, after, news)
+        return _EventStream(events, lambda: self._waiting.discard(news))
+
+    async def _send_events(
+        self, queue: Queue, studies: Studies, runs: Sequence[str], after: int, news: asyncio.Event
+    ) -> AsyncIterator[str]:
         sent: tuple[int, list[str]] | None = None
+        yield f"retry: {_RETRY_MILLISECONDS}\n" + _event("hello", json.dumps({"boot": self._boot}))
+        while not self._closing():
+            news.clear()
+            version, listed = queue.snapshot()
+            names = studies.names()
+            if (version, names) != sent:
+                sent = version, names
+                yield _event("runs", json.dumps({"runs": listed, "studies": names}))
+            for _, event in queue.events(runs, after):
+                after = event.number
+                yield _event(event.kind, event.data, f"{self._boot}.{event.number}")
+            try:
+                await asyncio.wait_for(news.wait(), _QUIET_SECONDS)
+            except TimeoutError:
+                yield ":\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """A stream that says when it is over, also where its reader has gone before it began."""
+
+    def __init__(self, events: AsyncIterator[str], over: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._over = over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            yield f"retry: {_RETRY_MILLISECONDS}\n" + _event("hello", json.dumps({"boot": self._boot}))
-            while not self._closing():
-                news.clear()
-                version, listed = queue.snapshot()
-                names = studies.names()
-                if (version, names) != sent:
-                    sent = version, names
-                    yield _event("runs", json.dumps({"runs": listed, "studies": names}))
-                for _, event in queue.events(runs, after):
-                    after = event.number
-                    yield _event(event.kind, event.data, f"{self._boot}.{event.number}")
-                try:
-                    await asyncio.wait_for(news.wait(), _QUIET_SECONDS)
-                except TimeoutError:
-                    yield ":\n\n"
+            await super().__call__(scope, receive, send)
         finally:
-            self._waiting.discard(news)
+            self._over()
 
 
 def _event(kind: str, data: str, number: str = "") -> str:
@@ -227,6 +250,7 @@ def create_app(
     limits: Limits,
     names: tuple[str, ...],
     *,
+    access: str | None = None,
     started: Callable[[], None] = lambda: None,
     closing: Callable[[], bool] = lambda: False,
 ) -> Guard:
@@ -236,6 +260,8 @@ def create_app(
     ----------
     names
         What a Host header may say; see ``softgap.report.live.requests.allowed_names``.
+    access
+        The token without which nothing is answered; None for a server that only this machine can reach.
     started
         Called when the application is ready.
     closing
@@ -270,7 +296,7 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={SoftgapError: _refused, HTTPException: _missing},
     )
-    return Guard(app, names, token, limits)
+    return Guard(app, names, token, limits, None if access is None else Access(f"softgap-{boot}", access))
 
 
 class _Addresses:

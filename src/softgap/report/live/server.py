@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +76,8 @@ def serve(
     studies
         Folder that runs are saved to and studies are opened from.
     host, port
-        Where to listen; port 0 takes one that is free.
+        Where to listen; port 0 takes one that is free. Where other machines can reach the address, every request must
+        bring a token, which is part of the address that ``started`` is called with.
     plan
         A plan to run the model under, and the name of its file; heads are not measured then.
     started
@@ -84,7 +87,7 @@ def serve(
     import uvicorn
 
     from softgap.report.live.planned import PlannedWriter
-    from softgap.report.live.requests import allowed_names
+    from softgap.report.live.requests import allowed_names, is_loopback
     from softgap.report.live.routes import create_app
     from softgap.report.live.runs import Studies
     from softgap.report.live.writer import Writer
@@ -94,17 +97,20 @@ def serve(
     with bind_socket(host, port) as listening:
         writer = Writer.of(load()) if plan is None else PlannedWriter.under(load(), *plan)
         names = allowed_names(host, socket.gethostname())
+        access = None if is_loopback(host) else secrets.token_urlsafe(24)
         server: uvicorn.Server | None = None
         app = create_app(
             writer,
             folder,
             limits,
             names,
-            started=lambda: started(_address(host, listening)),
+            access=access,
+            started=lambda: started(_address(host, listening, access)),
             closing=lambda: server is not None and server.should_exit,
         )
         config = uvicorn.Config(
             app,
+            http=_prompt_protocol(limits.request_seconds),
             log_level="error",
             access_log=False,
             server_header=False,
@@ -117,7 +123,39 @@ def serve(
         server.run(sockets=[listening])
 
 
-def _address(host: str, listening: socket.socket) -> str:
+def _prompt_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """HTTP/1.1 by uvicorn, which closes a connection whose request has not arrived whole after so many seconds."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class PromptProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(seconds, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+            if arriving and self._deadline is None:
+                self._deadline = self.loop.call_later(seconds, self.transport.close)
+            elif not arriving:
+                self._forget_deadline()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget_deadline()
+            super().connection_lost(exc)
+
+        def _forget_deadline(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return PromptProtocol
+
+
+def _address(host: str, listening: socket.socket, access: str | None) -> str:
     port = listening.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}/"
+    return f"http://{shown}:{port}/" + ("" if access is None else f"?token={access}")

@@ -197,7 +197,7 @@ def _findings(measured: Trajectories, out: Path, whole: bool) -> dict[str, Any]:
     study = open_study(out)
     values: dict[str, Any] = {"dynamics": dynamics(study, measured.mechanisms)} if whole else {}
     values["about"] = about(study, measured, 1, (), whole=True)
-    sentence, known = opening_sentence([gap_sums(measured)], measured)
+    sentence, known = opening_sentence([gap_sums(measured)], measured, measured.non_finite)
     values["headline"] = sentence
     values["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
     return values
