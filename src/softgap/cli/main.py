@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from softgap.errors import SoftgapError
+from softgap.progress import in_command
 
 __all__ = ["main"]
 
@@ -173,7 +174,7 @@ def _run(arguments: list[str]) -> int:
     if _COMPLETING in os.environ:
         command(prog_name="softgap")
     try:
-        with command.make_context("softgap", list(arguments)) as context:
+        with in_command(), command.make_context("softgap", list(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code

@@ -20,7 +20,7 @@ from softgap.inputs import as_items
 from softgap.models.fingerprint import dropout_options, manifest_of
 from softgap.models.placement import input_device
 from softgap.models.support import check_measurable
-from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, default_mechanisms, equip_mechanism
 from softgap.probe.meter import Meter
 from softgap.probe.stream import Stream
 from softgap.probe.tap import (
@@ -71,7 +71,7 @@ class Recording:
     def __init__(
         self,
         model: PreTrainedModel,
-        mechanisms: Sequence[str | Mechanism] = DEFAULT_MECHANISMS,
+        mechanisms: str | Mechanism | Sequence[str | Mechanism] | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         listener: Callable[[Step], None] | None = None,
@@ -82,9 +82,9 @@ class Recording:
         allow_dropout: bool = False,
     ) -> None:
         check_measurable(model, allow_dropout=allow_dropout)
-        mechanisms = as_items(mechanisms)
+        mechanisms = default_mechanisms(model) if mechanisms is None else as_items(mechanisms)
         if not mechanisms:
-            raise ValueInputError("mechanisms must name at least one, got none; leave it out for elu1 and uniform")
+            raise ValueInputError("mechanisms must name at least one, got none; leave it out for the defaults")
         if block < 1:
             raise ValueInputError(f"block must be at least 1 step, got {block}")
         if drop_sinks < 0:
@@ -283,7 +283,7 @@ class Recording:
 @contextmanager
 def record(
     model: PreTrainedModel,
-    mechanisms: Sequence[str | Mechanism] = DEFAULT_MECHANISMS,
+    mechanisms: str | Mechanism | Sequence[str | Mechanism] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     listener: Callable[[Step], None] | None = None,
@@ -300,7 +300,7 @@ def record(
     model
         Any causal model of transformers whose attention goes through the registry.
     mechanisms
-        What to compare the model's softmax attention with.
+        What to compare the model's softmax attention with; None takes the defaults of ``generate``.
     tokenizer
         For the text of the tokens; without it they stay empty.
     listener
