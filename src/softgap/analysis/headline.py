@@ -9,6 +9,7 @@ calibration on held-out text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -49,6 +50,8 @@ RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
 NAMED_HEADS = 3
+# A text shorter than this many windows is said to be short: a window sees most of it.
+SHORT_TEXT = 4
 INTERVAL_QUANTILES = (0.025, 0.975)
 
 
@@ -65,15 +68,23 @@ class GapSums:
         Blocks of steps of one run, or whole samples.
     steps
         How many steps all parts hold together.
+    window
+        Name of the window; empty without one.
+    length
+        Tokens of the longest text.
     """
 
     parts: Float[np.ndarray, "part mechanism layer head"]
     steps: int
+    window: str = ""
+    length: int = 0
 
     @classmethod
     def of_samples(cls, samples: Sequence[GapSums]) -> GapSums:
         """Every sample as one part."""
-        return cls(np.stack([sums.parts.sum(axis=0) for sums in samples]), sum(sums.steps for sums in samples))
+        parts = np.stack([sums.parts.sum(axis=0) for sums in samples])
+        longest = max(sums.length for sums in samples)
+        return cls(parts, sum(sums.steps for sums in samples), samples[0].window, longest)
 
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
@@ -110,6 +121,8 @@ class Headline:
         How many heads elu1 leaves more than half of their gap; None where it was not measured.
     window, window_low, window_high
         The share that the window closes, None where none was measured.
+    window_keys, length
+        Keys that the window keeps, and tokens of the longest text: in a short one a window sees nearly everything.
     heads
         How many heads have a gap.
     """
@@ -129,6 +142,8 @@ class Headline:
     window: float | None = None
     window_low: float | None = None
     window_high: float | None = None
+    window_keys: int = 0
+    length: int = 0
 
     kept = DeprecatedAttribute("gap_left")
 
@@ -149,7 +164,12 @@ class Headline:
     def _window(self) -> str:
         if self.window is None:
             return ""
-        return f"; a window closes {_percent(self.window)}{_percents(self.window_low, self.window_high)}"
+        keys = f" of {self.window_keys} keys" if self.window_keys else ""
+        short = self.length and self.window_keys and self.length < SHORT_TEXT * self.window_keys
+        all_seen = f" in a text of only {self.length} tokens" if short else ""
+        return (
+            f"; a window{keys} closes {_percent(self.window)}{_percents(self.window_low, self.window_high)}{all_seen}"
+        )
 
     @property
     def _classical(self) -> str:
@@ -193,7 +213,7 @@ def gap_sums(run: Trajectories) -> GapSums | None:
         return None
     steps = gap_steps(run)
     absent = np.full((len(run.layers), run.divergence.shape[1], run.n_steps), np.nan)
-    window = next((name for name in run.mechanisms if name.startswith(WINDOW)), WINDOW)
+    window = next((name for name in run.mechanisms if name.startswith(WINDOW)), "")
     names = (FITTED, BASELINE, CLASSICAL, window)
     sums = np.stack([run.select(name).divergence if name in run.mechanisms else absent for name in names])[
         ..., steps
@@ -204,7 +224,7 @@ def gap_sums(run: Trajectories) -> GapSums | None:
         [np.nansum(sums[..., start : start + BLOCK], axis=-1) for start in range(0, sums.shape[-1], BLOCK)]
     )
     parts[:, np.isnan(sums).all(axis=(1, 2, 3))] = np.nan
-    return GapSums(parts, sums.shape[-1])
+    return GapSums(parts, sums.shape[-1], window, int(run.positions.max()) + 1)
 
 
 def gap_steps(run: Trajectories) -> Bool[np.ndarray, " step"]:
@@ -351,6 +371,8 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
         window=float(1 - window[0] / uniform) if windows else None,
         window_low=lows[2] if windows else None,
         window_high=highs[2] if windows else None,
+        window_keys=sum(map(int, re.findall(r"(?:w|sinks)=(\d+)", gap.window))) if windows else 0,
+        length=gap.length if windows else 0,
         heads=int((~np.isnan(left[0])).sum()),
     )
 

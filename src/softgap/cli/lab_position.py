@@ -24,7 +24,7 @@ from softgap.cli.render.lab import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from softgap.intervals import Interval
+    from softgap.intervals import ClusterInterval
     from softgap.theory.position.lab import Position
 
 __all__ = ["position_command"]
@@ -102,7 +102,7 @@ def _shares_table(lab: Position) -> Table:
     return table
 
 
-def _share(share: Interval) -> str:
+def _share(share: ClusterInterval) -> str:
     """A share with its interval where there is one; a dash where no head has a trend."""
     if share.value != share.value:
         return number(None)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from softgap.analysis.headline import opening
+from softgap.analysis.headline import FITTED, opening
 from softgap.cli.render import output
 from softgap.cli.render.kinds import show_kind_map
 from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
@@ -137,8 +137,8 @@ def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "laye
 
 def _text(console: Console, run: Trajectories) -> Text:
     """The completion with each token on the colour of its divergence, and the scale."""
-    name = run.mechanisms[0]
-    values = mean(run.divergence, axis=(0, 1))
+    name = FITTED if FITTED in run.mechanisms else run.mechanisms[0]
+    values = mean(run.select(name).divergence, axis=(0, 1))
     known = values[~np.isnan(values)]
     low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
     text = Text(overflow="fold")
