@@ -52,8 +52,9 @@ $(BROWSER): $(STAMP)
 	@touch $@
 
 # Not --overwrite, which refuses a demo of an older version as a different study.
-demo: $(STAMP) ## the embedded model answers a prompt and is measured; the last line is the report to open in a browser
+demo: $(STAMP) ## which heads of the embedded model need softmax; the last line is the report to open in a browser
 	@rm -rf $(DEMO)
+	@$(BIN)/softgap calibrate --quick >/dev/null
 	@$(BIN)/softgap run "Tell me a story about a fox." --max-new-tokens 96 --out $(DEMO)
 	@$(BIN)/softgap report $(DEMO)
 
@@ -84,9 +85,9 @@ screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and
 	@$(BIN)/python docs/make/screenshots.py
 	@$(BIN)/python docs/make/live_screenshots.py
 
-figures: $(STAMP) ## figures of the labs for the docs; of the kinds of heads with CALIBRATION=FILE
+figures: $(STAMP) ## figures of the labs for the docs; with CALIBRATION=FILE the map by kind and the opening of a run
 	@$(BIN)/python docs/make/lab_figures.py
-	@$(if $(CALIBRATION),$(BIN)/python docs/make/kinds_figure.py "$(CALIBRATION)")
+	@$(if $(CALIBRATION),$(BIN)/python docs/make/opening.py "$(CALIBRATION)")
 
 docs: $(STAMP) ## the documentation, into site/
 	@$(BIN)/python docs/make/module_list.py

@@ -23,7 +23,7 @@ import torch
 
 from harness import interleaved, machine, ratio, require_quiet_machine, write_section
 from softgap.models.loading import Loaded
-from softgap.probe.capture import prompt_ids
+from softgap.probe.prompts import prompt_ids
 from softgap.study import Planned, StudySettings, plan_study
 from softgap.study.batches import measure_batch
 from softgap.study.ray_engine import publish

@@ -14,7 +14,11 @@ __all__ = [
     "COLOURS",
     "KINDS",
     "LETTERS",
+    "MAP_TITLE",
+    "NOT_CALIBRATED",
+    "QUICK_CALIBRATION",
     "UNKNOWN_KINDS",
+    "UNMEASURED",
     "Labels",
     "counts_from_numbers",
     "kinds_sentence",
@@ -45,11 +49,24 @@ _WORDS = {
     "hybrid": "a hybrid",
 }
 _MEMORY = "window_keys"
-UNKNOWN_KINDS = (
-    "Which kind of substitute suffices for each head is not known here: run 'softgap calibrate' once for this model, "
-    "then measure it with fitted among the mechanisms (the default)."
+MAP_TITLE = "The cheapest substitute that suffices, by head (rows) and layer (columns)"
+NOT_CALIBRATED = (
+    "Not calibrated: these numbers show how concentrated each head is. Run `softgap calibrate` (for the embedded model "
+    "about 12 minutes, with --quick about one) to see which heads need softmax."
 )
-"""The sentence in place of a map of kinds."""
+"""What a view opens with where the model has no calibration."""
+UNMEASURED = (
+    "Measured without a calibrated mechanism: these numbers show how concentrated each head is. Measure with fitted "
+    "among the mechanisms (the default once `softgap calibrate` has run) to see which heads need softmax."
+)
+UNKNOWN_KINDS = (
+    "Which substitute suffices for each head is not known: the calibration in use is of an earlier version. Run "
+    "`softgap calibrate` again."
+)
+"""The sentence in place of a map of kinds where a fitted map was measured."""
+QUICK_CALIBRATION = (
+    "This is a quick calibration, fitted to little text in few steps; `softgap calibrate` makes the full one."
+)
 
 
 def kinds_sentence(counts: Mapping[str, Interval], worth: float | None = None) -> str:

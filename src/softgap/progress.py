@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import re
 import sys
 import threading
@@ -16,13 +17,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import ProgressColumn
 
-__all__ = ["Progress", "bar_or_callback", "partial_progress", "show_progress", "show_waiting", "silent"]
+__all__ = [
+    "Progress",
+    "bar_or_callback",
+    "in_command",
+    "partial_progress",
+    "show_progress",
+    "show_waiting",
+    "silent",
+]
 
 Progress = Callable[[str, float], None]
 """Called with the stage in words and the share of the work that is done, from 0 to 1."""
 
 _SECONDS = 30.0
 """The longest time between two plain lines."""
+
+_STARTING = 1.0
+"""Seconds after which a command that still imports says that it starts."""
+
+_COMMAND: contextvars.ContextVar[bool] = contextvars.ContextVar("softgap_command", default=False)
 
 
 def silent(stage: str, share: float) -> None:
@@ -76,14 +90,34 @@ def show_waiting(stage: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_command() -> Iterator[None]:
+    """A command runs in this block: its log file hears of what Python functions do, and of a slow start."""
+    before = _COMMAND.set(True)
+    started = threading.Event()
+    # torch takes seconds to import, and nothing else can be said before.
+    if "torch" not in sys.modules:
+        threading.Thread(target=_announce_start, args=(started,), daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
+        _COMMAND.reset(before)
+
+
+def _announce_start(ended: threading.Event) -> None:
+    if not ended.wait(_STARTING) and "torch" in sys.modules:
+        _write_line("[0:00:01] starting: importing torch")
+
+
+@contextlib.contextmanager
 def bar_or_callback(progress: Progress | bool) -> Iterator[Progress]:
     """The given callback; for True a bar on standard error if that is a terminal; for False nothing.
 
-    This serves Python functions, which leave a log file alone. Commands use ``show_progress``.
+    This serves Python functions, which leave a log file alone unless they run in a command.
     """
     if callable(progress):
         yield progress
-    elif progress and _terminal() is not None:
+    elif progress and (_COMMAND.get() or _terminal() is not None):
         with show_progress() as report:
             yield report
     else:
@@ -183,7 +217,11 @@ class _Lines:
             return
         done = f"{100 * share:3.0f} % " if self._shares else ""
         elapsed = timedelta(seconds=int(self._written - self._start))
-        # Work goes on where standard error is closed or full.
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            sys.stderr.write(f"[{done}{elapsed}] {stage}\n")
-            sys.stderr.flush()
+        _write_line(f"[{done}{elapsed}] {stage}")
+
+
+def _write_line(line: str) -> None:
+    # Work goes on where standard error is closed or full.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

@@ -9,6 +9,7 @@ calibration on held-out text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,41 +18,49 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from softgap.deprecation import DeprecatedAttribute
-from softgap.kinds import counts_from_numbers, kinds_sentence
-from softgap.trajectories import Trajectories
+from softgap.kinds import (
+    NOT_CALIBRATED,
+    QUICK_CALIBRATION,
+    UNKNOWN_KINDS,
+    UNMEASURED,
+    counts_from_numbers,
+    kinds_sentence,
+)
+from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.validation import BASELINE
 
 __all__ = [
     "FITTED",
     "NO_GAP",
-    "UNKNOWN",
     "GapSums",
     "Headline",
+    "Opening",
     "gap_shares",
     "gap_steps",
     "gap_sums",
     "headline",
     "held_out_sentence",
     "kind_counts_sentence",
+    "opening",
 ]
 
-FITTED, CLASSICAL = "fitted", "elu1"
+FITTED, CLASSICAL, WINDOW = "fitted", "elu1", "window:"
 FIRST, BLOCK, FEWEST = 64, 16, 32
 RESAMPLES = 999
 # A head whose distance to the mean of values is below this has no gap; one that keeps half of it needs softmax.
 NO_GAP, HALF = 0.02, 0.5
 NAMED_HEADS = 3
+# A text shorter than this many windows is said to be short: a window sees most of it.
+SHORT_TEXT = 4
 INTERVAL_QUANTILES = (0.025, 0.975)
-UNKNOWN = (
-    "No fitted linear attention was measured here, so the share of the gap that it closes is unknown. Fit one to each "
-    "head of this model, once, with 'softgap calibrate'."
-)
-"""The sentence of a run without a fitted map."""
 
 
 @dataclass(frozen=True, eq=False)
 class GapSums:
-    """Divergences from fitted, uniform and elu1 (NaN where it was not measured), summed over parts of a run or study.
+    """Divergences from fitted, uniform, elu1 and a window, summed over parts of a run or study.
+
+    Those of elu1 and of the window are NaN where they were not measured. The window is the first one of the run, by
+    default the one that keeps as much as the fitted map.
 
     Attributes
     ----------
@@ -59,15 +68,23 @@ class GapSums:
         Blocks of steps of one run, or whole samples.
     steps
         How many steps all parts hold together.
+    window
+        Name of the window; empty without one.
+    length
+        Tokens of the longest text.
     """
 
     parts: Float[np.ndarray, "part mechanism layer head"]
     steps: int
+    window: str = ""
+    length: int = 0
 
     @classmethod
     def of_samples(cls, samples: Sequence[GapSums]) -> GapSums:
         """Every sample as one part."""
-        return cls(np.stack([sums.parts.sum(axis=0) for sums in samples]), sum(sums.steps for sums in samples))
+        parts = np.stack([sums.parts.sum(axis=0) for sums in samples])
+        longest = max(sums.length for sums in samples)
+        return cls(parts, sum(sums.steps for sums in samples), samples[0].window, longest)
 
     @property
     def left(self) -> Float[np.ndarray, "layer head"]:
@@ -102,6 +119,10 @@ class Headline:
         The middle 95 % of their number.
     classical_stubborn
         How many heads elu1 leaves more than half of their gap; None where it was not measured.
+    window, window_low, window_high
+        The share that the window closes, None where none was measured.
+    window_keys, length
+        Keys that the window keeps, and tokens of the longest text: in a short one a window sees nearly everything.
     heads
         How many heads have a gap.
     """
@@ -118,6 +139,11 @@ class Headline:
     fewest: float = np.nan
     most: float = np.nan
     classical_stubborn: int | None = None
+    window: float | None = None
+    window_low: float | None = None
+    window_high: float | None = None
+    window_keys: int = 0
+    length: int = 0
 
     kept = DeprecatedAttribute("gap_left")
 
@@ -131,7 +157,18 @@ class Headline:
         """The headline as two sentences."""
         return (
             f"On this text a fitted linear attention closes {_percent(self.share)}{_percents(self.low, self.high)} of "
-            f"the gap between averaging and softmax{self._classical}. {self._stubborn}."
+            f"the gap between averaging and softmax{self._window}{self._classical}. {self._stubborn}."
+        )
+
+    @property
+    def _window(self) -> str:
+        if self.window is None:
+            return ""
+        keys = f" of {self.window_keys} keys" if self.window_keys else ""
+        short = self.length and self.window_keys and self.length < SHORT_TEXT * self.window_keys
+        all_seen = f" in a text of only {self.length} tokens" if short else ""
+        return (
+            f"; a window{keys} closes {_percent(self.window)}{_percents(self.window_low, self.window_high)}{all_seen}"
         )
 
     @property
@@ -176,16 +213,18 @@ def gap_sums(run: Trajectories) -> GapSums | None:
         return None
     steps = gap_steps(run)
     absent = np.full((len(run.layers), run.divergence.shape[1], run.n_steps), np.nan)
-    sums = np.stack(
-        [run.select(name).divergence if name in run.mechanisms else absent for name in (FITTED, BASELINE, CLASSICAL)]
-    )[..., steps].astype(np.float64)
+    window = next((name for name in run.mechanisms if name.startswith(WINDOW)), "")
+    names = (FITTED, BASELINE, CLASSICAL, window)
+    sums = np.stack([run.select(name).divergence if name in run.mechanisms else absent for name in names])[
+        ..., steps
+    ].astype(np.float64)
     if not sums.shape[-1]:
         return None
     parts = np.stack(
         [np.nansum(sums[..., start : start + BLOCK], axis=-1) for start in range(0, sums.shape[-1], BLOCK)]
     )
     parts[:, np.isnan(sums).all(axis=(1, 2, 3))] = np.nan
-    return GapSums(parts, sums.shape[-1])
+    return GapSums(parts, sums.shape[-1], window, int(run.positions.max()) + 1)
 
 
 def gap_steps(run: Trajectories) -> Bool[np.ndarray, " step"]:
@@ -225,9 +264,10 @@ def held_out_sentence(held_out: object) -> str:
     )
     dtype = held_out.get("calibrated_in") if isinstance(held_out, Mapping) else None
     elsewhere = f" It was calibrated in {dtype}, and these numbers are of that dtype." if dtype else ""
+    quick = "quick " if isinstance(held_out, Mapping) and held_out.get("quick") else ""
     return (
-        f"On held-out text the calibration closes {_percent(share)} of the gap that the mean of values leaves, and "
-        f"{_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
+        f"On held-out text the {quick}calibration closes {_percent(share)} of the gap that the mean of values leaves, "
+        f"and {_percent(profile)} of the gap that profile (average weights by distance) leaves. It explains "
         f"{_signed(explained)} of the output energy in the median head{baseline}.{agreement}{elsewhere}"
     )
 
@@ -241,7 +281,65 @@ def kind_counts_sentence(held_out: object) -> str:
         As for ``held_out_sentence``.
     """
     counts, worth = counts_from_numbers(held_out) if isinstance(held_out, Mapping) else ({}, None)
-    return kinds_sentence(counts, worth) if counts else ""
+    if not counts or not isinstance(held_out, Mapping):
+        return ""
+    sentence = kinds_sentence(counts, worth)
+    return f"{sentence} {QUICK_CALIBRATION}" if held_out.get("quick") else sentence
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What every view of a run or a study opens with, on a terminal and on a page.
+
+    Attributes
+    ----------
+    kinds
+        How many heads need which kind of substitute, by the calibration's held-out text; or why that is not known.
+    gap
+        How much of the gap a fitted linear attention closes on the text of this run; empty where it was not measured.
+    held_out
+        Stricter measures of the calibration on held-out text.
+    headline
+        The numbers of ``gap``.
+    caution
+        What to know before anything else: how many numbers are not finite; empty where all are.
+    """
+
+    kinds: str
+    gap: str = ""
+    held_out: str = ""
+    headline: Headline | None = None
+    caution: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """``caution``, ``kinds`` and ``gap``."""
+        return " ".join(filter(None, (self.caution, self.kinds, self.gap)))
+
+
+def opening(
+    gap: GapSums | None, manifest: Manifest, layers: Sequence[int], kinds: str = "", caution: str = ""
+) -> Opening:
+    """The sentences that a view of these measurements opens with.
+
+    Parameters
+    ----------
+    gap
+        None where no fitted map was measured.
+    kinds
+        The sentence on the kinds by a calibration, for measurements that do not store it.
+    caution
+        The sentence on numbers that are not finite.
+    """
+    held_out = manifest.extra.get("held_out", {})
+    known = kind_counts_sentence(held_out) or kinds
+    if gap is None and not known:
+        usual = set(manifest.mechanisms) <= {CLASSICAL, BASELINE}
+        return Opening(NOT_CALIBRATED if usual else UNMEASURED, caution=caution)
+    found = None if gap is None else headline(gap, layers)
+    if found is None:
+        return Opening(known or UNKNOWN_KINDS, caution=caution)
+    return Opening(known or UNKNOWN_KINDS, found.sentence, held_out_sentence(held_out), found, caution)
 
 
 def _number(held_out: object, name: str) -> float | None:
@@ -256,7 +354,7 @@ def _signed(value: float) -> str:
 def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     """The headline of a run or a study; None where nothing lies between softmax and the mean of values."""
     total = gap.parts.sum(axis=0)
-    fitted, uniform, classical = total.sum(axis=(1, 2))
+    fitted, uniform, classical, *window = total.sum(axis=(1, 2)).tolist()
     if not uniform > 0:
         return None
     left = _remaining_gaps(total, gap.steps)
@@ -264,6 +362,7 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
     stubborn = gap.ranked[: int(keeps[0].sum())]
     (lows, highs), counts = _intervals(gap)
     measured = not np.isnan(classical)
+    windows = bool(window) and not np.isnan(window[0])
     return Headline(
         share=float(1 - fitted / uniform),
         low=lows[0],
@@ -276,6 +375,11 @@ def headline(gap: GapSums, layers: Sequence[int]) -> Headline | None:
         fewest=counts[0],
         most=counts[1],
         classical_stubborn=int(keeps[1].sum()) if measured else None,
+        window=float(1 - window[0] / uniform) if windows else None,
+        window_low=lows[2] if windows else None,
+        window_high=highs[2] if windows else None,
+        window_keys=sum(map(int, re.findall(r"(?:w|sinks)=(\d+)", gap.window))) if windows else 0,
+        length=gap.length if windows else 0,
         heads=int((~np.isnan(left[0])).sum()),
     )
 
@@ -288,15 +392,15 @@ def _remaining_gaps(
 
 
 def _intervals(gap: GapSums) -> tuple[list[list[float]], list[float]]:
-    """The ends of the middle 95 % of the shares of fitted and elu1, and of how many heads keep more than half."""
+    """The ends of the middle 95 % of the shares of all but uniform, and of how many heads keep more than half."""
     count = len(gap.parts)
     if count < 2:
-        return [[np.nan, np.nan], [np.nan, np.nan]], [np.nan, np.nan]
+        return [[np.nan] * 3, [np.nan] * 3], [np.nan, np.nan]
     rng = np.random.default_rng(0)
     resampled = rng.integers(count, size=(RESAMPLES, count))
     times = (resampled[:, :, None] == np.arange(count)).sum(axis=1)
     totals = np.tensordot(times, gap.parts, axes=1)
-    fitted, uniform, classical = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
-    shares = np.quantile(1 - np.stack([fitted, classical], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
+    fitted, uniform, *others = np.moveaxis(totals.sum(axis=(2, 3)), 1, 0)
+    shares = np.quantile(1 - np.stack([fitted, *others], axis=1) / uniform[:, None], INTERVAL_QUANTILES, axis=0)
     heads = (_remaining_gaps(totals, gap.steps)[:, 0] > HALF).sum(axis=(1, 2))
     return shares.tolist(), np.quantile(heads, INTERVAL_QUANTILES).tolist()

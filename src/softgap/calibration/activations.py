@@ -148,7 +148,7 @@ def gather(
     distances: int,
     generated: Sequence[Sequence[int]] = (),
     rotations: Sequence[Rotation] | None = None,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[float], None] = lambda share: None,
 ) -> Activations:
     """Let a model read token sequences and keep what its layers attend with in ``folder``.
 
@@ -165,12 +165,14 @@ def gather(
     rotations
         The rotary embedding of every layer, where it is known.
     report
-        Called with the number of texts read so far.
+        Called after every layer of every text with the share of the tokens that is read.
     """
     sums: list[_Means] = []
+    layers, done = model.config.get_text_config().num_hidden_layers, 0
+    total = sum(map(len, (*texts, *generated)))
     for number, ids in enumerate((*texts, *generated)):
 
-        def visit(layer: LayerTensors, number: int = number) -> None:
+        def visit(layer: LayerTensors, number: int = number, start: int = done, length: int = len(ids)) -> None:
             if layer.layer == len(sums):
                 rotation = None if rotations is None else rotations[layer.layer]
                 sums.append(_Means(_site(layer, rotation), layer, distances))
@@ -178,9 +180,11 @@ def gather(
                 sums[layer.layer].add(layer)
             both = torch.cat([layer.query, layer.key]).half().cpu().numpy()
             np.save(_path(folder, layer.layer, number), both)
+            report((start + length * min(1.0, (layer.layer + 1) / layers)) / total)
 
         visit_layers(model, ids, visit)
-        report(number + 1)
+        done += len(ids)
+        report(done / total)
     _require_equal_shapes([means.site for means in sums])
     visit_layers(model, sample, lambda layer: _save_sample(folder, layer))
     profiles = [means.profile.result() for means in sums]

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "cut_corpus",
     "generate_texts",
     "mix_generated",
+    "quick_corpus",
     "tokens_needed",
 ]
 
@@ -51,6 +53,12 @@ HELD_OUT_TEXTS, NEAR = 6, 1024
 
 # Tokens that the model writes beside the given text; a sequence shorter than the fewest shows a fit nothing.
 GENERATED_TOKENS, FEWEST_GENERATED = 3072, 32
+
+
+# A quick calibration: its longest sequence, and its held-out texts with their length.
+QUICK_POSITIONS, QUICK_HELD_OUT, QUICK_NEAR = 1024, 3, 512
+# Written by the embedded model (experiments/quick_text.py).
+QUICK_TEXT = Path(__file__).with_name("quick.txt")
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,24 @@ def cut_corpus(model: Model, ids: TokenStream, positions: int | None = None) -> 
     held_out = ids[split:]
     far = (held_out.sequence(0, positions),) if min(positions, len(held_out)) > NEAR else ()
     return Corpus(_fit_sequences(ids[:split], positions), _held_out_sequences(held_out, positions), far)
+
+
+def quick_corpus(model: Model, tokenizer: Tokenizer, texts: Sequence[str] | None = None) -> Corpus:
+    """The few sequences of a quick calibration, from the beginning of given texts or of the text in ``QUICK_TEXT``."""
+    positions = min(QUICK_POSITIONS, context_of(model))
+    check_positions(model, positions)
+    given = [QUICK_TEXT.read_text(encoding="utf-8")] if texts is None else as_items(texts)
+    ids = [token for text in given for token in tokenizer(text, verbose=False)["input_ids"]]
+    if len(ids) < FEWEST_TOKENS:
+        raise ValueInputError(
+            f"a quick calibration needs at least {FEWEST_TOKENS} tokens of text, got {len(ids)}; give more text, or "
+            "none to use the text that comes with softgap"
+        )
+    near = min(QUICK_NEAR, positions)
+    ids = ids[: 2 * positions + QUICK_HELD_OUT * near]
+    split = len(ids) - near * max(1, min(QUICK_HELD_OUT, len(ids) // (2 * near)))
+    held_out = (tuple(ids[start : start + near]) for start in range(split, len(ids) - near + 1, near))
+    return Corpus(_fit_sequences(ids[:split], min(positions, split)), tuple(held_out))
 
 
 def mix_generated(

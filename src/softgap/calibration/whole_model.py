@@ -18,7 +18,7 @@ from softgap.attention.memory import equal_window, halve_features
 from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, LayerSite, gather
 from softgap.calibration.conditions import evaluate_conditions
-from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe
+from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe, RowPlan
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.memory_ladder import MemoryLadder, climb_memory
@@ -31,6 +31,7 @@ from softgap.calibration.texts import (
     corpus_of,
     generate_texts,
     mix_generated,
+    quick_corpus,
     tokens_needed,
 )
 from softgap.checkpoints import Checkpoints, checkpoint_folder, one_writer
@@ -54,7 +55,7 @@ from softgap.probe.layout import layer_rotations
 from softgap.progress import Progress, partial_progress, silent
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["REFERENCE_MECHANISMS", "Calibration", "calibrate", "calibration_tensors"]
+__all__ = ["QUICK", "REFERENCE_MECHANISMS", "Calibration", "calibrate", "calibration_tensors"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,6 +82,11 @@ class Calibration:
         The cheapest kind of substitute that suffices for each head; None in files of version 0.1.
     memory_ladder
         Window, fitted map and hybrid at equal memory, by short fits in a few layers; None in files of version 0.1.
+
+    Notes
+    -----
+    In a quick calibration ``conditions``, ``curve`` and the rungs of ``ladders`` are empty, and ``memory_ladder`` is
+    None.
     """
 
     tensors: Mapping[str, Tensor]
@@ -140,6 +146,11 @@ class Calibration:
         """The model that it belongs to."""
         return str(self.metadata["fingerprint"])
 
+    @property
+    def quick(self) -> bool:
+        """Whether it was made in a hurry: fewer steps, little text, and no more than the labels measured."""
+        return bool(self.metadata.get("quick"))
+
     def save(self, path: str | Path | None = None) -> Path:
         """Write it to a file; without one, to the cache, where every part of softgap finds it by the model.
 
@@ -161,7 +172,7 @@ class Calibration:
         >>> softgap.Calibration.load("fitted.safetensors").save("copy.safetensors").name
         'copy.safetensors'
         """
-        target = calibration_path(self.fingerprint) if path is None else Path(path).expanduser()
+        target = calibration_path(self.fingerprint, quick=self.quick) if path is None else Path(path).expanduser()
         save_calibration(target, self.tensors, {**self.metadata, **self.report()})
         return target
 
@@ -264,6 +275,10 @@ REFERENCE_MECHANISMS = ("elu1", BASELINE)
 BASELINES = ("constant", "profile")
 
 
+QUICK = Recipe(steps=75, rows=RowPlan(generated=0.0))
+"""The recipe of a quick calibration."""
+
+
 # What features see: without and with a rotation.
 VECTORS = ("after rotary embedding or without", "before and after rotary embedding")
 
@@ -278,6 +293,7 @@ def calibrate(
     positions: int | None = None,
     limit: float = LIMIT,
     stability: bool = True,
+    quick: bool = False,
     out: str | Path | None = None,
     engine: str = "local",
     address: str | None = None,
@@ -303,9 +319,13 @@ def calibrate(
         The share of the gap and of the output's energy that a substitute may leave and still suffice for a head.
     stability
         Whether to find out how many heads keep their kind on other text and at other lengths.
+    quick
+        Fit in 75 steps to 2,048 tokens (of the text that comes with softgap, if none is given), and measure only which
+        substitute suffices for each head. The result is marked. In the cache it is used until there is a full
+        calibration, which it never replaces.
     out
         Where the calibration is saved; None saves it in the cache. Finished layers are saved beside it, so that the
-        same call resumes after an interruption.
+        same call resumes after an interruption. A full calibration in the cache removes a quick one.
     engine
         Where the layers are fitted: "local", or "ray" for the workers of a Ray cluster. Both give the same bytes.
     address
@@ -340,41 +360,67 @@ def calibrate(
     check_measurable(model)
     check_limit(limit)
     check_engine(engine)
-    recipe = recipe or Recipe()
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueInputError(f"minutes must be a number above 0, got {minutes:g}; leave it out for a number of steps")
-    target = calibration_path(model_fingerprint(model)) if out is None else Path(out).expanduser()
-    with one_writer(target):
-        return _calibrate(
-            model, tokenizer, texts, recipe, minutes, positions, limit, stability, target, (engine, address), progress
+    if quick and (minutes is not None or positions is not None):
+        raise ValueInputError(
+            f"a quick calibration has a fixed length and number of positions, got minutes {minutes} and positions "
+            f"{positions}; leave them out, or leave quick out"
         )
+    recipe = recipe or (QUICK if quick else Recipe())
+    target = calibration_path(model_fingerprint(model), quick=quick) if out is None else Path(out).expanduser()
+    task = _Task(recipe, minutes, positions, limit, stability and not quick, quick, target, engine, address)
+    with one_writer(target):
+        calibration = _calibrate(model, tokenizer, texts, task, progress)
+    if out is None and not quick:
+        calibration_path(calibration.fingerprint, quick=True).unlink(missing_ok=True)
+    return calibration
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What ``calibrate`` was asked for, checked."""
+
+    recipe: Recipe
+    minutes: float | None
+    positions: int | None
+    limit: float
+    stability: bool
+    quick: bool
+    target: Path
+    engine: str
+    address: str | None
+
+
+def _corpus(
+    model: Model, tokenizer: Tokenizer, texts: Sequence[str] | None, task: _Task, progress: Progress
+) -> tuple[Corpus, str]:
+    """The sequences of a calibration, and where their text is from."""
+    if task.quick:
+        source = "that comes with softgap" if texts is None else "given"
+        return quick_corpus(model, tokenizer, texts), source
+    if texts is None:
+        positions = task.positions or min(GENERATED_POSITIONS, context_of(model))
+        check_positions(model, positions)
+        written = _generate_texts(model, tokenizer, positions, task.recipe.seed, progress)
+        return corpus_of(model, tokenizer, written, positions=positions), "written by the model"
+    corpus = corpus_of(model, tokenizer, texts, positions=task.positions)
+    if task.recipe.rows.generated:
+        corpus = _mixed(model, tokenizer, corpus, task.recipe.seed, task.target, partial_progress(progress, 0, 0.08))
+    return corpus, "given"
 
 
 def _calibrate(
-    model: Model,
-    tokenizer: Tokenizer,
-    texts: Sequence[str] | None,
-    recipe: Recipe,
-    minutes: float | None,
-    positions: int | None,
-    limit: float,
-    stability: bool,
-    target: Path,
-    cluster: tuple[str, str | None],
-    progress: Progress,
+    model: Model, tokenizer: Tokenizer, texts: Sequence[str] | None, task: _Task, progress: Progress
 ) -> Calibration:
-    """Fit, measure and save a calibration whose settings were checked; ``cluster`` is the engine and its address."""
-    source = "given"
-    if texts is None:
-        source, positions = "written by the model", positions or min(GENERATED_POSITIONS, context_of(model))
-        check_positions(model, positions)
-        texts = _generate_texts(model, tokenizer, positions, recipe.seed, progress)
-    corpus = corpus_of(model, tokenizer, texts, positions=positions)
-    if source == "given" and recipe.rows.generated:
-        corpus = _mixed(model, tokenizer, corpus, recipe.seed, target, partial_progress(progress, 0, 0.08))
+    """Fit, measure and save a calibration whose settings were checked."""
+    recipe, target = task.recipe, task.target
+    corpus, source = _corpus(model, tokenizer, texts, task, progress)
     rotations = layer_rotations(model)
     metadata = {**_metadata(model, corpus), "text": source, "vectors": VECTORS[rotations is not None]}
-    settings = {**metadata, "recipe": asdict(recipe), "minutes": minutes}
+    if task.quick:
+        metadata["quick"] = True
+    settings = {**metadata, "recipe": asdict(recipe), "minutes": task.minutes}
     layers = FittedLayers(target, settings)
     progress("the model reads", 0.08)
     with tempfile.TemporaryDirectory(prefix="softgap-calibration-") as scratch:
@@ -386,28 +432,28 @@ def _calibrate(
             distances=min(DISTANCES, corpus.longest),
             rotations=rotations,
             generated=corpus.generated,
-            report=lambda n: progress(
-                "the model reads", 0.08 + 0.12 * n / (len(corpus.fitted) + len(corpus.generated))
-            ),
+            report=lambda share: progress("the model reads", 0.08 + 0.12 * share),
         )
-        if minutes is not None:
-            recipe = replace(recipe, steps=layers.steps(partial(steps_within, minutes, gathered, recipe)))
-        fit = partial(fit_layers, gathered, engine=cluster[0], address=cluster[1])
+        if task.minutes is not None:
+            recipe = replace(recipe, steps=layers.steps(partial(steps_within, task.minutes, gathered, recipe)))
+        fit = partial(fit_layers, gathered, engine=task.engine, address=task.address)
         fitted = fit(recipe, layers, partial_progress(progress, 0.2, 0.5))
         features, exact = halve_features(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
         tail_recipe = replace(recipe, features=max(FEWEST_FEATURES, features))
         tails = FittedLayers(target, {**settings, "exact": asdict(exact)}, "tail")
         hybrid = fit(tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
         tensors = calibration_tensors(gathered, fitted, hybrid)
-        memory_ladder = _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
+        memory_ladder = (
+            None
+            if task.quick
+            else _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
+        )
     metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
     metadata["windows"] = [site.window for site in gathered.sites]
     metadata["digest"] = digest_of(tensors)
-    calibration = replace(
-        _evaluate(model, tokenizer, corpus, tensors, gathered.sites, metadata, recipe.seed, limit, stability, progress),
-        curve=memory_ladder.curve,
-        memory_ladder=memory_ladder,
-    )
+    calibration = _evaluate(model, tokenizer, corpus, tensors, gathered.sites, metadata, task, progress)
+    if memory_ladder is not None:
+        calibration = replace(calibration, curve=memory_ladder.curve, memory_ladder=memory_ladder)
     calibration.save(target)
     layers.remove()
     return calibration
@@ -481,11 +527,10 @@ def _evaluate(
     tensors: dict[str, Tensor],
     sites: Sequence[LayerSite],
     metadata: dict[str, Any],
-    seed: int,
-    limit: float,
-    stability: bool,
+    task: _Task,
     progress: Progress,
 ) -> Calibration:
+    seed = task.recipe.seed
     stored = StoredCalibration(tensors, metadata, str(metadata["digest"]))
     fitted, *baselines = (stored.equip(name) for name in ("fitted", *BASELINES))
     held_out = evaluate_held_out(
@@ -498,14 +543,16 @@ def _evaluate(
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.82 + 0.05 * n / (len(corpus.held_out) + len(corpus.far))),
     )
-    conditions = evaluate_conditions(
-        model,
-        tokenizer,
-        corpus,
-        fitted,
-        seed=seed,
-        report=lambda share: progress("reading other text", 0.87 + 0.03 * share),
-    )
+    conditions: dict[str, Interval] = {}
+    if not task.quick:
+        conditions = evaluate_conditions(
+            model,
+            tokenizer,
+            corpus,
+            fitted,
+            seed=seed,
+            report=lambda share: progress("reading other text", 0.87 + 0.03 * share),
+        )
     window = resolve(equal_window(fitted, tensors["constant.mean"].shape[-1]))
     kinds = {"window": window, **{name: stored.equip(name) for name in ("constant", "profile", "fitted", "hybrid")}}
     suffices = label_heads(
@@ -513,12 +560,14 @@ def _evaluate(
         corpus.held_out,
         {name: kinds[name] for name in KINDS if name in kinds},
         far=corpus.far,
-        limit=limit,
-        stability=stability,
+        limit=task.limit,
+        stability=task.stability,
         seed=seed,
         report=lambda share: progress("measuring which substitute suffices", 0.9 + 0.04 * share),
     )
     layers = len(tensors["profile.first"])
+    if task.quick:
+        return Calibration(tensors, metadata, held_out, conditions, Ladders((), (), (), 0), {}, suffices)
     rank_ladders = ladders(
         model,
         corpus.held_out[0][:LADDER_TOKENS],

@@ -212,7 +212,7 @@ def _evaluate(
     loaded, tokenizer = load_model(name, **options)
     change = _changes(loaded, plans)
     parts = None if out is None else checkpoint_folder(out)
-    with quiet_transformers(downloads=False), show_progress() as report:
+    with quiet_transformers(downloads=False), show_progress("preparing the tasks") as report:
         try:
             found = evaluate(loaded, tokenizer, **settings, **change, folder=parts, progress=report)
         except KeyboardInterrupt:

@@ -9,14 +9,15 @@ import typer
 from rich.table import Table
 
 from softgap.cli.options import Json, Model
-from softgap.cli.render import output
 from softgap.cli.render.lab import (
+    Full,
     LabOut,
     LabText,
     LabTokens,
     check_out,
     choose_model,
     model_and_text,
+    number,
     present_lab,
     run_lab,
 )
@@ -46,6 +47,7 @@ def focus_command(
     draws: Annotated[int, typer.Option(max=100_000, help="Without --model: number of simulated rows per check.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for simulations and bootstrap.")] = 0,
     out: LabOut = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Measure how far attention can focus: sparsity S in closed form; S, entropy and rank in the heads of a model."""
@@ -54,15 +56,14 @@ def focus_command(
     if name is None:
         findings = _synthetic(keys, dim, draws, mechanism, seed)
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
-        present_lab(findings, partial(_draw_synthetic, findings), title=title, out=out, as_json=as_json)
-        if not as_json:
-            output.console().print(_rank_table(findings))
+        draw = partial(_draw_synthetic, findings)
+        table = partial(_rank_table, findings)
+        present_lab(findings, draw, title=title, out=out, as_json=as_json, full=full, table=table)
         return
     lab = _in_model(name, text, tokens, mechanism, seed)
     title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
-    if not as_json:
-        output.console().print(_mechanism_table(lab))
+    table = partial(_mechanism_table, lab)
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full, table=table)
 
 
 def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:
@@ -108,10 +109,7 @@ def _mechanism_table(lab: ModelFocus) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for mechanism in lab.mechanisms:
         row = mechanism.summary()
-        cells = (
-            "" if row[field] is None or row[field] != row[field] else f"{row[field]:.3g}" for field in columns.values()
-        )
-        table.add_row(mechanism.name, *cells)
+        table.add_row(mechanism.name, *(number(row[field], ".3g") for field in columns.values()))
     return table
 
 

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 
 from softgap.cli.options import Json, Model
-from softgap.cli.render import output
 from softgap.cli.render.lab import (
+    Full,
     LabOut,
     LabText,
     LabTokens,
@@ -61,6 +61,7 @@ def injectivity_command(
     ] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for keys, collision search and bootstrap.")] = 0,
     out: LabOut = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Test which mechanisms give different queries different weights: margins, collisions, confusion in real heads."""
@@ -69,13 +70,12 @@ def injectivity_command(
     if name is None:
         result = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
         draw = partial(_draw_synthetic, result)
-        present_lab(result, draw, title=f"Injectivity on {keys} keys of dimension {dim}", out=out, as_json=as_json)
-        if not as_json:
-            output.console().print(_search_table(result))
+        title, table = f"Injectivity on {keys} keys of dimension {dim}", partial(_search_table, result)
+        present_lab(result, draw, title=title, out=out, as_json=as_json, full=full, table=table)
         return
     lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
     title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full)
 
 
 def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, starts: int, seed: int) -> Injectivity:

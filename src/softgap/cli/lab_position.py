@@ -9,12 +9,22 @@ import typer
 from rich.table import Table
 
 from softgap.cli.options import Json, Model
-from softgap.cli.render import output
-from softgap.cli.render.lab import LabOut, LabText, check_out, choose_model, model_and_texts, present_lab, run_lab
+from softgap.cli.render.lab import (
+    Full,
+    LabOut,
+    LabText,
+    check_out,
+    choose_model,
+    model_and_texts,
+    number,
+    present_lab,
+    run_lab,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from softgap.intervals import ClusterInterval
     from softgap.theory.position.lab import Position
 
 __all__ = ["position_command"]
@@ -41,6 +51,7 @@ def position_command(
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries, keys and values.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for heads, random queries and bootstrap.")] = 0,
     out: LabOut = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Explain why divergence changes with position: normaliser, running mean of values, or concentration of softmax."""
@@ -53,9 +64,8 @@ def position_command(
     count = lab.settings["texts"]
     many = "1 text" if count == 1 else f"{count} texts"
     title = f"Position in {name or 'i.i.d. heads'} over {many} of {lab.settings['tokens']} tokens"
-    present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json)
-    if not as_json:
-        output.console().print(_shares_table(lab))
+    table = partial(_shares_table, lab)
+    present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json, full=full, table=table)
 
 
 def _synthetic(
@@ -86,10 +96,18 @@ def _shares_table(lab: Position) -> Table:
     for heading in ("mechanism", "heads with a trend", "mean slope", *TERMS, "random queries"):
         table.add_column(heading, justify="left" if heading == "mechanism" else "right")
     for trend in lab.trends:
-        shares = [f"{s.value:.2f} [{s.low:.2f}, {s.high:.2f}]" for s in (*trend.shares, trend.random_share)]
+        shares = [_share(share) for share in (*trend.shares, trend.random_share)]
         count = f"{int(trend.trending.sum())} of {trend.trending.size}"
         table.add_row(trend.mechanism, count, f"{trend.slopes.value.mean():+.4f}", *shares)
     return table
+
+
+def _share(share: ClusterInterval) -> str:
+    """A share with its interval where there is one; a dash where no head has a trend."""
+    if share.value != share.value:
+        return number(None)
+    known = share.low == share.low and share.high == share.high
+    return number(share.value, ".2f") + (f" [{share.low:.2f}, {share.high:.2f}]" if known else "")
 
 
 def _draw(lab: Position) -> Figure:

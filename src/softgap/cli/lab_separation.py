@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from softgap.cli.options import Json, expand_option_groups
-from softgap.cli.render.lab import LabOut, check_out, present_lab, run_lab
+from softgap.cli.render.lab import Full, LabOut, check_out, present_lab, run_lab
 
 if TYPE_CHECKING:
     from softgap.theory.separation.lab import Separation
@@ -97,6 +97,7 @@ def separation_command(
     training: TrainingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the draws.")] = 0,
     out: LabOut = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Test the separation of softmax from linear attention: all mechanisms, a phase map, growth in n, an ablation.
@@ -128,7 +129,7 @@ def separation_command(
 
         return draw_separation(result)
 
-    present_lab(result, draw, title="Separation", out=out, as_json=as_json)
+    present_lab(result, draw, title="Separation", out=out, as_json=as_json, full=full)
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:

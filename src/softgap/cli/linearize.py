@@ -376,7 +376,7 @@ def _search(
 
     loaded, tokenizer = load_model(model, **options)
     parts = checkpoint_folder(out)
-    with one_writer(out), quiet_transformers(downloads=False), show_progress() as report:
+    with one_writer(out), quiet_transformers(downloads=False), show_progress("preparing the search") as report:
         chosen, settings = _for_model(loaded, mechanisms, window, size, settings, several=several)
         try:
             plan = find_plan(loaded, tokenizer, texts, chosen, folder=parts, progress=report, **settings)

@@ -19,6 +19,7 @@ from typing import Any
 import typer
 
 from softgap.errors import NonFiniteWarning, SoftgapError
+from softgap.progress import in_command
 
 __all__ = ["main"]
 
@@ -174,7 +175,7 @@ def _run(arguments: list[str]) -> int:
     if _COMPLETING in os.environ:
         command(prog_name="softgap")
     try:
-        with warnings.catch_warnings(), command.make_context("softgap", list(arguments)) as context:
+        with warnings.catch_warnings(), in_command(), command.make_context("softgap", list(arguments)) as context:
             # Commands say it themselves, in their first sentence.
             warnings.simplefilter("ignore", NonFiniteWarning)
             result = command.invoke(context)

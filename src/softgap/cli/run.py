@@ -38,6 +38,7 @@ from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.linearize import GenerationStep
+    from softgap.progress import Progress
     from softgap.study import StudySettings
     from softgap.trajectories import Trajectories
 
@@ -142,7 +143,7 @@ def _generate(
     text: str, out: str, settings: StudySettings, *, overwrite: bool, anatomy: Sequence[tuple[int, int]] = ()
 ) -> Trajectories:
     """Check, load, generate and save."""
-    from softgap.progress import show_waiting
+    from softgap.progress import show_progress
     from softgap.study import Observer, check_run, measure
     from softgap.tasks import Prompt
 
@@ -150,7 +151,7 @@ def _generate(
     runs: list[Trajectories] = []
     check_run(prompts, out, settings, mode="live", overwrite=overwrite)
     loaded = settings.load()
-    with show_waiting("generating and measuring"):
+    with show_progress(_tokens_stage(0, settings.max_new_tokens)) as report:
         measure(
             prompts,
             out,
@@ -159,9 +160,25 @@ def _generate(
             loaded=loaded,
             overwrite=overwrite,
             anatomy=anatomy,
-            observer=Observer(on_run=runs.append),
+            observer=Observer(on_run=runs.append, stop=_TokenCount(settings.max_new_tokens, report)),
         )
     return runs[0]
+
+
+def _tokens_stage(done: int, most: int) -> str:
+    return f"generating and measuring: {done} of {most} tokens"
+
+
+class _TokenCount:
+    """Counts the tokens of a generation, which asks after each whether to stop."""
+
+    def __init__(self, most: int, report: Progress) -> None:
+        self._most, self._report, self._done = most, report, 0
+
+    def __call__(self) -> bool:
+        self._done += 1
+        self._report(_tokens_stage(self._done, self._most), self._done / self._most)
+        return False
 
 
 def _refuse_measuring(context: typer.Context) -> None:

@@ -48,8 +48,13 @@ def label_command(
 _MOST_LISTED = 5
 
 
-def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options: StudyOptions) -> None:
-    """Measure the prompts and print the result; with --dry-run only estimate the cost."""
+def carry_out(
+    prompts: list[Prompt], out: str, settings: StudySettings, options: StudyOptions, source: str = ""
+) -> None:
+    """Measure the prompts and print the result; with --dry-run only estimate the cost.
+
+    ``source`` says where the prompts come from and how they were read.
+    """
     check_ray_address(options.engine, options.ray_address)
     limits = options.limits()
     from softgap.study.measurement import check_mechanisms
@@ -61,6 +66,9 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options:
     from softgap.progress import show_progress
     from softgap.study import run_study
 
+    if source and not options.as_json:
+        # Before the work: a layout that was taken for another one shows at once.
+        output.console().print(f"{source}: {len(prompts):,} prompts", soft_wrap=True)
     with show_progress("measuring", items=len(prompts), unit="samples") as report:
         result = run_study(
             prompts,
@@ -71,7 +79,8 @@ def carry_out(prompts: list[Prompt], out: str, settings: StudySettings, options:
             limits=limits,
             progress=report,
         )
-    _show_result(result, as_json=options.as_json)
+    answered = {prompt.sample_id for prompt in prompts if prompt.completion is None}
+    _show_result(result, answered, settings.max_new_tokens, as_json=options.as_json)
     if not result.measured:
         raise typer.Exit(1)
 
@@ -93,10 +102,15 @@ def _show_cost(prompts: list[Prompt], out: str, settings: StudySettings, *, as_j
         )
 
 
-def _show_result(result: StudyResult, *, as_json: bool) -> None:
-    labels = _labels(result.out)
+def _show_result(result: StudyResult, answered: set[str], most: int, *, as_json: bool) -> None:
+    from softgap.trajectories import open_study
+
+    samples = open_study(result.out).samples()
+    labels = {str(name): int(count) for name, count in samples["label"].value_counts().items()}
+    answers = samples[samples["sample_id"].isin(answered)]
+    ended = [_cut_off(row.completion, row.tokens, most) for row in answers.itertuples()]
     if as_json:
-        document: dict[str, Any] = {**asdict(result), "labels": labels}
+        document: dict[str, Any] = {**asdict(result), "labels": labels, "cut_off": sum(ended)}
         document["failures"] = [failure.to_json() for failure in result.failures]
         output.write_json(document)
         return
@@ -109,6 +123,11 @@ def _show_result(result: StudyResult, *, as_json: bool) -> None:
     console.print(f"{result.measured:,} of {result.samples:,} samples measured{before}{speed}")
     if labels:
         console.print("labels: " + ", ".join(f"{name} {count:,}" for name, count in labels.items()))
+    if any(ended):
+        console.print(
+            f"{sum(ended):,} of {len(ended):,} answers were cut off at {most:,} tokens, the limit of --max-new-tokens",
+            soft_wrap=True,
+        )
     for failure in result.failures[:_MOST_LISTED]:
         console.print(f"failed in {failure.stage}: {failure.sample_id}: {failure.reason}", soft_wrap=True)
     if len(result.failures) > _MOST_LISTED:
@@ -116,11 +135,9 @@ def _show_result(result: StudyResult, *, as_json: bool) -> None:
     console.print(result.out, soft_wrap=True)
 
 
-def _labels(out: str) -> dict[str, int]:
-    from softgap.trajectories import open_study
-
-    counts = open_study(out).samples()["label"].value_counts()
-    return {str(name): int(count) for name, count in counts.items()}
+def _cut_off(completion: str, tokens: Sequence[str], most: int) -> bool:
+    """Whether an answer ended at the limit: its last token is text, and not the token that ends a turn."""
+    return len(tokens) >= most and completion.endswith(tokens[-1])
 
 
 @expand_option_groups
@@ -156,9 +173,12 @@ def run_command(
 ) -> None:
     """Measure every head on many prompts. The model answers a prompt, or reads its completion where one is given."""
     from softgap.tasks import read_prompts, resolve_scorer
+    from softgap.tasks.sources import layout_of
     from softgap.trajectories.folder import slug
 
-    samples = read_prompts(prompts, renamed=_parse_renames(field or ()))[:limit]
+    renamed = _parse_renames(field or ())
+    samples = read_prompts(prompts, renamed=renamed)[:limit]
+    layout = layout_of(prompts, renamed=renamed)
     if answer:
         samples = _without_completions(samples)
     if score is not None:
@@ -166,7 +186,7 @@ def run_command(
     settings = options.settings(max_new_tokens=max_new_tokens, seed=seed, scoring=score)
     place = f"runs/{slug(Path(prompts).stem)}" if out is None else out
     with output.overriding(force):
-        carry_out(samples, place, settings, options)
+        carry_out(samples, place, settings, options, f"{prompts}: {layout}")
 
 
 def _parse_renames(entries: Sequence[str]) -> dict[str, str]:

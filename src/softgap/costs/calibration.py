@@ -33,6 +33,7 @@ from softgap.calibration.texts import (
     corpus_of,
     cut_corpus,
     generate_texts,
+    quick_corpus,
     tokens_needed,
 )
 from softgap.calibration.whole_model import (
@@ -40,6 +41,7 @@ from softgap.calibration.whole_model import (
     DISTANCES,
     GENERATED_POSITIONS,
     LADDER_TOKENS,
+    QUICK,
     REFERENCE_MECHANISMS,
     calibration_tensors,
 )
@@ -69,10 +71,13 @@ def calibration_cost(
     minutes: float | None = None,
     positions: int | None = None,
     stability: bool = True,
+    quick: bool = False,
 ) -> Cost:
     """What ``softgap.calibrate`` costs on this machine; the parameters are its own."""
-    recipe = recipe or Recipe()
-    corpus, written, mixed = _corpus(model, tokenizer, texts, positions, recipe)
+    recipe = recipe or (QUICK if quick else Recipe())
+    corpus, written, mixed = (
+        (quick_corpus(model, tokenizer, texts), 0, 0) if quick else _corpus(model, tokenizer, texts, positions, recipe)
+    )
     workers = torch.get_num_threads()
     stages = {"loading": probe.loading}
     if written:
@@ -99,12 +104,13 @@ def calibration_cost(
         for names in (every, pair)
     )
     stages["reading held-out text"] = by_all.over(held_out) + by_pair.over(far)
-    stages["reading other text"] = by_pair.over(_condition_lengths(tokenizer, corpus))
-    whole = min(LADDER_TOKENS, held_out[0])
-    compared = probe.curve(lambda n: ladders(model, ids[:n], pair[0]), [n // 2 for n in lengths], whole)
-    stages["comparing weights"] = compared.at(whole)
-    attending = sums.at(min(TOKENS, *held_out)) / (layers * (1 + len(kinds)))
-    stages["comparing memory"] = _memory_ladder_seconds(gathered, recipe, fits, attending) / workers
+    if not quick:
+        stages["reading other text"] = by_pair.over(_condition_lengths(tokenizer, corpus))
+        whole = min(LADDER_TOKENS, held_out[0])
+        compared = probe.curve(lambda n: ladders(model, ids[:n], pair[0]), [n // 2 for n in lengths], whole)
+        stages["comparing weights"] = compared.at(whole)
+        attending = sums.at(min(TOKENS, *held_out)) / (layers * (1 + len(kinds)))
+        stages["comparing memory"] = _memory_ladder_seconds(gathered, recipe, fits, attending) / workers
     site = gathered.sites[0]
     tokens = sum(map(len, corpus.fitted))
     return Cost(

@@ -24,14 +24,12 @@ from softgap.linearize.plan import Plan, cache_bytes_at, memory_of, streams
 from softgap.models.loading import Model, Tokenizer
 from softgap.probe.capture import (
     check_lengths,
-    decode_tokens,
     fixed_seed,
-    pad_id,
     pad_rows,
-    prompt_ids,
     sampling_settings,
     stopping_settings,
 )
+from softgap.probe.prompts import as_prompts, check_loaded, decode_tokens, pad_id, prompt_ids, prompt_text
 from softgap.probe.tap import prepared_config, row_lengths
 
 __all__ = ["Generation", "GenerationStep", "generate", "saving_words"]
@@ -230,8 +228,9 @@ def generate(
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens)
     _check_settings(settings)
-    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-    rows = [prompt_ids(tokenizer, text, chat) for text in prompts]
+    check_loaded(model, tokenizer)
+    prompts = as_prompts(prompt)[0]
+    rows = [prompt_ids(tokenizer, each, chat) for each in prompts]
     check_lengths(model, rows, max_new_tokens)
     settings = {
         "max_new_tokens": max_new_tokens,
@@ -257,7 +256,7 @@ def generate(
     lengths = row_lengths(new, config, stopping, new.shape[1])
     tokens = tuple(tuple(row[:length].tolist()) for row, length in zip(new, lengths, strict=True))
     return Generation(
-        prompts=prompts,
+        prompts=tuple(prompt_text(tokenizer, each) for each in prompts),
         texts=tuple(decode_tokens(tokenizer, row) for row in tokens),
         token_ids=tokens,
         prompt_tokens=tuple(len(row) for row in rows),

@@ -223,6 +223,7 @@ def load_model(
     options = _Options(_check_dtype(dtype), _check_device(device), placement, quantise, _check_attn(attn), downloads)
     source = _resolve(EMBEDDED if name is None else os.fspath(name))
     with bar_or_callback(progress) as report:
+        report(f"loading {source.name}", 0.0)
         packaged = packaged_model(source.name) if source.kind == "packaged" else None
         if packaged is not None:
             from softgap.models.gguf import packaged_folder

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
+from softgap.attention.memory import split_keys
 from softgap.checkpoints import written_whole
-from softgap.errors import StoreError, UnsupportedError
+from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
 from softgap.kinds import letters_of_kinds, numbers_of_counts
 from softgap.models.cache import cache_dir
@@ -85,6 +86,8 @@ class StoredCalibration:
         held_out: dict[str, Any] = held_out_summary(self.metadata.get("held_out", {})) | _kinds_summary(self.metadata)
         if self.rounded:
             held_out["calibrated_in"] = self.metadata["dtype"]
+        if self.metadata.get("quick"):
+            held_out["quick"] = True
         return replace(mechanism.with_parameters(**parameters), origin=self.digest, held_out=held_out)
 
     def _parameters_of(self, mechanism: Mechanism) -> dict[str, Tensor]:
@@ -250,33 +253,52 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 DEFAULT_MECHANISMS = ("elu1", BASELINE)
 
 
-def calibration_path(fingerprint: str) -> Path:
-    """Where the calibration of the model with this fingerprint is kept.
+_QUICK = ".quick.safetensors"
+
+
+def calibration_path(fingerprint: str, *, quick: bool = False) -> Path:
+    """Where the calibration of the model with this fingerprint is kept, and a quick one beside it.
 
     In ``$SOFTGAP_CALIBRATIONS``, or else in the folder ``calibrations`` of softgap's cache.
     """
     override = os.environ.get("SOFTGAP_CALIBRATIONS")
     folder = Path(override).expanduser().absolute() if override else cache_dir() / "calibrations"
-    return folder / f"{fingerprint}.safetensors"
+    return folder / f"{fingerprint}{_QUICK if quick else '.safetensors'}"
 
 
 def find_calibration(fingerprint: str) -> Path | None:
-    """The calibration of the model with this fingerprint, or of the same weights before they were rounded to it."""
-    path = calibration_path(fingerprint)
-    if path.is_file():
-        return path
-    others = (other for other in sorted(path.parent.glob("*.safetensors")) if fingerprint in _rounded_to(other))
-    return next(others, None)
+    """The calibration of the model with this fingerprint, or of the same weights before they were rounded to it.
+
+    A quick one only where there is no other.
+    """
+    files = sorted(calibration_path(fingerprint).parent.glob("*.safetensors"))
+    for quick in (False, True):
+        path = calibration_path(fingerprint, quick=quick)
+        if path.is_file():
+            return path
+        others = (file for file in files if file.name.endswith(_QUICK) == quick and fingerprint in _rounded_to(file))
+        other = next(others, None)
+        if other is not None:
+            return other
+    return None
 
 
 def _rounded_to(path: Path) -> tuple[str, ...]:
     """Fingerprints of the models whose weights are those of a calibration, rounded."""
     try:
+        return tuple(map(str, _description(path).get("rounded", {}).values()))
+    except AttributeError:
+        return ()
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """What a calibration says of itself; nothing for a file that is none."""
+    try:
         with safe_open(path, framework="pt") as file:
-            rounded = json.loads((file.metadata() or {}).get(BLOCK, "{}")).get("rounded", {})
-        return tuple(map(str, rounded.values()))
-    except (OSError, SafetensorError, ValueError, AttributeError):
-        return ()  # a file that is no calibration is not this model's
+            description = json.loads((file.metadata() or {}).get(BLOCK, "{}"))
+    except (OSError, SafetensorError, ValueError):
+        return {}
+    return description if isinstance(description, dict) else {}
 
 
 def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mechanism:
@@ -297,8 +319,22 @@ def equip_mechanism(mechanism: str | Mechanism, model: PreTrainedModel) -> Mecha
 
 
 def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
-    """What a model is compared with unless told otherwise: elu1, uniform, and fitted where it has a calibration."""
-    return (*DEFAULT_MECHANISMS, *calibrated_mechanisms(model))
+    """What a model is compared with unless told otherwise.
+
+    elu1 and uniform; and where it has a calibration, the fitted map and the window that keeps as much.
+    """
+    path = find_calibration(model_fingerprint(model))
+    return DEFAULT_MECHANISMS if path is None else (*DEFAULT_MECHANISMS, "fitted", *_equal_window(path))
+
+
+def _equal_window(path: Path) -> tuple[str, ...]:
+    """The window that the labels of a calibration are about; nothing where it has no labels."""
+    try:
+        keys = _description(path)["sufficiency"]["keys_worth"]["window"]
+        recent, sinks = split_keys(round(keys))
+    except (LookupError, TypeError, ValueInputError):
+        return ()
+    return (resolve(f"window:w={recent},sinks={sinks}").label,)
 
 
 def calibrated_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:

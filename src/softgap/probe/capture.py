@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -19,7 +19,17 @@ from softgap.errors import ModelError, NonFiniteWarning, ValueInputError
 from softgap.models.fingerprint import dropout_options, live_options, manifest_of, replay_options
 from softgap.models.placement import input_device, random_devices
 from softgap.models.support import check_measurable, context_length
-from softgap.models.tensor_files import DEFAULT_MECHANISMS
+from softgap.probe.prompts import (
+    Prompt,
+    as_prompts,
+    check_loaded,
+    completion_ids,
+    decode_tokens,
+    pad_id,
+    prompt_ids,
+    prompt_text,
+    uses_chat,
+)
 from softgap.probe.recording import BLOCK, Step, record
 from softgap.probe.tap import takes_positions
 from softgap.probe.token_scores import forward_then_logits
@@ -30,10 +40,8 @@ __all__ = [
     "Interrupted",
     "check_lengths",
     "check_temperature",
-    "completion_ids",
     "fixed_seed",
     "generate",
-    "prompt_ids",
     "read",
     "read_ids",
 ]
@@ -85,37 +93,6 @@ def fixed_seed(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> list[int]:
-    """Token ids of a prompt, in the tokenizer's chat template if asked for."""
-    if not text.strip():
-        raise ValueInputError(f"a prompt must hold some text, got {text!r}")
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueInputError("this tokenizer has no chat template; leave chat out")
-    if uses_chat(tokenizer, chat):
-        messages = [{"role": "user", "content": text}]
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    else:
-        encoded = tokenizer(text, verbose=False)  # a text too long is refused in our own words
-    ids = encoded["input_ids"]
-    if not len(ids):
-        raise ValueInputError(f"a prompt must hold at least one token, got none from {text!r}")
-    return [int(token) for token in ids]
-
-
-def completion_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a completion: no special tokens in front."""
-    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
-    ids = encoded["input_ids"]
-    if not len(ids):
-        raise ValueInputError(f"a completion must hold at least one token, got none from {text!r}")
-    return [int(token) for token in ids]
-
-
-def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    """Whether a prompt goes into the chat template: as asked, or by default where the tokenizer has one."""
-    return bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-
-
 def check_lengths(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> None:
     """Refuse rows of tokens that the model's context does not hold, ``more`` new ones included."""
     longest = max((len(row) for row in rows), default=0)
@@ -148,21 +125,7 @@ def pad_rows(
     return ids.to(device), mask.to(device)
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The padding token, or any other: padding is masked everywhere."""
-    for name in ("pad_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name, None)
-        if isinstance(token, int):
-            return token
-    return 0
-
-
-def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """The text of tokens, special ones and padding (below 0) left out."""
-    return str(tokenizer.decode([token for token in tokens if token >= 0], skip_special_tokens=True))
-
-
-Mechanisms = Sequence[str | Mechanism]
+Mechanisms = str | Mechanism | Sequence[str | Mechanism]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -175,15 +138,19 @@ class Interrupted(KeyboardInterrupt):
 
 @overload
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = ..., **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+    max_new_tokens: int = ...,
+    **options: Any,
 ) -> Trajectories: ...
 
 
 @overload
 def generate(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: list[str] | list[list[int]],
     max_new_tokens: int = ...,
     **options: Any,
 ) -> list[Trajectories]: ...
@@ -191,11 +158,11 @@ def generate(
 
 def generate(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | list[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompt | Sequence[Prompt],
     max_new_tokens: int = 128,
     *,
-    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    mechanisms: Mechanisms | None = None,
     chat: bool | None = None,
     seed: int | None = None,
     listener: Callable[[Step], None] | None = None,
@@ -213,14 +180,15 @@ def generate(
     model
         Any causal model of transformers whose attention goes through the registry.
     tokenizer
-        Its tokenizer.
+        Its tokenizer; None if the prompt is token ids.
     prompt
-        One text gives one Trajectories, a list of texts a list; ``num_return_sequences`` makes it a list too.
+        A text, chat messages (``[{"role": "user", "content": "..."}]``) or token ids give one Trajectories, a list of
+        these gives a list; ``num_return_sequences`` makes it a list too.
     max_new_tokens
         The most tokens that the model may write.
     mechanisms
-        What to compare the model's softmax attention with: names (``"elu1"``, ``"top_k:k=8"``) or ``Mechanism``
-        objects.
+        What to compare the model's softmax attention with: a name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism``, or
+        several. None takes elu1 and uniform, and for a calibrated model also fitted and the window of equal memory.
     chat
         Whether to wrap the prompt in the tokenizer's chat template; None does so where there is one.
     seed
@@ -264,11 +232,13 @@ def generate(
     >>> run.mechanisms
     ('elu1', 'uniform')
     """
+    check_loaded(model, tokenizer)
     check_measurable(model, allow_dropout=allow_dropout)
     if max_new_tokens < 1:
         raise ValueInputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    rows = [prompt_ids(tokenizer, text, chat) for text in prompts]
+    prompts, single = as_prompts(prompt)
+    rows = [prompt_ids(tokenizer, each, chat) for each in prompts]
+    texts = [prompt_text(tokenizer, each) for each in prompts]
     check_lengths(model, rows, max_new_tokens)
     check_sinks(rows, drop_sinks)
     settings = sampling_settings(seed, settings)
@@ -282,13 +252,13 @@ def generate(
         model, max_new_tokens=max_new_tokens, chat=uses_chat(tokenizer, chat), focus=focus, settings=settings
     ) | dropout_options(model, allow_dropout)
     manifest = manifest_of(
-        model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(prompts), options=options
+        model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(texts), options=options
     )
-    runs = _with_texts(recording.trajectories(), prompts, manifest, tokenizer)
+    runs = _with_texts(recording.trajectories(), texts, manifest, tokenizer)
     _warn_non_finite(runs)
     if not whole:
         raise Interrupted(runs)
-    return runs[0] if isinstance(prompt, str) and len(runs) == 1 else runs
+    return runs[0] if single and len(runs) == 1 else runs
 
 
 _NO_DISTRIBUTION = "probability tensor contains either"
@@ -296,7 +266,10 @@ _NO_DISTRIBUTION = "probability tensor contains either"
 
 
 def _continue_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], settings: dict[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: Sequence[Sequence[int]],
+    settings: dict[str, Any],
 ) -> bool:
     """Let the model continue rows of tokens; whether it came to its end, or was interrupted by Ctrl-C."""
     ids, mask = pad_rows(rows, tokenizer, "left", input_device(model))
@@ -316,7 +289,7 @@ def _continue_rows(
 
 
 def _with_texts(
-    runs: Sequence[Trajectories], prompts: Sequence[str], manifest: Manifest, tokenizer: PreTrainedTokenizerBase
+    runs: Sequence[Trajectories], prompts: Sequence[str], manifest: Manifest, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Trajectories]:
     """The runs with their texts and how they came about; each prompt may have several answers, one after the other."""
     answers = len(runs) // len(prompts)
@@ -334,9 +307,9 @@ def _with_texts(
 @overload
 def read(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    completion: str | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: str | Sequence[int],
+    completion: str | Sequence[int] | None = ...,
     *,
     mechanisms: Mechanisms = ...,
     chat: bool = ...,
@@ -349,9 +322,9 @@ def read(
 @overload
 def read(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: list[str],
-    completion: list[str] | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: list[str] | list[list[int]],
+    completion: list[str] | list[list[int]] | None = ...,
     *,
     mechanisms: Mechanisms = ...,
     chat: bool = ...,
@@ -363,11 +336,11 @@ def read(
 
 def read(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str | list[str],
-    completion: str | list[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: Prompt | Sequence[Prompt],
+    completion: Prompt | Sequence[Prompt] | None = None,
     *,
-    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    mechanisms: Mechanisms | None = None,
     chat: bool = False,
     focus: bool = False,
     drop_sinks: int = 0,
@@ -380,14 +353,14 @@ def read(
     model
         Any causal model of transformers whose attention goes through the registry.
     tokenizer
-        Its tokenizer.
+        Its tokenizer; None if text and completion are token ids.
     text
-        One text gives one Trajectories, a list of texts (a batch, padded on the right) a list.
+        A text, chat messages or token ids give one Trajectories, a list of these (a batch, padded on the right) a list.
     completion
         What followed the text: then steps are those of a generation of exactly these tokens.
     mechanisms
-        What to compare the model's softmax attention with: names (``"elu1"``, ``"top_k:k=8"``) or ``Mechanism``
-        objects.
+        What to compare the model's softmax attention with: a name (``"elu1"``, ``"top_k:k=8"``), a ``Mechanism``, or
+        several. None takes elu1 and uniform, and for a calibrated model also fitted and the window of equal memory.
     chat
         Wrap the text in the tokenizer's chat template (with a completion).
     focus
@@ -414,15 +387,23 @@ def read(
     >>> run.divergence.shape
     (2, 4, 10)
     """
+    check_loaded(model, tokenizer)
     check_measurable(model, allow_dropout=allow_dropout)
-    texts = [text] if isinstance(text, str) else list(text)
-    completions = [completion] if isinstance(completion, str) else None if completion is None else list(completion)
-    if completions is not None and len(completions) != len(texts):
-        raise ValueInputError(f"text and completion must go together, got {len(texts)} and {len(completions)}")
+    prompts, single = as_prompts(text)
+    followed = None if completion is None else as_prompts(completion)[0]
+    if followed is not None and len(followed) != len(prompts):
+        raise ValueInputError(f"text and completion must go together, got {len(prompts)} and {len(followed)}")
+    messages = [not isinstance(each, str) and isinstance(each[0], Mapping) for each in prompts]
+    rows = [
+        prompt_ids(tokenizer, each, chat or None if is_chat else chat)
+        for each, is_chat in zip(prompts, messages, strict=True)
+    ]
+    texts = [prompt_text(tokenizer, each) for each in prompts]
+    completions = None if followed is None else [prompt_text(tokenizer, each) for each in followed]
     runs = read_ids(
         model,
-        [prompt_ids(tokenizer, t, chat) for t in texts],
-        None if completions is None else [completion_ids(tokenizer, c) for c in completions],
+        rows,
+        None if followed is None else [completion_ids(tokenizer, each) for each in followed],
         tokenizer=tokenizer,
         mechanisms=mechanisms,
         focus=focus,
@@ -432,12 +413,12 @@ def read(
     inputs = inputs_digest([*texts, *(completions or ())])
     named = []
     for i, run in enumerate(runs):
-        options = replay_options(chat=chat, focus=focus) | dropout_options(model, allow_dropout)
+        options = replay_options(chat=chat or any(messages), focus=focus) | dropout_options(model, allow_dropout)
         manifest = dataclasses.replace(run.manifest, inputs=inputs, options=options)
         before, after = ("", texts[i]) if completions is None else (texts[i], completions[i])
         named.append(dataclasses.replace(run, manifest=manifest, prompt_text=before, completion_text=after))
     _warn_non_finite(named)
-    return named[0] if isinstance(text, str) else named
+    return named[0] if single else named
 
 
 def _warn_non_finite(runs: Sequence[Trajectories]) -> None:
@@ -453,7 +434,7 @@ def read_ids(
     completions: Sequence[Sequence[int]] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    mechanisms: Mechanisms = DEFAULT_MECHANISMS,
+    mechanisms: Mechanisms | None = None,
     focus: bool = False,
     drop_sinks: int = 0,
     allow_dropout: bool = False,

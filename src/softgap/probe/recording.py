@@ -22,7 +22,7 @@ from softgap.inputs import as_items
 from softgap.models.fingerprint import dropout_options, manifest_of, model_fingerprint
 from softgap.models.placement import input_device
 from softgap.models.support import check_measurable, context_length
-from softgap.models.tensor_files import DEFAULT_MECHANISMS, equip_mechanism
+from softgap.models.tensor_files import DEFAULT_MECHANISMS, default_mechanisms, equip_mechanism
 from softgap.probe.meter import Meter
 from softgap.probe.stream import Stream
 from softgap.probe.tap import (
@@ -74,7 +74,7 @@ class Recording:
     def __init__(
         self,
         model: PreTrainedModel,
-        mechanisms: Sequence[str | Mechanism] = DEFAULT_MECHANISMS,
+        mechanisms: str | Mechanism | Sequence[str | Mechanism] | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         listener: Callable[[Step], None] | None = None,
@@ -86,9 +86,9 @@ class Recording:
     ) -> None:
         check_measurable(model, allow_dropout=allow_dropout)
         model_fingerprint(model)  # refuses weights that are not finite; the manifest asks for it anyway
-        mechanisms = as_items(mechanisms)
+        mechanisms = default_mechanisms(model) if mechanisms is None else as_items(mechanisms)
         if not mechanisms:
-            raise ValueInputError("mechanisms must name at least one, got none; leave it out for elu1 and uniform")
+            raise ValueInputError("mechanisms must name at least one, got none; leave it out for the defaults")
         if block < 1:
             raise ValueInputError(f"block must be at least 1 step, got {block}")
         if drop_sinks < 0:
@@ -318,7 +318,7 @@ class Recording:
 @contextmanager
 def record(
     model: PreTrainedModel,
-    mechanisms: Sequence[str | Mechanism] = DEFAULT_MECHANISMS,
+    mechanisms: str | Mechanism | Sequence[str | Mechanism] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     listener: Callable[[Step], None] | None = None,
@@ -335,7 +335,7 @@ def record(
     model
         Any causal model of transformers whose attention goes through the registry.
     mechanisms
-        What to compare the model's softmax attention with.
+        What to compare the model's softmax attention with; None takes the defaults of ``generate``.
     tokenizer
         For the text of the tokens; without it they stay empty.
     listener

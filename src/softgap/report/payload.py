@@ -12,16 +12,13 @@ from softgap import __version__
 from softgap.analysis import Findings, analyze
 from softgap.analysis.headline import (
     FITTED,
-    UNKNOWN,
     GapSums,
+    Opening,
     gap_sums,
-    headline,
-    held_out_sentence,
-    kind_counts_sentence,
+    opening,
 )
 from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
-from softgap.kinds import UNKNOWN_KINDS
 from softgap.progress import Progress, silent
 from softgap.report.anatomy import anatomy_json
 from softgap.report.columns import Column
@@ -50,7 +47,7 @@ from softgap.trajectories.validation import BASELINE
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
 
-__all__ = ["OPENING", "Payload", "about", "dynamics", "opening_sentence", "payload"]
+__all__ = ["OPENING", "Payload", "about", "dynamics", "opening_of", "payload"]
 
 
 _NUMBERS = ("entropy", "low", "high", "z", "q", "complexity")
@@ -264,16 +261,16 @@ def payload(
         lines.append(entry)
         gaps.append(gap_sums(run))
         counts += run.non_finite
-    sentence, has_gap = opening_sentence(gaps, first, counts, sufficiency)
+    sentences = opening_of(gaps, first, counts, sufficiency)
+    has_gap = sentences.headline is not None and sentences.headline.heads > 0
     view = {**OPENING, "scope": "0" if len(study) > 1 else "sample"} if has_gap else {}
     kinds = kinds_of_page(first, sufficiency)
     document = {
         **_frame(study, first, selection),
-        "headline": sentence,
-        "heldOut": held_out_sentence(study.manifest.extra.get("held_out", {})) if has_gap else "",
+        "headline": sentences.sentence,
+        "heldOut": sentences.held_out if has_gap else "",
         "opening": opening_view(kinds, view),
         "kinds": kinds,
-        "kindsHint": UNKNOWN_KINDS if kinds is None else "",
         "samples": lines,
         "groups": [_group(group, store) for group in groups.result()] if len(study) > 1 else [],
         "dynamics": dynamics(study, first.mechanisms, progress),
@@ -299,30 +296,17 @@ def _stored_anatomy(study: Study, names: Sequence[str]) -> dict[str, list[dict[s
     return carried
 
 
-def opening_sentence(
+def opening_of(
     gaps: Sequence[GapSums | None],
     first: Trajectories,
     non_finite: NonFinite,
     sufficiency: Sufficiency | None = None,
-) -> tuple[str, bool]:
-    """The sentences that a page opens with, and whether a share of the gap is known."""
-    sentence, known = _gap_sentence(gaps, first, sufficiency)
-    return f"{non_finite.sentence} {sentence}".strip(), known
-
-
-def _gap_sentence(
-    gaps: Sequence[GapSums | None], first: Trajectories, sufficiency: Sufficiency | None
-) -> tuple[str, bool]:
-    kinds = kind_counts_sentence(first.manifest.extra.get("held_out", {}))
-    if not kinds and sufficiency is not None:
-        kinds = sufficiency.sentence
+) -> Opening:
+    """The sentences that a page opens with."""
     measured = [gap for gap in gaps if gap is not None]
-    if not measured:
-        return f"{kinds} {UNKNOWN}".strip(), False
-    opening = headline(measured[0] if len(gaps) == 1 else GapSums.of_samples(measured), first.layers)
-    if opening is None:
-        return kinds, False
-    return f"{kinds} {opening.sentence}".strip(), opening.heads > 0
+    kinds = "" if sufficiency is None else sufficiency.sentence
+    gap = None if not measured else measured[0] if len(gaps) == 1 else GapSums.of_samples(measured)
+    return opening(gap, first.manifest, first.layers, kinds, non_finite.sentence)
 
 
 def _first(study: Study) -> Trajectories:

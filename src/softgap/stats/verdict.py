@@ -78,8 +78,26 @@ class Verdict:
     margin: float
     alpha: float
 
+    @property
+    def caution(self) -> str:
+        """Why a small p does not separate the groups, in one sentence; empty where they are, or where no p is small."""
+        small = next((step for step in self.steps if step.p <= self.alpha), None)
+        if small is None or self.outcome == "separated":
+            return ""
+        start = f"p = {small.p:.2g} in {small.name} looks significant, but"
+        failed = next((step for step in self.steps if not step.convincing), None)
+        if failed is None:
+            return f"{start} it counts only if every control that was asked for finds the same units."
+        if failed.able:
+            return f"{start} {failed.name} could have found such a difference and did not (p = {failed.p:.2g})."
+        reach = "no effect" if math.isinf(failed.smallest) else f"only effects from {failed.smallest:.2f} on"
+        return (
+            f"{start} {failed.name} is so small that it can find {reach}: there a difference counts only if the "
+            f"interval of a single unit lies beyond {self.margin:g}, and none does."
+        )
+
     def __str__(self) -> str:
-        return "\n".join([self.sentence, *map(str, self.steps)])
+        return "\n".join([self.sentence, *filter(None, [self.caution]), *map(str, self.steps)])
 
 
 def verdict(

@@ -12,7 +12,8 @@ from softgap.errors import SoftgapError, StoreError, ValueInputError
 from softgap.inputs import as_items
 from softgap.models.fingerprint import live_options, replay_options
 from softgap.probe import Interrupted
-from softgap.probe.capture import check_lengths, check_temperature, completion_ids, prompt_ids
+from softgap.probe.capture import check_lengths, check_temperature
+from softgap.probe.prompts import completion_ids, prompt_ids
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
 from softgap.tasks.sources import BATCH, PROMPTS, UNPLANNED

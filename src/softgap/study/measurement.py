@@ -318,10 +318,12 @@ def check_run(
     with accept_edited() if overwrite else nullcontext():  # what is replaced may have been edited
         stored = open_study(out).manifest if has_study else Manifest()
     # A model may set options of a mechanism, so before it is loaded only the names can be compared; by default it may
-    # also bring a calibration.
+    # also bring those of its calibration.
     names = tuple(mechanism.label for mechanism in mechanisms)
-    accepted = (names,) if settings.mechanisms is not None else (names, (*names, "fitted"))
-    same = tuple(stored.mechanisms) in accepted
+    stored_names = tuple(stored.mechanisms)
+    same = stored_names == names or (
+        settings.mechanisms is None and stored_names[: len(names) + 1] == (*names, "fitted")
+    )
     # The manifest as far as it is known without a model; the rest is that of the study that is there.
     expected = replace(
         stored,

@@ -23,6 +23,7 @@ __all__ = [
     "TRUTHFULQA",
     "UNPLANNED",
     "json_prompts",
+    "layout_of",
     "read_labels",
     "read_prompts",
     "stored_prompts",
@@ -230,6 +231,25 @@ def read_prompts(source: str, *, renamed: Mapping[str, str] | None = None) -> li
     if DATASET.fullmatch(source) is None:
         raise ValueInputError(f"there is no file '{source}'; give a .jsonl or .csv file, or a dataset as org/name")
     return dataset_prompts(source, renamed=renamed)
+
+
+def layout_of(source: str, *, renamed: Mapping[str, str] | None = None) -> str:
+    """How ``read_prompts`` reads a source, in words.
+
+    Parameters
+    ----------
+    source, renamed
+        As for ``read_prompts``.
+    """
+    ending = Path(source).suffix.lower()
+    if ending in _JSON_LINES:
+        return "JSON lines"
+    if ending not in _CSV:
+        return "a dataset"
+    columns = next(csv_rows(f"'{source}'", file_text(source)))[1]
+    if not renamed and all(column in columns for column in TRUTHFULQA):
+        return "TruthfulQA's layout, each question with its best answer and with its best incorrect answer"
+    return f"a table with the columns {', '.join(columns)}"
 
 
 def read_labels(source: str) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -205,6 +206,25 @@ class Trajectories(Displayed):
         return isinstance(other, Trajectories) and all(
             _equal_values(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
+
+    def summary(self, map_of: Literal["kinds", "divergence", "both"] = "kinds") -> None:
+        """Print what ``softgap run`` prints: what suffices for each head, the text, the extreme heads, the means.
+
+        Parameters
+        ----------
+        map_of
+            What the map shows, as ``--map`` of the command.
+
+        Examples
+        --------
+        ``runs/fox`` is a folder that ``softgap run`` wrote:
+
+        >>> import softgap
+        >>> softgap.load("runs/fox").summary()  # doctest: +ELLIPSIS
+        tiny-llama · float32 · ...
+        """
+        # The terminal lies below this layer, so it is asked for by name.
+        import_module("softgap.cli.render.run").print_run(self, map_of)
 
     def to_xarray(self) -> xr.Dataset:
         """An xarray Dataset with dimensions mechanism, layer, head, step.

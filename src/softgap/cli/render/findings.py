@@ -257,6 +257,8 @@ def show_comparison(console: Console, findings: ComparisonFindings) -> None:
     """Print the verdict and the numbers behind it."""
     document = findings.to_json()
     console.print(Text(findings.verdict.sentence, _STYLES[findings.verdict.outcome]), soft_wrap=True)
+    if findings.verdict.caution:
+        console.print(findings.verdict.caution, soft_wrap=True)
     console.print(f"{findings.status}; the study's log has {len(findings.log_entries)} entries", soft_wrap=True)
     _show_family(console, document)
     console.print(_steps(findings))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softgap.cli.render.output import has_colour
-from softgap.kinds import COLOURS, KINDS, LETTERS
+from softgap.kinds import COLOURS, KINDS, LETTERS, MAP_TITLE
 
 if TYPE_CHECKING:
     from softgap.calibration.sufficiency import Sufficiency
@@ -76,7 +76,7 @@ def show_kind_map(
     console: Console, labels: Sequence[Sequence[str | None]], layers: Sequence[int] | None = None
 ) -> None:
     """The map under its title."""
-    console.print(Text("The cheapest substitute that suffices, by head (rows) and layer (columns)", "bold"))
+    console.print(Text(MAP_TITLE, "bold"))
     console.print(kind_map(labels, layers, colour=has_colour(console), width=min(console.width, 100)))
 
 

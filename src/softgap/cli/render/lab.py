@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from softgap.theory import Claim
 
 __all__ = [
+    "Full",
     "LabOut",
     "LabResult",
     "LabText",
@@ -29,12 +31,14 @@ __all__ = [
     "choose_model",
     "model_and_text",
     "model_and_texts",
+    "number",
     "present_lab",
     "run_lab",
 ]
 
 _STYLES = {"holds": "green", "holds only when": "yellow", "does not hold": "red", "not decided": "dim"}
 
+Full = Annotated[bool, typer.Option("--full", help="Also show the numbers behind the verdicts, and all tables.")]
 LabOut = Annotated[
     str | None,
     typer.Option("--out", help="Folder for result.json and figure.svg. Default: save nothing.", show_default=False),
@@ -114,7 +118,7 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     from softgap.attention import resolve
     from softgap.cli.options import plain_text, read_text_argument
     from softgap.models import load_model
-    from softgap.probe.capture import prompt_ids
+    from softgap.probe.prompts import prompt_ids
     from softgap.probe.recording import prepare_mechanism
     from softgap.theory.lab import PASSAGE
 
@@ -135,31 +139,64 @@ def check_out(out: str | None) -> None:
         Folder.at(out).try_writing("the result of a lab is")
 
 
-def present_lab(result: LabResult, draw: Callable[[], Figure], *, title: str, out: str | None, as_json: bool) -> None:
-    """Print the verdicts, or the result as JSON; save result and figure where a folder was given."""
+def present_lab(
+    result: LabResult,
+    draw: Callable[[], Figure],
+    *,
+    title: str,
+    out: str | None,
+    as_json: bool,
+    full: bool,
+    table: Callable[[], Table] | None = None,
+) -> None:
+    """Print the verdicts, and with ``full`` their numbers and the table; or the result as JSON.
+
+    Result and figure are saved where a folder was given.
+    """
     # Files first: a document on standard output means that all is done.
     if out is not None:
         _save(result, draw, Path(out).expanduser())
     if as_json:
         output.write_json(result.to_json())
         return
-    _show(output.console(), result.claims, title)
+    console = output.console()
+    _show_verdicts(console, result.claims, title)
+    if full:
+        console.print(_numbers_table(result.claims))
+        if table is not None:
+            console.print(table())
+    else:
+        console.print(Text("--full shows the numbers behind the verdicts.", "dim"))
     if out is not None:
-        output.console().print(f"saved {out}", soft_wrap=True)
+        console.print(f"saved {out}", soft_wrap=True)
 
 
-def _show(console: Console, claims: Sequence[Claim], title: str) -> None:
-    table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("claim", overflow="fold", ratio=3)
-    table.add_column("verdict", overflow="fold", ratio=2)
-    table.add_column("numbers", overflow="fold", ratio=3)
+def _show_verdicts(console: Console, claims: Sequence[Claim], title: str) -> None:
+    """Every claim with its verdict, and nothing else."""
+    console.print(Text(title, "bold"))
+    console.print()
+    width = min(console.width, 100)
     for claim in claims:
+        console.print(Text(f"{claim.statement} [{claim.source}]"), width=width)
         verdict = Text(claim.verdict, _STYLES[claim.verdict])
         if claim.condition:
             verdict.append(f" {claim.condition}" if claim.verdict == "holds only when" else f" ({claim.condition})", "")
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in claim.numbers.items())
-        table.add_row(f"{claim.statement} [{claim.source}]", verdict, numbers)
-    console.print(table)
+        console.print(Padding(verdict, (0, 0, 0, 4)), width=width)
+    console.print()
+
+
+def _numbers_table(claims: Sequence[Claim]) -> Table:
+    table = Table(title="What the verdicts were read from", title_justify="left", show_lines=True)
+    table.add_column("claim")
+    table.add_column("numbers", overflow="fold")
+    for claim in claims:
+        table.add_row(claim.name, ", ".join(f"{name} {number(value)}" for name, value in claim.numbers.items()))
+    return table
+
+
+def number(value: float | None, form: str = ".4g") -> str:
+    """A number of a lab, or a dash where there is none."""
+    return "–" if value is None or value != value else f"{value:{form}}"
 
 
 def _save(result: LabResult, draw: Callable[[], Figure], folder: Path) -> None:

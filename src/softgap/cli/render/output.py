@@ -127,21 +127,21 @@ def open_address(browser: webbrowser.BaseBrowser, address: str) -> bool:
     return bool(browser.open(address))
 
 
-# Viridis at nine even points: dark is linear, bright is far from it.
+# Viridis at nine even points, from its bright end: dark is more.
 _STOPS = (
-    (68, 1, 84),
-    (71, 44, 122),
-    (59, 81, 139),
-    (44, 113, 142),
-    (33, 144, 141),
-    (39, 173, 129),
-    (92, 200, 99),
-    (170, 220, 50),
     (253, 231, 37),
+    (170, 220, 50),
+    (92, 200, 99),
+    (39, 173, 129),
+    (33, 144, 141),
+    (44, 113, 142),
+    (59, 81, 139),
+    (71, 44, 122),
+    (68, 1, 84),
 )
 
 
-# Of what lies beyond the scale: no colour of it, and darker than its bright end.
+# Of what lies beyond the scale: no colour of it.
 _BEYOND = (255, 70, 30)
 
 
@@ -217,10 +217,10 @@ def heat_map(
 ) -> tuple[Text, str]:
     """The map and what one cell of it stands for, to be read on a scale from 0 to 1.
 
-    In colour a cell is a block, half a line high where there are many heads; without colour it is a digit, the
-    number's tenths. Above 1 it has a colour of its own, from 1 on it is ``+``, and the legend says how many heads these
-    are and how large the largest number is. A model too large for the width or for 24 lines is pooled: then a cell is
-    the mean over neighbouring layers or heads.
+    In colour a cell is a block, half a line high where there are many heads, and dark is more; without colour it is a
+    digit, the number's tenths. Above 1 it has a colour of its own, from 1 on it is ``+``, and the legend says how many
+    heads these are and how large the largest number is. A model too large for the width or for 24 lines is pooled: then
+    a cell is the mean over neighbouring layers or heads.
     """
     halves = colour and values.shape[1] > _WHOLE_LINES
     room = max(1, width - _MARGIN)

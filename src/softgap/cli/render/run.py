@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -13,17 +13,18 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from softgap.analysis.headline import UNKNOWN, held_out_sentence, kind_counts_sentence
+from softgap.analysis.headline import FITTED, opening
 from softgap.cli.render import output
 from softgap.cli.render.kinds import show_kind_map
 from softgap.cli.render.output import has_colour, heat_map, mean, ramp, shade_style, strip_control_characters
 from softgap.cli.render.summary import HeadMean, Summary, merge_summaries, summarise
-from softgap.kinds import UNKNOWN_KINDS, Labels, stored_kinds
+from softgap.errors import unknown_name
+from softgap.kinds import Labels, stored_kinds
 from softgap.trajectories import Manifest, Trajectories
 from softgap.trajectories.run import pieces
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["present_run", "present_study", "show_run", "show_study"]
+__all__ = ["present_run", "present_study", "print_run", "show_run", "show_study"]
 
 
 _WIDEST = 100
@@ -46,7 +47,14 @@ _ALIKE = 0.05
 MapOf = Literal["kinds", "divergence", "both"]
 
 
-def show_run(console: Console, run: Trajectories, out: str, map_of: MapOf = "kinds") -> None:
+def print_run(run: Trajectories, map_of: MapOf = "kinds") -> None:
+    """Print a run that may not be saved."""
+    if map_of not in get_args(MapOf):
+        raise unknown_name("map", map_of, get_args(MapOf))
+    show_run(output.console(), run, None, map_of)
+
+
+def show_run(console: Console, run: Trajectories, out: str | None, map_of: MapOf = "kinds") -> None:
     """Print the headline, the map of heads, the text, the extreme heads, the means and, last, the path."""
     summary = summarise(run)
     _opening(console, summary, run.manifest, "steps", map_of)
@@ -88,18 +96,15 @@ def _opening(
     ]
     console.print(Text(" · ".join(filter(None, facts)), "bold"))
     console.print()
-    _paragraph(console, summary.non_finite.sentence)
-    held_out = manifest.extra.get("held_out", {})
     labels = None if map_of == "divergence" else _labels(summary, manifest)
-    _paragraph(console, kind_counts_sentence(held_out))
+    sentences = opening(summary.gap, manifest, summary.layers, caution=summary.non_finite.sentence)
+    _paragraph(console, sentences.caution)
+    _paragraph(console, sentences.kinds)
     if labels is not None:
         show_kind_map(console, labels, summary.layers)
         console.print()
-    headline = summary.headline
-    _paragraph(console, UNKNOWN if headline is None else headline.sentence)
-    if headline is not None:
-        _paragraph(console, held_out_sentence(held_out))
-        _paragraph(console, UNKNOWN_KINDS if labels is None and map_of != "divergence" else "")
+    _paragraph(console, sentences.gap)
+    _paragraph(console, sentences.held_out)
     if labels is None or map_of == "both":
         title, values = _head_map(summary, over)
         cells, meaning = heat_map(values, summary.layers, width=_width(console), colour=has_colour(console))
@@ -133,7 +138,8 @@ def _head_map(summary: Summary, over: str) -> tuple[str, Float[np.ndarray, "laye
 
 def _text(console: Console, run: Trajectories) -> Text:
     """The completion with each token on the colour of its divergence, and the scale."""
-    values = mean(run.divergence, axis=(0, 1))
+    name = FITTED if FITTED in run.mechanisms else run.mechanisms[0]
+    values = mean(run.select(name).divergence, axis=(0, 1))
     known = values[~np.isnan(values)]
     low, high = np.percentile(known, _SCALE).tolist() if len(known) else (math.nan, math.nan)
     text = Text(overflow="fold")
@@ -144,19 +150,21 @@ def _text(console: Console, run: Trajectories) -> Text:
         value = float(mean(values[indices]))
         style = None if math.isnan(value) else shade_style((value - low) / (high - low) if high > low else 0.5)
         text.append(strip_control_characters(piece), style)
-    text.append("\n\ntoken divergence, mean over heads: ", "dim")
+    text.append(f"\n\ndivergence from {name} by token, mean over heads: ", "dim")
     if has_colour(console):
         return text.append_text(ramp(f"up to {_number(low)}", f"{_number(high)} and more"))
     return text.append(f"{_number(low)} to {_number(high)} for 90 % of the tokens", "dim")
 
 
-def _numbers(console: Console, summary: Summary, out: str, over: str) -> None:
+def _numbers(console: Console, summary: Summary, out: str | None, over: str) -> None:
     console.print(_extremes(summary))
     console.print()
     console.print(_means(summary, over))
     for line in _closing(summary):
         console.print()
         console.print(line, width=_width(console))
+    if out is None:
+        return
     console.print()
     console.print(Text("Saved. Open it with softgap.open_study:", "dim"))
     # Last, alone on its line and never wrapped, so that a program can read it.

@@ -12,7 +12,7 @@ from softgap.linearize.attached import applied_plan
 from softgap.linearize.generation import smaller_from
 from softgap.models.loading import Loaded
 from softgap.probe import read_ids
-from softgap.probe.capture import prompt_ids
+from softgap.probe.prompts import prompt_ids
 from softgap.report.live.requests import RunRequest
 from softgap.report.live.writer import Tell, Writer, Written
 from softgap.trajectories.validation import BASELINE

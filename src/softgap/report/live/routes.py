@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from softgap import __version__
 from softgap.errors import SoftgapError, UnknownNameError, ValueInputError
-from softgap.kinds import UNKNOWN_KINDS
+from softgap.kinds import NOT_CALIBRATED, UNMEASURED
 from softgap.report.kinds import opening_view
 from softgap.report.live.planned import PlannedWriter
 from softgap.report.live.requests import (
@@ -133,13 +133,20 @@ def pane(writer: Writer, run: LiveRun) -> str:
         "samples": [sample],
         "opening": opening_view(kinds, view),
         "kinds": kinds,
-        "kindsHint": UNKNOWN_KINDS if kinds is None else "",
+        "headline": _before_run(writer, calibrated=kinds is not None),
         "groups": [],
         "dynamics": {"reason": "entropies are computed when the run ends"},
         "shapes": [],
         "live": {"run": run.run_id, "sample": SAMPLE, "keys": list(keys)},
     }
     return render(Payload(document, ()), PANE)
+
+
+def _before_run(writer: Writer, *, calibrated: bool) -> str:
+    """What the page of a run opens with until the run has ended."""
+    if calibrated and writer.sufficiency is not None:
+        return writer.sufficiency.sentence
+    return UNMEASURED if writer.calibrated else NOT_CALIBRATED
 
 
 def _frame(writer: Writer) -> dict[str, Any]:

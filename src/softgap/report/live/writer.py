@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.analysis.headline import gap_sums, held_out_sentence
+from softgap.analysis.headline import gap_sums
 from softgap.attention import Mechanism, mechanisms, resolve
 from softgap.errors import SoftgapError, ValueInputError
 from softgap.models.fingerprint import manifest_of
 from softgap.models.loading import Loaded, quiet_transformers
 from softgap.models.tensor_files import default_mechanisms
 from softgap.probe import Step, read_ids, run_anatomy
-from softgap.probe.capture import check_lengths, prompt_ids
+from softgap.probe.capture import check_lengths
+from softgap.probe.prompts import prompt_ids
 from softgap.probe.recording import prepare_mechanism
 from softgap.report.anatomy import anatomy_json
 from softgap.report.columns import calibration_kinds, study_calibration
 from softgap.report.kinds import kinds_of_page
 from softgap.report.live.requests import Limits, RunRequest
-from softgap.report.payload import about, dynamics, opening_sentence
+from softgap.report.payload import about, dynamics, opening_of
 from softgap.report.samples import array_keys, array_of, part_pieces, pieces_of, round_values
 from softgap.study import Observer, StudySettings, measure
 from softgap.tasks import Prompt
@@ -98,10 +99,10 @@ class Writer:
     def of(cls, loaded: Loaded) -> Writer:
         """Look at a model once."""
         model, tokenizer = loaded
-        names = [name for name in (*mechanisms(), *_HYBRIDS) if name not in ("softmax", BASELINE)]
+        defaults = default_mechanisms(model)
+        names = [name for name in (*mechanisms(), *_HYBRIDS, *defaults) if name not in ("softmax", BASELINE)]
         prepared = {name: _prepared(name, model) for name in names}
         ready = {resolve(name).label: mechanism for name, mechanism in prepared.items() if mechanism is not None}
-        defaults = default_mechanisms(model)
         measured = [name for name in defaults if name == BASELINE or name in ready]
         layout = read_ids(model, [prompt_ids(tokenizer, "a b", chat=False)], mechanisms=measured)[0]
         path = study_calibration(layout.manifest)
@@ -197,9 +198,9 @@ def _findings(measured: Trajectories, out: Path, whole: bool) -> dict[str, Any]:
     study = open_study(out)
     values: dict[str, Any] = {"dynamics": dynamics(study, measured.mechanisms)} if whole else {}
     values["about"] = about(study, measured, 1, (), whole=True)
-    sentence, known = opening_sentence([gap_sums(measured)], measured, measured.non_finite)
-    values["headline"] = sentence
-    values["heldOut"] = held_out_sentence(measured.manifest.extra.get("held_out", {})) if known else ""
+    sentences = opening_of([gap_sums(measured)], measured, measured.non_finite)
+    values["headline"] = sentences.sentence
+    values["heldOut"] = sentences.held_out
     return values
 
 
