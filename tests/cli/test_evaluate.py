@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,15 @@ def test_a_plan_is_compared_with_the_original(folder: Path, here: Path, capsys: 
 def test_two_plans_are_compared(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = load_plan("plan.json")
     replace(plan, substitute=Substitute(resolve("window:w=48,sinks=2"))).save("other.json")
-    arguments = ["evaluate", str(folder), "--plan", "plan.json", "--against", "other.json", *QUICK, "--json"]
-    assert main(arguments) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["window"], document["against"].split()[0]) == (48, "other.json")
+    arguments = ["evaluate", str(folder), "--plan", "plan.json", "--against", "other.json", *QUICK]
+    assert main([*arguments, "--out", "found.json"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"Compared with other\.json \(\w+\), plan\.json \(\w+\) is equivalent within the margin in \d", shown
+    )
+    assert "original" not in shown
+    found = Evaluation.load("found.json")
+    assert (found.window, found.against.split()[0]) == (48, "other.json")
 
 
 def test_the_script_prints_one_document(folder: Path, here: Path) -> None:

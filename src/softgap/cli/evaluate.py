@@ -243,10 +243,12 @@ def show_evaluation(console: Console, found: Evaluation, out: Path | None) -> No
     changed = bool(found.label)
     console.print(found.sentence())
     every = [row for row in found.rows if row.distance is None]
-    _table(console, every, "All distances" + (f" above the window of {found.window} keys" if found.window else ""))
+    base = found.against or "original"
+    above = f" above the window of {found.window} keys" if found.window else ""
+    _table(console, every, f"All distances{above}", base)
     by_distance = [row for row in found.rows if row.distance is not None and row.metric in ("first", "loss")]
     if by_distance:
-        _table(console, by_distance, "By distance of the answer (first token), and loss by position", spans=True)
+        _table(console, by_distance, "By distance of the answer (first token), and loss by position", base, spans=True)
     console.print(
         "Floor: a guess that knows the candidates. Intervals (95 %) are over contexts"
         + ("; the change is paired by context." if changed else ".")
@@ -257,13 +259,13 @@ def show_evaluation(console: Console, found: Evaluation, out: Path | None) -> No
         console.print(f"Saved to {out}", soft_wrap=True)
 
 
-def _table(console: Console, rows: Iterable[Row], title: str, *, spans: bool = False) -> None:
+def _table(console: Console, rows: Iterable[Row], title: str, base: str, *, spans: bool = False) -> None:
     from softgap.evaluation import METRICS
 
     listed = list(rows)
     changed = any(row.change is not None for row in listed)
     table = Table(title=title, title_justify="left")
-    headings = ["task", "tokens", "distance or position" if spans else "metric", "floor", "original"]
+    headings = ["task", "tokens", "distance or position" if spans else "metric", "floor", base]
     headings += [*(["change", "margin"] if changed else []), "contexts", "verdict" if changed else "measurable"]
     for heading in headings:
         left = heading in ("task", "metric", "verdict", "measurable")

@@ -166,8 +166,8 @@ class Evaluation:
         undecided = len(measurable) - sum(counts.values())
         base = self.against or "the original"
         return (
-            f"{words} Under {self.label}, {counts['equivalent']} are equivalent to {base} within their margin, "
-            f"{counts['worse']} are worse, {counts['better']} are better and {undecided} are undecided."
+            f"{words} Compared with {base}, {self.label} is equivalent within the margin in {counts['equivalent']} of "
+            f"them, worse in {counts['worse']}, better in {counts['better']} and undecided in {undecided}."
         )
 
     def to_json(self) -> dict[str, Any]:

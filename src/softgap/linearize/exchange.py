@@ -143,6 +143,8 @@ def export_plan(
         # The record goes first: what it names is softgap's, also where the rest is interrupted.
         for name in (RECORD, *export.files):
             (staging / name).replace(target / name)
+    except StoreError:  # an OSError with a sentence of its own
+        raise
     except OSError as error:
         raise StoreError(f"cannot write to '{target}': {error.strerror or error}; choose another place") from error
     finally:
@@ -168,7 +170,7 @@ def _earlier_export(folder: Path, *, overwrite: bool) -> set[str]:
         raise StoreError(f"'{folder}' is a file, and an export is a folder; choose another place")
     there = {path.name for path in folder.iterdir()}
     if there and not overwrite:
-        raise StoreError(f"'{folder}' is not empty; choose another folder, or ask to overwrite an earlier export")
+        raise StoreError(f"'{folder}' is not empty; choose another folder, or overwrite an earlier export")
     own: set[str] = set()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         own = {str(name) for name in json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]} | {RECORD}
