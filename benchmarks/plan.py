@@ -6,7 +6,7 @@ Both sides are the embedded model: as it is, and under a plan with the plan's ca
 the plans are made here: the KV groups of every layer become the calibration's hybrid (a fitted state with sinks and a
 window), but for KV_GROUPS_KEPT groups spread evenly over the layers; beside it windows of equal bytes, and the hybrid
 with half of its window as far keys. Speed does not depend on which groups are kept, so no search is needed; what such a
-plan costs in loss is not measured here.
+plan costs in loss is not measured here. All parts take some 20 minutes on two cores; ``--only`` chooses some.
 
 From --synthetic positions on (32,768 by default) the cache of either side is synthetic: keys and values are noise that
 nobody has read, behind a short context that was read.
@@ -138,9 +138,9 @@ class Side:
             return CLOCK[0]() - begun
 
 
-def in_turn(sides: list[Callable[[], float]], pairs: int) -> list[list[float]]:
-    """Seconds of every side, round by round, after one that warms up."""
-    for side in sides:
+def in_turn(sides: list[Callable[[], float]], pairs: int, warm: bool = False) -> list[list[float]]:
+    """Seconds of every side, round by round, after one that warms up where they are not warm."""
+    for side in () if warm else sides:
         side()
     rounds = [[side() for side in sides] for _ in range(pairs)]
     return [[row[i] for row in rounds] for i in range(len(sides))]
@@ -157,6 +157,19 @@ def bandwidth() -> float:
     return float(x.nbytes / min(times))
 
 
+def products_alone(model: Any) -> float:
+    """Seconds of one row's products with the weights of all linear layers, and nothing else."""
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    rows = {weight.shape[1]: torch.randn(1, weight.shape[1]) for weight in weights}
+    times = []
+    for _ in range(7):
+        begun = CLOCK[0]()
+        for weight in weights:
+            torch.nn.functional.linear(rows[weight.shape[1]], weight)
+        times.append(CLOCK[0]() - begun)
+    return statistics.median(times)
+
+
 def read_per_token(model: Any, plan: Plan | None, cache: Any) -> float:
     """Bytes that one step reads at least: weights, the whole cache, and the plan's maps."""
     weights = sum(x.nbytes for x in model.parameters())
@@ -165,35 +178,48 @@ def read_per_token(model: Any, plan: Plan | None, cache: Any) -> float:
 
 def decode_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) -> list[str]:
     """Time per new token at every context, every plan beside the model as it is."""
-    speed = bandwidth()
+    speed, products = bandwidth(), products_alone(model)
+    weights = sum(x.nbytes for x in model.parameters())
     lines = [
         "| context | plan | cache, MB | ms per token | time, plan / original | read per token, MB | read, plan / "
-        "original |",
-        "|---|---|---|---|---|---|---|",
+        "original | floor, ms | floor, plan / original |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for context in options.contexts:
         names: list[str | None] = [None, *plans]
         sides = [Side(model, None if name is None else plans[name], context) for name in names]
         seconds = in_turn([partial(side.write, options.new) for side in sides], options.pairs)
         first = read_per_token(model, None, sides[0].cache)
+        first_floor = products + (first - weights) / speed
         for name, side, own in zip(names, sides, seconds, strict=True):
             read = read_per_token(model, None if name is None else plans[name], side.cache)
+            floor = products + (read - weights) / speed
             compared = "" if name is None else str(ratio(own, seconds[0]))
             lines.append(
                 f"| {context} | {name or 'none'} | {cache_bytes(side.cache) / 1e6:.1f} | "
-                f"{statistics.median(own) * 1e3:.1f} | {compared} | {read / 1e6:.0f} | {read / first:.3f} |"
+                f"{statistics.median(own) * 1e3:.1f} | {compared} | {read / 1e6:.0f} | {read / first:.3f} | "
+                f"{floor * 1e3:.1f} | {floor / first_floor:.3f} |"
             )
             print(lines[-1], flush=True)
-    return [*lines, "", f"A sum over 1 GB reads {speed / 1e9:.1f} GB/s."]
+        del sides
+    linear = sum(module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return [
+        *lines,
+        "",
+        f"A sum over 1 GB reads {speed / 1e9:.1f} GB/s. One row's products with the weights of all linear layers take "
+        f"{products * 1e3:.1f} ms ({linear / products / 1e9:.1f} GB/s). The floor is these products, and everything "
+        "else that a step reads, at the speed of the sum.",
+    ]
 
 
 def prefill_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) -> list[str]:
     """Seconds of one forward over a prompt."""
     lines = ["| prompt | plan | s | time, plan / original |", "|---|---|---|---|"]
-    for length in options.prompts:
+    for number, length in enumerate(options.prompts):
         names: list[str | None] = [None, *plans]
         sides = [Side(model, None if name is None else plans[name], 0) for name in names]
-        seconds = in_turn([partial(side.read_prompt, length) for side in sides], options.pairs)
+        # Longer prompts are the work of minutes, and the first length has warmed up everything.
+        seconds = in_turn([partial(side.read_prompt, length) for side in sides], options.pairs, warm=number > 0)
         for name, own in zip(names, seconds, strict=True):
             compared = "" if name is None else str(ratio(own, seconds[0]))
             lines.append(f"| {length} | {name or 'none'} | {statistics.median(own):.2f} | {compared} |")

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softgap.attention import Mechanism, ScoreRule, Visible, add_window, attend, new_state, resolve
-from softgap.attention.decode import DecodeMaps, DecodeStep, TensorMaps, TensorStep, can_decode, recent_rows
+from softgap.attention.decode import DecodeMaps, DecodeStep, can_decode, recent_rows
 from softgap.attention.memory import derived_numbers, kept_numbers
 from softgap.attention.reference import reference_attention
 from softgap.attention.rotary import Rotation
+from softgap.attention.tensor_step import TensorMaps, TensorStep
 from support.attention_cases import with_rotation
 from support.linearize_cases import DOUBLE, apart, with_random_parameters
 from support.simulated_device import simulated_devices
@@ -227,20 +228,41 @@ def test_what_was_made_in_inference_mode_is_copied_outside() -> None:
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(2000, marks=pytest.mark.slow)])
-def test_rounding_does_not_build_up(steps: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "tensors"])
+def test_rounding_does_not_build_up(compiled: bool, steps: int) -> None:
     """A sink whose features are e^18 times the others': sums by subtraction would keep its rounding for ever."""
     q, k, v = tensors(steps)
     large = FITTED.parameters["key_weight"][0, :, 0] * 12
     k[:, :, 0] += large
     mechanism = add_window(FITTED, w=30, sinks=0)
     truth = attend(mechanism, q, k, v, form="quadratic", dtype=torch.float64).output
-    state = new_state(single(mechanism))
-    maps = DecodeMaps(single(mechanism), torch.arange(4), torch.arange(2))
-    step, out = DecodeStep(state, maps, scale=8**-0.5), torch.empty(2, 4, 5)
+    own = single(mechanism)
+    state, places, out = new_state(own), (torch.arange(4), torch.arange(2)), torch.empty(2, 4, 5)
+    step: Any = TensorStep(state, TensorMaps(own, *places, like=out), scale=8**-0.5)
+    if compiled:
+        step = DecodeStep(state, DecodeMaps(own, *places), scale=8**-0.5)
     for t in range(steps):
         own_q, own_k, own_v = (x[:, :, t : t + 1].float().contiguous() for x in (q, k, v))
         step(own_q, own_k, own_v, out)
         assert apart(out, truth[:, :, t]) < 1e-4
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (3, 3), (8, 2)])
+def test_groups_of_any_size_share_their_keys(heads: int, kv_heads: int) -> None:
+    q, k, v = tensors(40, heads, kv_heads)
+    own = with_random_parameters("fitted", 1, heads, kv_heads, 8, 5)
+    mechanism, places = add_window(own, w=9, sinks=2, far=3), (torch.arange(heads), torch.arange(kv_heads))
+    truth = attend(mechanism, q, k, v, form="quadratic", dtype=torch.float64).output
+    compiled = DecodeStep(new_state(single(mechanism)), DecodeMaps(single(mechanism), *places), scale=8**-0.5)
+    state = new_state(mechanism, dtype=torch.float64)
+    in_tensors = TensorStep(state, TensorMaps(mechanism, *places, like=q), scale=8**-0.5)
+    for t in range(40):
+        newest = [x[:, :, t : t + 1].contiguous() for x in (q, k, v)]
+        found, exact = torch.empty(2, heads, 5), torch.empty(2, heads, 5, dtype=torch.float64)
+        compiled(*(x.float() for x in newest), found)
+        in_tensors(*newest, exact)
+        assert apart(found, truth[:, :, t]) < ROUNDING
+        assert apart(exact, truth[:, :, t]) < DOUBLE
 
 
 def test_only_its_own_heads_are_read_and_written_and_corrected() -> None:
@@ -253,12 +275,15 @@ def test_only_its_own_heads_are_read_and_written_and_corrected() -> None:
     truth = own @ weight.double().transpose(-1, -2) + bias.double()[:, None]
     maps = DecodeMaps(mechanism, torch.arange(2, 6), torch.tensor([1, 2]), weight, bias)
     step = DecodeStep(new_state(mechanism), maps, scale=8**-0.5)
-    for t in range(12):
-        out = torch.full((2, 6, 5), 7.0)
-        own_q, own_k, own_v = (x[:, :, t : t + 1].float().contiguous() for x in (q, k, v))
-        step(own_q, own_k, own_v, out)
-        assert apart(out[:, 2:], truth[:, :, t]) < ROUNDING
-        assert bool((out[:, :2] == 7).all())
+    places = (torch.arange(2, 6), torch.tensor([1, 2]))
+    in_tensors = TensorMaps(mechanism, *places, weight, bias, like=torch.zeros(0))
+    for each in (step, TensorStep(new_state(mechanism), in_tensors, scale=8**-0.5)):
+        for t in range(12):
+            out = torch.full((2, 6, 5), 7.0)
+            own_q, own_k, own_v = (x[:, :, t : t + 1].float().contiguous() for x in (q, k, v))
+            each(own_q, own_k, own_v, out)
+            assert apart(out[:, 2:], truth[:, :, t]) < ROUNDING
+            assert bool((out[:, :2] == 7).all())
 
 
 @pytest.mark.parametrize("mechanism", FOLLOWED, ids=str)
@@ -286,11 +311,11 @@ def test_what_is_no_affine_map_is_left_to_the_tensor_form() -> None:
 
 
 def test_the_exponential_is_that_of_the_library() -> None:
-    from softgap.attention.decode_kernel import _exponentials
+    from softgap.attention.simd import exponentials
 
     x = np.concatenate([np.linspace(-87, 88, 100_001), [-np.inf, -1e30, -88.0, 0.0]]).astype(np.float32)
     found = x.copy()
-    _exponentials(found, np.empty(x.size, np.int32))
+    exponentials(found, np.empty(x.size, np.int32))
     exact = np.exp(x.astype(np.float64))
     assert np.all(np.abs(found[:-4] - exact[:-4]) <= 3e-7 * exact[:-4])
     assert found[-4:].tolist() == [0, 0, 0, 1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from softgap.attention import simd
+from softgap.attention.decode_kernel import decode_position
 from softgap.attention.simd import LANES, compiled, fill, larger, largest, load, multiply_add, store, total
 
 
@@ -65,3 +68,43 @@ def test_products_and_reductions(seed: int) -> None:
     np.testing.assert_array_equal(target[LANES : 2 * LANES], np.maximum(a, b))
     assert target[2 * LANES] == pytest.approx(a.astype(float).sum(), rel=1e-5, abs=1e-5)
     assert target[2 * LANES + 1] == a.max()
+
+
+def test_compiled_code_on_disk_is_of_all_sources(tmp_path: Path) -> None:
+    """A change in a function that another file calls makes it anew, too."""
+    folders = [tmp_path / name for name in ("before", "changed", "beside")]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("simd.py", "one_kernel.py", "decode_arrays.py", "window.py"):
+            (folder / name).write_text(name)
+    (folders[1] / "one_kernel.py").write_text("another")
+    (folders[2] / "window.py").write_text("another")
+    before, changed, beside = (simd.sources(folder) for folder in folders)
+    assert before != changed
+    assert before == beside
+    kept: Any = decode_position
+    assert kept._cache._cache_file._source_stamp[1] == simd.sources(Path(simd.__file__).parent)
+
+
+@pytest.mark.parametrize(("threads", "units"), [(1, 5), (2, 5), (3, 2), (2, 0)])
+def test_every_unit_is_computed_once(threads: int, units: int) -> None:
+    before, taken = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        simd.share_out(lambda first, last: taken.extend(range(first, last)), units)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(taken) == list(range(units))
+
+
+def test_a_task_that_fails_is_heard_of() -> None:
+    def fail(first: int, last: int) -> None:
+        raise ValueError("unit")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ValueError, match="unit"):
+            simd.share_out(fail, 3)
+    finally:
+        torch.set_num_threads(before)

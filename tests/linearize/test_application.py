@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from softgap.attention import add_window, resolve
+from softgap.attention.tensor_step import TensorMaps
+from softgap.errors import ValueInputError
 from softgap.intervene.state_cache import cache_bytes
 from softgap.linearize import Applied, Mixture, Plan, Readout, Substitute, apply, swap
 from softgap.linearize.plan import plan_of
-from support.linearize_cases import SINGLE, apart, with_random_parameters
+from support.linearize_cases import DOUBLE, SINGLE, apart, with_random_parameters
 from support.model_examples import tiny_llama
 from support.probe_cases import written
 
@@ -77,6 +79,54 @@ def test_half_precision_models_take_the_same_steps(chosen: Substitute, dtype: to
         found = steps_of(applied, model)
     assert found.dtype == dtype
     assert apart(found, truth) < 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("padding", [0, 6])
+@pytest.mark.parametrize("compile_step", [False, "aot_eager"])
+def test_float64_and_compiled_steps_equal_the_swap(compile_step: bool | str, padding: int) -> None:
+    """Tensor operations, as on other devices: one by one, and as the graph that torch.compile makes of them."""
+    model: Any = tiny_llama()
+    model.to(torch.float32 if compile_step else torch.float64)
+    mixture = Mixture([(ALL[:4], HYBRID), (ALL[4:], add_window(SINGLE_FITTED, w=6, sinks=1, far=3))])
+    chosen = mixture.with_readout(READOUT)
+    mask = torch.ones_like(IDS)
+    mask[1, :padding] = 0
+    with torch.no_grad(), swap(model, SOME, chosen):
+        truth = model(IDS, attention_mask=mask, use_cache=False).logits
+    with torch.no_grad(), apply(model, plan_of(model, SOME, chosen), compile_step=compile_step) as applied:
+        found = steps_of(applied, model, mask if padding else None)
+        steps = [step for layer in applied._splits.values() for step in layer.maps.values()]
+    assert apart(found[mask.bool()], truth[mask.bool()]) < (SINGLE if compile_step else DOUBLE)
+    assert steps
+    assert all(isinstance(maps, TensorMaps) for maps in steps)
+
+
+def test_an_unknown_backend_is_one_sentence() -> None:
+    model = tiny_llama()
+    plan = plan_of(model, SOME, Substitute(HYBRID))
+    with (
+        pytest.raises(ValueInputError, match="compile_step must be True, False or a backend"),
+        apply(model, plan, compile_step="fast"),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", substitutes()[:4])
+def test_two_thousand_steps_are_the_swap_in_float64(chosen: Substitute) -> None:
+    """Every step to 1e-4, so rounding does not build up in a state."""
+    ids = torch.randint(3, 100, (1, 2000), generator=torch.Generator().manual_seed(5))
+    model: Any = tiny_llama(max_position_embeddings=2048)
+    plan = plan_of(model, SOME, chosen)
+    found = []
+    with torch.no_grad(), apply(model, plan) as applied:
+        cache = applied.cache()
+        for t in range(2000):
+            found.append(model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits[0, 0])
+    with torch.no_grad(), swap(model.double(), SOME, chosen):
+        truth = model(ids, use_cache=False).logits[0]
+    errors = (torch.stack(found) - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert float(errors.max()) < 1e-4
 
 
 def test_a_batch_is_its_sequences() -> None:

@@ -1,11 +1,9 @@
 """Decode one position at a time: the state of a window, a hybrid or a fitted map, moved on in one step.
 
 ``HybridState.attend`` and ``LinearState.attend`` take blocks of any size. Their cost for a single position is that of
-some forty small tensor operations. A step computes the same in place, on the very tensors of the state, and blocks and
-steps may take turns:
-
-- ``DecodeStep`` is one call of ``decode_kernel``: on the CPU, in float32.
-- ``TensorStep`` is ``decode_tensors``, on any device and in any precision; ``torch.compile`` captures it as one graph.
+some forty small tensor operations. ``DecodeStep`` computes the same in place, on the very tensors of the state, by one
+call of ``decode_kernel``, and blocks and steps may take turns. It is for the CPU and float32;
+``softgap.attention.tensor_step`` does the same on other devices.
 """
 
 from __future__ import annotations
@@ -18,27 +16,15 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from softgap.attention.chunked import empty_carry
-from softgap.attention.decode_tensors import (
-    Correction,
-    FarTensors,
-    Fitted,
-    Parts,
-    Rule,
-    State,
-    Window,
-    captured,
-    decode_tensors,
-)
 from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.feature_maps import exp_affine_query
 from softgap.attention.hybrid import HybridState
 from softgap.attention.mechanism import Mechanism
 from softgap.attention.streaming import LinearState
 
-__all__ = ["DecodeMaps", "DecodeStep", "TensorMaps", "TensorStep", "can_decode", "recent_rows"]
+__all__ = ["DecodeMaps", "DecodeStep", "can_decode", "recent_rows", "writable", "writable_carry"]
 
 
 def can_decode(mechanism: Mechanism) -> bool:
@@ -83,7 +69,7 @@ class DecodeMaps:
         bias: Float[Tensor, "head value_dim"] | None = None,
     ) -> None:
         # Here, since it loads numba.
-        from softgap.attention.decode_kernel import Maps, Readout
+        from softgap.attention.decode_arrays import Maps, Readout
 
         self.mechanism = mechanism
         self.heads, self.kv_heads = heads.numpy(), kv_heads.numpy()
@@ -180,7 +166,8 @@ class DecodeStep:
         All tensors are those of the whole layer, in float32 and contiguous; only the heads of the maps are read, and
         written in ``out``.
         """
-        from softgap.attention.decode_kernel import Step, decode_position
+        from softgap.attention.decode_arrays import Step
+        from softgap.attention.decode_kernel import decode_position
 
         padded = key_valid is not None and not bool(key_valid.all())
         if self._whole is None or len(self._whole) != k.shape[0]:
@@ -205,12 +192,12 @@ class DecodeStep:
 
     def _bind_linear(self, state: LinearState, k: Tensor, v: Tensor) -> Any:
         """Take up the state's tensors; where each row's first key stands."""
-        from softgap.attention.decode_kernel import Carried
+        from softgap.attention.decode_arrays import Carried
 
         carry = state._carries.get("weights")
         if self._length != state.length or carry is None:
             rows = len(k) * len(self._maps.maps.rate)
-            carry = _plain(carry or empty_carry(rows, self._maps.features, v.shape[-1], k, log=True))
+            carry = writable_carry(carry or empty_carry(rows, self._maps.features, v.shape[-1], k, log=True))
             state._carries["weights"] = carry
             exact, far = _no_exact(), _no_far()
             self._arrays = (exact, far, Carried(*_numpy(carry)), _no_recent(), self._rule_arrays())
@@ -237,7 +224,8 @@ class DecodeStep:
 
     def _take_up(self, state: HybridState, k: Tensor, v: Tensor, origin: Any) -> None:
         """Take up the state's tensors after other code has moved it on."""
-        from softgap.attention.decode_kernel import Carried, Far, Recent, Step, fill_recent
+        from softgap.attention.decode_arrays import Carried, Far, Recent, Step
+        from softgap.attention.feature_kernel import fill_recent
 
         buffer, batch = state._window.buffer, len(k)
         keys, values = buffer.slots
@@ -253,7 +241,9 @@ class DecodeStep:
         tail: Any = state._tail
         if tail is not None:
             rows = batch * len(self._maps.maps.rate)
-            tail._carry = _plain(tail._carry or empty_carry(rows, self._maps.features, v.shape[-1], keys, log=True))
+            tail._carry = writable_carry(
+                tail._carry or empty_carry(rows, self._maps.features, v.shape[-1], keys, log=True)
+            )
             carried = Carried(*_numpy(tail._carry))
             self.reserve(batch)
             recent = Recent(*(x.numpy() for x in self._sums or ()))
@@ -263,199 +253,22 @@ class DecodeStep:
         self._arrays = (exact, far, carried, recent, self._rule_arrays())
 
     def _rule_arrays(self) -> Any:
-        from softgap.attention import decode_kernel
+        from softgap.attention import decode_arrays
 
         logits = torch.zeros(0) if self._rule.sink_logits is None else self._rule.sink_logits[0].float()
-        return decode_kernel.Rule(np.float32(self._rule.softcap or 0), logits.contiguous().numpy())
+        return decode_arrays.Rule(np.float32(self._rule.softcap or 0), logits.contiguous().numpy())
 
 
-class TensorMaps:
-    """What ``TensorStep`` reads at every step: maps and output correction, on the model's device.
-
-    Parameters
-    ----------
-    mechanism, heads, kv_heads, weight, bias
-        As for ``DecodeMaps``.
-    like
-        A tensor on that device, in the precision of the state.
-    """
-
-    def __init__(
-        self,
-        mechanism: Mechanism,
-        heads: Int[Tensor, " head"],
-        kv_heads: Int[Tensor, " kv_head"],
-        weight: Float[Tensor, "head value_dim value_dim"] | None = None,
-        bias: Float[Tensor, "head value_dim"] | None = None,
-        *,
-        like: Tensor,
-    ) -> None:
-        def there(x: Tensor) -> Tensor:
-            return x.detach().to(like.device, like.dtype)
-
-        self.mechanism = mechanism
-        self.heads, self.kv_heads = heads.to(like.device), kv_heads.to(like.device)
-        self.correction = None if weight is None or bias is None else Correction(there(weight), there(bias))
-        self.fitted: Fitted | None = None
-        tail = mechanism.tail_with_parameters() if mechanism.kind == "hybrid" else mechanism
-        if tail is None or tail.kind == "window":
-            return
-        parameters = {name: x[0] for name, x in mechanism.parameters.items()}
-        factor = torch.full((len(heads),), float(mechanism.options.get("f", 1.0)))
-        if "tail_factor" in parameters:
-            factor = factor * parameters["tail_factor"].float().cpu()
-        names = ("key_weight", "key_bias", "rate")
-        own = max(len(kv_heads), *(len(parameters[name]) for name in names))
-        queries = [there(parameters[name]) for name in ("query_weight", "query_bias")]
-        keys = [there(parameters[name]) for name in names]
-        keys = [x.expand(own, *x.shape[1:]) for x in keys]
-        queries = [x.expand(len(heads), *x.shape[1:]) for x in queries]
-        frequency, turn = parameters.get("frequency"), parameters.get("turn")
-        self.fitted = Fitted(
-            *queries,
-            *keys,
-            None if frequency is None else frequency[0].to(like.device),
-            None if turn is None else there(turn[0]),
-            there(factor),
-        )
-
-
-class TensorStep:
-    """The step in tensor operations over one state.
-
-    Parameters
-    ----------
-    state, scale, rule
-        As for ``DecodeStep``; the state may be on any device.
-    maps
-        The mechanism's maps on that device.
-    backend
-        Let ``torch.compile`` capture the step, by this backend; None runs the operations one by one.
-    """
-
-    nbytes = 0
-    """Nothing is kept besides the state."""
-
-    def __init__(
-        self,
-        state: HybridState | LinearState,
-        maps: TensorMaps,
-        *,
-        scale: float,
-        rule: ScoreRule | None = None,
-        backend: str | None = None,
-    ) -> None:
-        self._state, self._maps, self._backend = state, maps, backend
-        self._scale, self._rule = float(scale), rule or ScoreRule()
-        self._exact = ExactSet.of(maps.mechanism.options) if isinstance(state, HybridState) else None
-        self._parts: Parts | None = None
-        self._run: Any = decode_tensors
-        self._length = -1
-
-    def reserve(self, batch: int) -> None:
-        """Nothing is kept besides the state."""
-
-    def __call__(
-        self,
-        q: Float[Tensor, "batch head 1 dim"],
-        k: Float[Tensor, "batch kv_head 1 dim"],
-        v: Float[Tensor, "batch kv_head 1 value_dim"],
-        out: Float[Tensor, "batch head value_dim"],
-        key_valid: Bool[Tensor, "batch 1"] | None = None,
-    ) -> None:
-        """Append one key per row and write the outputs of its queries; the arguments are those of ``DecodeStep``."""
-        state, maps = self._state, self._maps
-        q, k, v = (
-            x[:, :, 0].index_select(1, own).to(state.dtype)
-            for x, own in ((q, maps.heads), (k, maps.kv_heads), (v, maps.kv_heads))
-        )
-        if self._parts is None or self._length != state.length or self._must_copy() or self._begins_padding(key_valid):
-            self._parts = self._take_up(k, v, key_valid is not None)
-        parts = self._parts
-        if isinstance(state, LinearState) and state._next is not None:
-            parts = parts._replace(origin=(state._next - state.length).to(k.device).expand(len(k)).contiguous())
-        output = self._run(parts, q, k, v, None if key_valid is None else key_valid[:, 0])
-        out.index_copy_(1, maps.heads, output.to(out.dtype))
-        if isinstance(state, LinearState):
-            state._advance(len(k), 1, key_valid, k.device)
-        else:
-            state._window.buffer.length += 1
-        self._length = state.length
-
-    def _must_copy(self) -> bool:
-        """Tensors that were made in inference mode cannot be written to outside of it."""
-        return self._parts is not None and self._parts.at.is_inference() and not torch.is_inference_mode_enabled()
-
-    def _begins_padding(self, key_valid: Tensor | None) -> bool:
-        window = None if self._parts is None else self._parts.window
-        return key_valid is not None and window is not None and window.counts is None
-
-    def _take_up(self, k: Tensor, v: Tensor, padded: bool) -> Parts:
-        """The state's tensors, after other code has moved it on."""
-        state, maps = self._state, self._maps
-        batch, kv_heads = k.shape[:2]
-        tail: Any = state._tail if isinstance(state, HybridState) else state
-        origin = getattr(tail, "_origin", None)
-        window, far, carried = None, None, None
-        if isinstance(state, HybridState) and self._exact is not None:
-            buffer = state._window.buffer
-            buffer._reserve(batch, kv_heads, self._exact.recent, k[:, :, None], v[:, :, None])
-            if padded and buffer.counts is None:
-                buffer._begin_ordinals(batch, k.device)
-            buffer._leave_inference_mode()
-            window = Window(*buffer.slots, buffer.ordinals, buffer.counts, buffer.sink_positions)
-            if state._far is not None:
-                state._far.reserve(batch, kv_heads, *buffer.slots)
-                for name in _FAR_TENSORS:
-                    setattr(state._far, name, _writable(getattr(state._far, name)))
-                far = FarTensors(*(getattr(state._far, name) for name in _FAR_TENSORS))
-        if maps.fitted is not None:
-            carry = tail._carry if isinstance(state, HybridState) else state._carries.get("weights")
-            rows, features = batch * len(maps.fitted.rate), maps.fitted.rate.shape[1]
-            carry = _plain(carry or empty_carry(rows, features, v.shape[-1], k, log=True))
-            if isinstance(state, HybridState):
-                tail._carry = carry
-            else:
-                state._carries["weights"] = carry
-            carried = State(carry.sums, carry.totals, carry.scale, carry.age)
-        logits = self._rule.sink_logits
-        parts = Parts(
-            sinks=0 if self._exact is None else self._exact.sinks,
-            at=torch.full((), state.length, dtype=torch.int64, device=k.device),
-            origin=_origin_of(origin, batch, k.device),
-            window=window,
-            far=far,
-            state=carried,
-            fitted=maps.fitted,
-            rule=Rule(self._scale, self._rule.softcap, None if logits is None else logits[0].to(k.device, k.dtype)),
-            correction=maps.correction,
-        )
-        if self._backend is not None:
-            shapes = tuple(str(tuple(x.shape)) for x in tree_leaves((parts, k)) if isinstance(x, Tensor))
-            kind = (self._scale, self._rule.softcap, parts.sinks, window is not None, far is not None, padded)
-            self._run = captured((*kind, *shapes), self._backend)
-        return parts
-
-
-_FAR_TENSORS = ("keys", "values", "priorities", "positions", "ordinals", "pending")
-
-
-def _origin_of(origin: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    if origin is None:
-        return torch.zeros(batch, dtype=torch.int64, device=device)
-    return origin.to(device).expand(batch).clone()
-
-
-def _writable(x: Tensor) -> Tensor:
+def writable(x: Tensor) -> Tensor:
     """A tensor that a step may write into."""
     copy = not x.is_contiguous() or (x.is_inference() and not torch.is_inference_mode_enabled())
     return x.clone(memory_format=torch.contiguous_format) if copy else x
 
 
-def _plain(carry: Any) -> Any:
+def writable_carry(carry: Any) -> Any:
     """A carry whose tensors a step may write into."""
     names = ("sums", "totals", "scale", "age")
-    return replace(carry, **{name: _writable(getattr(carry, name)) for name in names})
+    return replace(carry, **{name: writable(getattr(carry, name)) for name in names})
 
 
 def _numpy(carry: Any) -> tuple[Any, ...]:
@@ -467,24 +280,24 @@ def _none(axes: int, dtype: Any = np.float32) -> Any:
 
 
 def _no_exact() -> Any:
-    from softgap.attention.decode_kernel import Exact
+    from softgap.attention.decode_arrays import Exact
 
     return Exact(_none(4), _none(4), _none(2, np.int64), _none(1, np.int64), _none(2, np.int64))
 
 
 def _no_far() -> Any:
-    from softgap.attention.decode_kernel import Far
+    from softgap.attention.decode_arrays import Far
 
     return Far(_none(4), _none(4), _none(3), _none(3, np.int32), _none(3, np.int32), _none(3))
 
 
 def _no_carried() -> Any:
-    from softgap.attention.decode_kernel import Carried
+    from softgap.attention.decode_arrays import Carried
 
     return Carried(_none(3), _none(2), _none(2), _none(2))
 
 
 def _no_recent() -> Any:
-    from softgap.attention.decode_kernel import Recent
+    from softgap.attention.decode_arrays import Recent
 
     return Recent(_none(4), _none(4))

@@ -10,10 +10,7 @@ the window at every step: the compiled pass keeps parts of it instead, in loops 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +19,7 @@ from torch import Tensor
 from softgap.attention.chunked import PRESENT
 from softgap.attention.feature_maps import LOG_ZERO
 
-__all__ = ["Correction", "FarTensors", "Fitted", "Parts", "Rule", "State", "Window", "captured", "decode_tensors"]
+__all__ = ["Correction", "FarTensors", "Fitted", "Parts", "Rule", "State", "Window", "decode_tensors"]
 
 
 class Window(NamedTuple):
@@ -362,16 +359,3 @@ def _join(parts: Parts, window: Window, q: Tensor, entering: _Key, sums: _Sums, 
 def _divide(values: Float[Tensor, "batch head value_dim"], totals: Float[Tensor, "batch head"]) -> Tensor:
     divided: Tensor = values / totals.masked_fill(totals <= 0, torch.inf)[..., None]
     return divided
-
-
-@functools.lru_cache(maxsize=64)
-def captured(shapes: tuple[Any, ...], backend: str) -> Callable[..., Tensor]:
-    """``decode_tensors`` as one graph of ``torch.compile``, for parts of these shapes.
-
-    torch counts recompilations by code object and gives up after a few, so each kind of part has a code object of its
-    own.
-    """
-    code = decode_tensors.__code__.replace(co_name=f"decode_tensors_{abs(hash(shapes))}")
-    own = FunctionType(code, globals(), "decode_tensors", decode_tensors.__defaults__)
-    compiled: Callable[..., Tensor] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
-    return compiled

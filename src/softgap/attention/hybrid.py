@@ -327,7 +327,8 @@ class _FeatureTail:
 
         features = self._features(q, span, scale)
         query, key = features.query.contiguous(), features.key.contiguous()
-        if not features.log or query.shape[1] != q.shape[1] or key.shape[-1] > MOST_FEATURES:
+        suited = features.log and query.shape[1] == q.shape[1] and key.shape[-1] <= MOST_FEATURES
+        if not suited or query.requires_grad or key.requires_grad:
             return None
         batch, heads, n, _ = q.shape
         rows, r, e = batch * key.shape[1], key.shape[-1], span.v.shape[-1]

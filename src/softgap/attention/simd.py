@@ -7,12 +7,16 @@ where the registers of the processor are shorter, so the code runs everywhere.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -21,17 +25,22 @@ from numba.extending import intrinsic, models, register_model
 
 __all__ = [
     "LANES",
+    "SUMS",
     "compiled",
     "compiled_with",
+    "dot_rows",
     "elu1",
     "exp",
+    "exponentials",
     "fill",
     "larger",
     "largest",
     "load",
     "multiply_add",
     "share_out",
+    "sources",
     "store",
+    "sum_rows",
     "total",
 ]
 
@@ -39,6 +48,10 @@ __all__ = [
 LANES = 32 if llvm.get_host_cpu_features().get("avx512f") else 16
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+
+Array = np.ndarray[Any, Any]
+# Sums may be reordered, so that they run in vector registers; NaN and infinities keep their meaning.
+SUMS = {"reassoc", "contract", "nsz", "arcp"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _Code = Callable[[Any, Any, Any, Any], Any]
@@ -49,11 +62,27 @@ def compiled_with(**options: Any) -> Callable[[Function], Function]:
 
     def compile_function(function: Function) -> Function:
         try:
-            return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function))
+            dispatcher = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+            _notice_all_sources(dispatcher)
+            return cast(Function, dispatcher)
         except RuntimeError:  # a read-only install without a user cache
             return cast(Function, numba.njit(nogil=True, error_model="numpy", **options)(function))
 
     return compile_function
+
+
+def _notice_all_sources(dispatcher: Any) -> None:
+    """Let code on disk be of these very sources: numba looks at the file of a function, not at what it calls."""
+    kept = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if hasattr(kept, "_source_stamp"):
+        kept._source_stamp = (kept._source_stamp, sources(Path(__file__).parent))
+
+
+@functools.cache
+def sources(folder: Path) -> str:
+    """A hash of all modules of a folder from which compiled functions call each other."""
+    files = sorted({*folder.glob("*_kernel.py"), *folder.glob("decode_arrays.py"), *folder.glob("simd.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def compiled(function: Function) -> Function:
@@ -244,3 +273,64 @@ def elu1(typing: Any, a: Any) -> tuple[Any, _Code]:
         return builder.fadd(_exp(builder, below), above)
 
     return _lanes(_lanes), code
+
+
+# Loops over single numbers, whose vectors are LLVM's.
+_ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
+_FAR_BELOW, _FAR_ABOVE = np.float32(-87.3), np.float32(88.3)
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
+# Minimax coefficients of exp on [-ln 2 / 2, ln 2 / 2] (Cephes, expf).
+_C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_BIAS = np.int32(127)
+
+
+@compiled
+def exponentials(x: Array, bits: Array) -> None:
+    """exp(x) in place, to 2 units in the last place; ``bits`` holds as many int32.
+
+    The same as a loop over libm's expf, but without a call, so that it runs in vector registers.
+    """
+    powers = bits.view(np.float32)
+    for i in range(x.size):
+        y = min(max(x[i], _FAR_BELOW), _FAR_ABOVE)
+        n = np.floor(y * _LOG2E + _HALF)
+        r = (y - n * _LN2_HIGH) - n * _LN2_LOW
+        p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+        bits[i] = (np.int32(n) + _BIAS) << np.int32(23)
+        x[i] = _ZERO if x[i] < _FAR_BELOW else p * r * r + r + _ONE
+    for i in range(x.size):
+        x[i] *= powers[i]
+
+
+@compiled_with(fastmath=SUMS)
+def dot_rows(matrix: Array, x: Array, out: Array) -> None:
+    """out = matrix x, four rows at a time."""
+    whole = out.size - out.size % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
+        for j in range(x.size):
+            a += matrix[i, j] * x[j]
+            b += matrix[i + 1, j] * x[j]
+            c += matrix[i + 2, j] * x[j]
+            d += matrix[i + 3, j] * x[j]
+        out[i], out[i + 1], out[i + 2], out[i + 3] = a, b, c, d
+    for i in range(whole, out.size):
+        a = _ZERO
+        for j in range(x.size):
+            a += matrix[i, j] * x[j]
+        out[i] = a
+
+
+@compiled_with(fastmath=SUMS)
+def sum_rows(weights: Array, matrix: Array, out: Array) -> None:
+    """out += weights matrix, four rows at a time."""
+    n = weights.size
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for e in range(out.size):
+            out[e] += a * matrix[i, e] + b * matrix[i + 1, e] + c * matrix[i + 2, e] + d * matrix[i + 3, e]
+    for i in range(whole, n):
+        for e in range(out.size):
+            out[e] += weights[i] * matrix[i, e]

@@ -22,7 +22,7 @@ from softgap.attention.feature_maps import LOG_ZERO
 __all__ = ["attend_recent", "can_tile", "recent_feature_sums"]
 
 # Queries of a tile, and the keys of a call, of which windows that overlap have copies.
-ROWS = 64
+ROWS = 32
 KEYS = 8192
 # Fewer queries are not worth the copies.
 FEWEST = 16

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from softgap.attention import HybridState, LinearState, ScoreRule, Visible, attend, new_state
-from softgap.attention.decode import DecodeMaps, DecodeStep, TensorMaps, TensorStep, can_decode
+from softgap.attention.decode import DecodeMaps, DecodeStep, can_decode
+from softgap.attention.tensor_step import TensorMaps, TensorStep
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import StateLayer, bounded_layers, state_cache
 from softgap.intervene.substitute import Head, Substitute, SwappedLayer, swapped_layer
