@@ -230,8 +230,8 @@ def write_swap(model: Any, tokenizer: Any, ids: TokenStream, mechanisms: dict[st
         f"`{command}` on {options.words}; {machine()}. The {options.groups} of {len(order)} KV groups that text and "
         "recall lists of the fit miss least (Fisher curvature), without output correction: rise in loss (nats per "
         f"token) at 512, 1,024 and 2,048 tokens of unseen text, at positions 1024-2048 alone, with 95 % over "
-        f"{options.texts} texts; recall (share of first tokens) across {DISTANCES[0]} tokens of other text, with 95 % over "
-        f"{options.lists} lists of {PAIRS} pairs each.\n\n"
+        f"{options.texts} texts; recall (share of first tokens) across {DISTANCES[0]} tokens of other text, with 95 % "
+        f"over {options.lists} lists of {PAIRS} pairs each.\n\n"
         f"| the groups become | keys' worth per group | 512 | 1,024 | 2,048 | 1024-2048 | recall, {DISTANCES[0]} |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
         page=FINDINGS,

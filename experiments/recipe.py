@@ -1,6 +1,7 @@
 """How the recipe of the calibration was found: one thing changed at a time, in a few layers of the embedded model.
 
 Run: python experiments/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes]
+     python experiments/recipe.py --text FILE --only pace --model gemma-3-270m --layers 5 14 17
 
 The first half of the file is fitted on, the second half is held out.
 """
@@ -23,16 +24,21 @@ import torch
 
 from harness import FINDINGS, machine, write_section
 from held_out import halves, sequences
+from softgap.attention import ExactSet, Mechanism, resolve
+from softgap.attention.memory import equal_window, halve_features
 from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
+from softgap.calibration import fit as fit_of_layers
 from softgap.calibration.fit import LayerText, Maps, RowPlan, landmark_maps
 from softgap.calibration.held_out import HeldLayer, divergences, held_layers
 from softgap.calibration.texts import corpus_of, generate_texts, tokens_needed
 from softgap.models import load_model
+from softgap.models.catalogue import EMBEDDED
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.tokens import token_ids
 from softgap.probe.layout import layer_rotations
 
+PACE_POSITIONS = 2048
 BINS = (range(64, 512), range(512, 1024), range(1024, 2048), range(4096, 8192))
 HELD_OUT = {2048: 4, 8192: 1}
 # The table was begun at this learning rate; its last word on it became the default.
@@ -77,7 +83,8 @@ def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
     rng = np.random.default_rng(0)
     maps = landmark_maps(texts, variant.recipe.features, scale, sharpness=variant.recipe.sharpness, rng=rng)
     if variant.start == "random":
-        half = 0.5 * scale**0.5 * rng.standard_normal((*maps.key_weight.shape[:1], variant.recipe.features // 2, 64))
+        shape = (*maps.key_weight.shape[:1], variant.recipe.features // 2, maps.key_weight.shape[-1])
+        half = 0.5 * scale**0.5 * rng.standard_normal(shape)
         weight = torch.from_numpy(np.concatenate([half, -half], axis=1)).float()
         query = weight[:, None].expand_as(maps.query_weight).clone()
         maps = replace(maps, key_weight=weight, query_weight=query, query_bias=torch.zeros_like(maps.query_bias))
@@ -102,7 +109,8 @@ def table_row(
         scale = layer.texts[0].scale
         begun = time.process_time()
         start = started(variant, texts, scale)
-        maps = fit_maps(texts, variant.recipe, scale=scale, layer=number, start=start, rotation=rotation)
+        window = layer.texts[0].visible.window
+        maps = fit_maps(texts, variant.recipe, scale=scale, window=window, layer=number, start=start, rotation=rotation)
         seconds.append(time.process_time() - begun)
         for divergence, uniform in zip(divergences(maps.mechanism(rotation), layer.texts), layer.uniform, strict=True):
             for i, bounds in enumerate(BINS):
@@ -140,6 +148,60 @@ def write_minutes(layers: Layers, model_layers: Layers, model: Model, options: a
     )
 
 
+def write_pace(model: Model, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+    """How far a step should move the weights of a map, layer by layer, beside a hybrid and a window of equal memory."""
+    fit_text, held = halves(Path(options.text).read_text())
+    texts = sequences(token_ids(tokenizer, held), {PACE_POSITIONS // 2: 2})[PACE_POSITIONS // 2]
+    corpus = corpus_of(model, tokenizer, [fit_text], positions=PACE_POSITIONS)
+    fitted, held_out = (held_layers(model, of, options.layers) for of in (corpus.fitted, texts))
+    rotations, dim = layer_rotations(model), fitted[0].texts[0].key.shape[-1]
+    tail, exact = halve_features(Recipe().features, dim)
+    default = min(1.0, fit_of_layers.TUNED_DIM / dim)
+    sides: dict[str, tuple[float, Recipe, ExactSet | None]] = {
+        f"fitted, pace {pace:g}": (pace, Recipe(), None) for pace in sorted({*options.paces, default}, reverse=True)
+    }
+    sides["hybrid of the same memory"] = (default, replace(Recipe(), features=tail), exact)
+    rows, whole = [], resolve("uniform")
+    for name, (pace, recipe, kept) in sides.items():
+        # Weights move by scale * min(1, TUNED_DIM / dim).
+        fit_of_layers.TUNED_DIM = pace * dim  # type: ignore[assignment]
+        cells = []
+        for number, (seen, unseen) in enumerate(zip(fitted, held_out, strict=True)):
+            rotation, shown = None if rotations is None else rotations[unseen.number], seen.texts[0]
+            maps = fit_maps(
+                [LayerText(x.query, x.key) for x in seen.texts], recipe, scale=shown.scale,
+                window=shown.visible.window, softcap=shown.softcap, layer=number, rotation=rotation, exact=kept,
+            )  # fmt: skip
+            mechanism = maps.mechanism(rotation, kept)
+            whole = mechanism if kept is None else whole
+            cells += [" / ".join(f"{closed(mechanism, of):.3f}" for of in (unseen, seen))]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    window = equal_window(whole, dim)
+    cells = [" / ".join(f"{closed(window, of):.3f}" for of in pair) for pair in zip(held_out, fitted, strict=True)]
+    rows.append(f"| {window}, the same memory | {' | '.join(cells)} |")
+    slides = [layer.texts[0].visible.window is not None for layer in fitted]
+    names = [f"layer {layer.number}{' (slides)' if x else ''}" for layer, x in zip(fitted, slides, strict=True)]
+    write_section(
+        f"recipe-pace-{options.model}",
+        f"How far a step moves the weights of a map: {options.model}",
+        f"`python experiments/recipe.py --text FILE --only pace --model {options.model} --layers "
+        f"{' '.join(map(str, options.layers))} --paces {' '.join(f'{x:g}' for x in options.paces)}`; {machine()}. "
+        f"Heads of {dim} numbers; the default recipe but without generated text, fitted on text of up to "
+        f"{PACE_POSITIONS:,} tokens. Share of the gap closed from position 64 on: on two held-out texts of "
+        f"{PACE_POSITIONS // 2:,} tokens / on two texts of the fit. The pace of the recipe is min(1, 64 / d), here "
+        f"{default:g}.\n\n| | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n" + "\n".join(rows),
+        page=FINDINGS,
+    )
+
+
+def closed(mechanism: str | Mechanism, layer: HeldLayer) -> float:
+    """The share of the gap that a mechanism closes in a layer, from position 64 on, in its first two texts."""
+    found = zip(divergences(mechanism, layer.texts[:2]), layer.uniform, strict=False)
+    top, bottom = np.sum([(x[:, 64:].sum(), uniform[:, 64:].sum()) for x, uniform in found], axis=0)
+    return float(1 - top / bottom)
+
+
 def layers_of(model: Model, tokenizer: Tokenizer, text: str, numbers: Sequence[int]) -> Layers:
     """Some layers with the texts of the first half of a file to fit on, and those of the second to evaluate on."""
     fit, held = halves(text)
@@ -156,8 +218,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[5, 14, 22])
-    parser.add_argument("--only", choices=["recipe", "minutes"], default="recipe")
+    parser.add_argument("--only", choices=["recipe", "minutes", "pace"], default="recipe")
+    parser.add_argument("--paces", type=float, nargs="+", default=[1.0], help="compared with the recipe's own")
+    parser.add_argument("--model", default=EMBEDDED, help="of the pace alone; the other tables are of the embedded one")
     options = parser.parse_args()
+    if options.only == "pace":
+        torch.set_num_threads(1)
+        write_pace(*load_model(options.model), options)
+        return
     model, tokenizer = load_model()
     layers = layers_of(model, tokenizer, Path(options.text).read_text(), options.layers)
     if options.only == "minutes":

@@ -212,8 +212,7 @@ class Checkpoints:
         """The result of a step from its file; else it is made now and written. JSON must be able to hold both."""
         if self._folder is None:
             return make()
-        key = _hash(self._settings + json.dumps(step, default=str))[:24]
-        path = self._folder / f"{key}.json"
+        path = self._path(self._folder, step)
         try:
             result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return result
@@ -221,6 +220,13 @@ class Checkpoints:
             result = make()
         write_whole(path, json.dumps(result))
         return result
+
+    def has(self, step: Any) -> bool:
+        """Whether there is a file of the result of a step."""
+        return self._folder is not None and self._path(self._folder, step).exists()
+
+    def _path(self, folder: Path, step: Any) -> Path:
+        return folder / f"{_hash(self._settings + json.dumps(step, default=str))[:24]}.json"
 
 
 def _words(settings: Mapping[str, Any]) -> str:

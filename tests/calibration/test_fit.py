@@ -202,6 +202,16 @@ def test_keys_behind_a_window_are_not_seen() -> None:
     assert rows.seen.sum(dim=-1).max() <= 10
 
 
+@pytest.mark.parametrize("window", [10, 24, 100, 1000])
+def test_far_keys_are_drawn_from_the_window(window: int) -> None:
+    """The counts of the keys that the first row of a block sees add up to its window, or to its position."""
+    plan = RowPlan(blocks=8, rows=4, near=20, far=30)
+    rows = sample_rows([random_text(2)], plan, window=window, rng=np.random.default_rng(3))
+    counted = (rows.log_count.exp() * rows.seen[:, 0]).sum(dim=-1)
+    position = rows.key_position[:, -1] - 3  # the last key of a block is that of its last row
+    assert counted.tolist() == pytest.approx([min(window, int(p) + 1) for p in position], rel=1e-5)
+
+
 def test_each_key_is_drawn_once_and_counts_add_up() -> None:
     """The counts of the keys that the last row of a block sees add up to its position, itself included."""
     rows = sample_rows([random_text(2)], RowPlan(blocks=8, rows=4, near=20, far=30), rng=np.random.default_rng(3))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ from softgap.linearize import (
 from softgap.linearize.candidates import Candidate, largest_candidate
 from softgap.linearize.frontier import first_heads, order_units, random_order, units_of
 from softgap.linearize.sequences import read_swapped
+from softgap.models import load_model
 from softgap.report.figures import draw_frontier, draw_plan, save_figure
 from support.linearize_cases import sharp_llama
-from support.model_examples import byte_tokenizer
+from support.model_examples import byte_tokenizer, save_folder, tiny_llama
 
 TEXT = " ".join(f"Cart {i} carried {i * 7 % 31} crates of apples over the bridge." for i in range(60))
 
@@ -369,3 +373,38 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         frontier(small, fit, held_out, None, "elu1", orders=["luck"])
     with pytest.raises(SoftgapError, match="shares must be above 0"):
         frontier(small, fit, held_out, None, "elu1", shares=[0.0])
+    with pytest.raises(SoftgapError, match="unknown engine"):
+        frontier(small, fit, held_out, None, "elu1", engine="spark")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_with_a_worker_that_dies_measures_the_same_frontier(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_folder(tmp_path / "tiny", tiny_llama(max_position_embeddings=512))
+    model, tokenizer = load_model(folder, progress=False)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    deadly = importlib.import_module("deadly")
+    sequences = split_sequences(model, tokenizer, [TEXT], length=64)
+    fit, held_out = sequences.part(slice(0, 3)), sequences.part(slice(3, 6))
+    lists, fit_lists = (recall_sequences(model, tokenizer, 2, pairs=3, seed=seed) for seed in (1, 2))
+    options: dict[str, Any] = {"orders": ["gradient", "random"], "shares": [0.5, 1.0], "distil": 2, "by": "groups"}
+    options["fit_recall_lists"] = fit_lists
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        local = frontier(model, fit, held_out, lists, "elu1", **options)
+        spread = frontier(
+            model, fit, held_out, lists, deadly.Substitute(resolve("elu1")), engine="ray", address=cluster,
+            folder=tmp_path / "points", **options,
+        )  # fmt: skip
+        again = frontier(model, fit, held_out, lists, "elu1", folder=tmp_path / "points", **options)
+    finally:
+        torch.set_num_threads(threads)
+    assert int(Path("marker/died").read_text()) != os.getpid()
+    assert {point.order for point in local.points} == {"gradient", "random", "greedy"}
+    kinds = {point.mechanism for point in local.points}
+    assert {"elu1", "elu1, repaired", "elu1, tuned", "constant"} < kinds
+    assert spread.points == again.points == local.points
+    assert json.dumps(spread.settings) == json.dumps(local.settings)

@@ -138,7 +138,7 @@ def sample_rows(
     embedding too, and the blocks that the plan moves as they would be at another offset. Scores do not depend on it.
     """
     text_indices = rng.choice(len(texts), size=plan.blocks, p=_probabilities(texts, plan.generated))
-    blocks = [_block(texts[i], plan, rng) for i in text_indices]
+    blocks = [_block(texts[i], plan, window, rng) for i in text_indices]
     query, key, row, column, log_count = (torch.stack(part) for part in zip(*blocks, strict=True))
     distance = row[:, :, None] - column[:, None, :]
     seen = (distance >= 0) & (log_count > -torch.inf)[:, None, :]
@@ -175,14 +175,20 @@ def _offsets(
     return torch.from_numpy(np.where(rng.random(len(drawn)) < moved, rng.integers(0, room + 1), 0))
 
 
-def _block(text: LayerText, plan: RowPlan, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One block: its queries, keys, row positions, key positions and logarithms of counts."""
+def _block(
+    text: LayerText, plan: RowPlan, window: int | None, rng: np.random.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One block: its queries, keys, row positions, key positions and logarithms of counts.
+
+    Far keys are drawn from those that the first row sees.
+    """
     rows = min(plan.rows, text.length)
     first = int(rng.integers(min(plan.start, text.length - rows), text.length - rows + 1))
     near = np.arange(first - plan.near, first + rows)
     sinks = np.arange(plan.sinks)
     sinks = np.where(sinks < near[0], sinks, -1)
-    far, log_count = _far_keys(plan.sinks, max(plan.sinks, int(near[0])), plan.far, rng)
+    farthest = plan.sinks if window is None else max(plan.sinks, first - window + 1)
+    far, log_count = _far_keys(farthest, max(farthest, int(near[0])), plan.far, rng)
     position = np.concatenate([sinks, far, near])
     count = np.concatenate([np.zeros(len(sinks)), np.full(len(far), log_count), np.zeros(len(near))])
     count = np.where(position >= 0, count, -np.inf)

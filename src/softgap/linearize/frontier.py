@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import ModelSource, check_engine, run_tasks
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
@@ -26,7 +29,7 @@ from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, read_swapped
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Model
+from softgap.models.loading import Model, quiet_transformers
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, silent
@@ -260,6 +263,8 @@ def frontier(
     fit_recall_lists: Sequences | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
+    engine: str = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Frontier:
     """Swap more and more heads, in several orders.
@@ -292,8 +297,14 @@ def frontier(
         hardly misses may carry all of recall.
     folder
         Where finished points wait, so that the same call goes on after an interruption.
+    engine
+        Where the points are measured: "local", or "ray" for the workers of a Ray cluster, which load the model by its
+        name. Scores are computed here. With equal threads both give the same bytes.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     """
     check_measurable(model)
+    check_engine(engine)
     orders = as_items(orders)
     if not orders:
         raise ValueInputError("orders must name at least one score or 'random', got none")
@@ -313,14 +324,15 @@ def frontier(
     expected = len(counts) * (len(orders) + greedy * (1 + correct) + correct + bool(distil) + len(baseline_kinds))
     # Frontiers at other lengths, or by groups, have the same scores.
     score_settings = {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS}
+    material = _Material(fit, fit_recall_lists, held_out, recall_lists, head_substitute, equal, distil, seed)
     run = _FrontierRun(
-        model, fit, fit_recall_lists, held_out, recall_lists, head_substitute, units, Checkpoints(folder, settings),
-        Checkpoints(folder, score_settings), seed, distil, progress, expected, equal,
-    )  # fmt: skip
+        model, material, units, Checkpoints(folder, settings), Checkpoints(folder, score_settings), progress, expected
+    )
     corrected_kinds = (PLAIN, *(CORRECTED,) * correct)
-    run.measure_orders(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *baseline_kinds))
+    sets = run.sets_by_order(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *baseline_kinds))
     if greedy:
-        run.measure_greedy(orders, counts, corrected_kinds)
+        sets += run.greedy_sets(orders, counts, corrected_kinds)
+    run.measure(sets, run.read_on_cluster(sets, address) if engine == "ray" else {})
     about = {**settings, "orders": list(orders), "equal_window": None if equal is None else equal.name}
     return Frontier(by, run.original.means(), tuple(run.points), about)
 
@@ -332,35 +344,77 @@ def _counts(units: int, shares: Sequence[float]) -> list[int]:
     return sorted({min(units, max(1, round(share * units))) for share in shares})
 
 
-@dataclass(eq=False)
-class _FrontierRun:
-    """Points that are measured one after the other, each once."""
+@dataclass(frozen=True)
+class _SwappedSet:
+    """Heads that go together in one point of the frontier: of which order, how many units, and what they become."""
 
-    model: Model
+    order: str
+    heads: tuple[Head, ...]
+    units: int
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Material:
+    """What a point is measured with, beside the model; a worker of a cluster is given all of it."""
+
     fit: Sequences
     fit_recall_lists: Sequences | None
     held_out: Sequences
     recall_lists: Sequences | None
     substitute: Substitute
+    equal_window: Substitute | None
+    distil: int
+    seed: int
+    ablation: Substitute | None = None
+
+    def read(self, model: Model, heads: Sequence[Head], kind: str, progress: Progress = silent) -> dict[str, Any]:
+        """The reading of the text and the lists with these heads swapped; with none, of the model as it is."""
+        head_substitute = self._substitute_for(model, kind, heads, progress) if heads else None
+        return read_swapped(model, self.held_out, self.recall_lists, heads, head_substitute).to_json()
+
+    def _substitute_for(self, model: Model, kind: str, heads: Sequence[Head], progress: Progress) -> Substitute | None:
+        if kind == WINDOW:
+            return self.equal_window
+        if kind == ABLATED:
+            return self.ablation
+        if kind == PLAIN:
+            return self.substitute
+        corrected = fit_output_correction(model, self.fit, heads, self.substitute)
+        if kind == CORRECTED:
+            return corrected
+        return distil_substitute(
+            model, self.fit, heads, corrected, recall_lists=self.fit_recall_lists, steps=self.distil, seed=self.seed,
+            progress=progress,
+        )  # fmt: skip
+
+
+def _read_on_worker(source: ModelSource, material: _Material, chosen: _SwappedSet) -> dict[str, Any]:
+    """On a worker: one point."""
+    with quiet_transformers(downloads=False):
+        model, _ = source.load()
+        return material.read(model, chosen.heads, chosen.kind)
+
+
+@dataclass(eq=False)
+class _FrontierRun:
+    """Sets in their orders, and their points, each measured once."""
+
+    model: Model
+    material: _Material
     units: Sequence[Unit]
     checkpoints: Checkpoints
     score_checkpoints: Checkpoints
-    seed: int
-    distil: int
     progress: Progress
     expected: int
-    equal_window: Substitute | None = None
     points: list[Point] = field(default_factory=list)
-    ablation: Substitute | None = None
 
     def __post_init__(self) -> None:
-        self.original = Reading.from_json(self.checkpoints.find_or_make("original", lambda: self._read([], None)))
+        read = self.checkpoints.find_or_make("original", lambda: self.material.read(self.model, (), PLAIN))
+        self.original = Reading.from_json(read)
 
-    def _read(self, heads: list[Head], head_substitute: Substitute | None) -> dict[str, Any]:
-        return read_swapped(self.model, self.held_out, self.recall_lists, heads, head_substitute).to_json()
-
-    def _tell(self, stage: str) -> None:
-        self.progress(stage, min(1.0, len(self.points) / self.expected))
+    def _tell(self, stage: str, further: int = 0) -> None:
+        self.progress(stage, min(1.0, (len(self.points) + further) / self.expected))
 
     def scores(self, names: Sequence[str], swapped: Sequence[Head] = ()) -> Scores:
         """Scores of all heads that are not swapped."""
@@ -370,8 +424,8 @@ class _FrontierRun:
 
         def make() -> dict[str, Any]:
             scores = head_scores(
-                self.model, self.fit, self.substitute, recall_lists=self.fit_recall_lists, names=names,
-                swapped=swapped, seed=self.seed, progress=lambda stage, share: self._tell(stage),
+                self.model, self.material.fit, self.material.substitute, recall_lists=self.material.fit_recall_lists,
+                names=names, swapped=swapped, seed=self.material.seed, progress=lambda stage, share: self._tell(stage),
             )  # fmt: skip
             return {"heads": scores.heads, "values": {name: scores.values[name].tolist() for name in names}}
 
@@ -379,63 +433,92 @@ class _FrontierRun:
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
         return Scores(heads, {name: np.asarray(values) for name, values in data["values"].items()})
 
-    def measure_orders(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
+    def sets_by_order(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> list[_SwappedSet]:
         """Sets by orders that are settled beforehand; those of the first order in all kinds."""
         named = [name for name in orders if name != RANDOM]
         scores = self.scores(named) if named else None
+        sets = []
         for place, name in enumerate(orders):
             if name == RANDOM or scores is None:
-                order = random_order(self.units, rng=np.random.default_rng(self.seed))
+                order = random_order(self.units, rng=np.random.default_rng(self.material.seed))
             else:
                 order = order_units(self.units, scores.heads, scores.mean(name))
             for n in counts:
-                self.measure(name, first_heads(order, n), n, (PLAIN,) if place else kinds)
+                heads = tuple(first_heads(order, n))
+                sets += [_SwappedSet(name, heads, n, kind) for kind in ((PLAIN,) if place else kinds)]
+        return sets
 
-    def measure_greedy(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> None:
+    def greedy_sets(self, orders: Sequence[str], counts: Sequence[int], kinds: Sequence[str]) -> list[_SwappedSet]:
         """Sets that grow, each by the cheapest of what remains under the ones before; by the first of the scores."""
         swapped_units: list[Unit] = []
+        sets = []
         for name in [name for name in orders if name != RANDOM][:1]:
             for n in counts:
                 remaining = [unit for unit in self.units if unit not in swapped_units]
                 scores = self.scores([name], first_heads(swapped_units, len(swapped_units)))
                 swapped_units += order_units(remaining, scores.heads, scores.mean(name))[: n - len(swapped_units)]
-                self.measure("greedy", first_heads(swapped_units, len(swapped_units)), n, kinds)
+                heads = tuple(first_heads(swapped_units, len(swapped_units)))
+                sets += [_SwappedSet("greedy", heads, n, kind) for kind in kinds]
+        return sets
 
-    def measure(self, order: str, heads: list[Head], n: int, kinds: Sequence[str]) -> None:
-        """Measure one set: plain, with corrected outputs, distilled, or with a baseline in its place."""
-        for kind in kinds:
+    def measure(self, sets: Sequence[_SwappedSet], readings: Mapping[str, dict[str, Any]]) -> None:
+        """The points of sets, of which some may have been read on a cluster."""
+        for chosen in sets:
 
-            def make(kind: str = kind) -> dict[str, Any]:
-                return self._read(heads, self._substitute_for(kind, heads))
+            def make(chosen: _SwappedSet = chosen) -> dict[str, Any]:
+                if self._key(chosen) in readings:
+                    return readings[self._key(chosen)]
+                self._find_ablation([chosen])
+                tell: Progress = lambda stage, share: self._tell(stage)  # noqa: E731
+                return self.material.read(self.model, chosen.heads, chosen.kind, tell)
 
-            name = ["point", heads, kind == CORRECTED, kind == ABLATED, *([self.distil] if kind == DISTILLED else [])]
-            if kind == WINDOW and self.equal_window is not None:
-                name.append(self.equal_window.name)
-            reading = Reading.from_json(self.checkpoints.find_or_make(name, make))
-            change = reading.change_from(self.original, seed=self.seed)
-            self.points.append(Point(order, self._name_of(kind), n, len(heads), n / len(self.units), change))
-            self._tell(f"{order}, {n} of {len(self.units)}")
+            reading = Reading.from_json(self.checkpoints.find_or_make(self._name(chosen), make))
+            change = reading.change_from(self.original, seed=self.material.seed)
+            share = chosen.units / len(self.units)
+            substitute_name = self._substitute_name(chosen.kind)
+            self.points.append(Point(chosen.order, substitute_name, chosen.units, len(chosen.heads), share, change))
+            self._tell(f"{chosen.order}, {chosen.units} of {len(self.units)}")
 
-    def _name_of(self, kind: str) -> str:
-        if kind == WINDOW and self.equal_window is not None:
-            return self.equal_window.name
-        return "constant" if kind == ABLATED else self.substitute.name + f", {kind}" * (kind != PLAIN)
+    def read_on_cluster(self, sets: Sequence[_SwappedSet], address: str | None) -> dict[str, dict[str, Any]]:
+        """The readings of all sets that are not on disk, each a task of a cluster."""
+        missing = {self._key(chosen): chosen for chosen in sets if not self.checkpoints.has(self._name(chosen))}
+        self._find_ablation(list(missing.values()))
+        source, material = ModelSource.of(self.model), self.material
+        tasks: dict[str, Callable[[], tuple[Any, ...]]] = {
+            key: lambda chosen=chosen: (source, material, chosen)  # type: ignore[misc]
+            for key, chosen in missing.items()
+        }
+        readings: dict[str, dict[str, Any]] = {}
+        advice = "the points measured so far are saved; run the same command again to resume"
+        threads = torch.get_num_threads()
+        for key, found in run_tasks(
+            _read_on_worker, tasks, address=address, threads=threads, name="set", advice=advice
+        ):
+            readings[key] = self.checkpoints.find_or_make(self._name(missing[key]), lambda found=found: found)  # type: ignore[misc]
+            self._tell("measuring sets on the cluster", len(readings))
+        return readings
 
-    def _substitute_for(self, kind: str, heads: list[Head]) -> Substitute:
-        if kind == WINDOW and self.equal_window is not None:
-            return self.equal_window
-        if kind == ABLATED:
-            self.ablation = self.ablation or substitute(mean_outputs(self.model, self.fit), self.model)
-            return self.ablation
-        if kind == PLAIN:
-            return self.substitute
-        corrected = fit_output_correction(self.model, self.fit, heads, self.substitute)
-        if kind == CORRECTED:
-            return corrected
-        return distil_substitute(
-            self.model, self.fit, heads, corrected, recall_lists=self.fit_recall_lists, steps=self.distil,
-            seed=self.seed, progress=lambda stage, share: self._tell(stage),
-        )  # fmt: skip
+    def _find_ablation(self, sets: Sequence[_SwappedSet]) -> None:
+        """Mean outputs of the heads, once they are needed."""
+        if self.material.ablation is None and any(chosen.kind == ABLATED for chosen in sets):
+            ablation = substitute(mean_outputs(self.model, self.material.fit), self.model)
+            self.material = replace(self.material, ablation=ablation)
+
+    def _name(self, chosen: _SwappedSet) -> list[Any]:
+        """What a point is called on disk."""
+        kind, window = chosen.kind, self.material.equal_window
+        name: list[Any] = ["point", list(chosen.heads), kind == CORRECTED, kind == ABLATED]
+        name += [self.material.distil] if kind == DISTILLED else []
+        return [*name, window.name] if kind == WINDOW and window is not None else name
+
+    def _key(self, chosen: _SwappedSet) -> str:
+        return json.dumps(self._name(chosen))
+
+    def _substitute_name(self, kind: str) -> str:
+        if kind == WINDOW and self.material.equal_window is not None:
+            return self.material.equal_window.name
+        own = self.material.substitute.name
+        return "constant" if kind == ABLATED else own + f", {kind}" * (kind != PLAIN)
 
 
 def _settings(
