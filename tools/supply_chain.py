@@ -30,9 +30,7 @@ LEFT_OUT = re.compile(r"torch|pip|softgap|triton|nvidia-.*|cuda-.*")
 HEADER = {
     LOCK: "# Every package that `make` installs but torch, with the hashes of all files of its release, for pip's\n"
     "# --require-hashes. Written by `python tools/supply_chain.py lock`; CONTRIBUTING.md says how to renew it.\n",
-    APART[
-        "torchao"
-    ]: "# What the tests of quantised models need besides; written by `python tools/supply_chain.py lock`.\n",
+    APART["torchao"]: "# What the tests of quantised models need; written by `python tools/supply_chain.py lock`.\n",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 
 import softgap
 from softgap.attention import HybridState, Mechanism, resolve
-from softgap.errors import SoftgapError
+from softgap.errors import SoftgapError, StoreError
 from softgap.intervals import Interval
 from softgap.intervene.state_cache import bounded_layers, cache_bytes
 from softgap.linearize import Plan, Readout, Substitute, apply, load_plan, swap
-from softgap.linearize.plan import memory_of
+from softgap.linearize.plan import memory_of, plan_of
 from softgap.models.fingerprint import model_fingerprint
 from softgap.probe.layout import attention_layers
 from softgap.probe.tap import AttentionCall, replace_attention
@@ -433,6 +434,22 @@ def test_an_interval_on_disk_has_the_keys_it_always_had() -> None:
     found = Interval(0.1, 0.05, 0.2)
     assert found.to_json() == {"value": 0.1, "low": 0.05, "high": 0.2}
     assert Interval(**found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("groups", ((1, 0), (1, 1)), "read group 1 of layer 1; make the plan again"),
+        ("layers", (1,), "keeps softmax in some of layer 1; make the plan again"),
+    ],
+)
+def test_a_plan_that_frees_keys_which_are_still_read_is_refused(name: str, value: Any, sentence: str) -> None:
+    model = tiny_llama()  # two layers, each with four query heads on two KV groups
+    sound = plan_of(model, [(1, 0), (1, 1), (1, 2)], Substitute(resolve("elu1")))
+    sound.check(model)
+    assert sound.groups == ((1, 0),)
+    with pytest.raises(StoreError, match=sentence):
+        replace(sound, **{name: value}).check(model)
 
 
 DOCUMENT_EDITS: dict[str, tuple[str, Any]] = {

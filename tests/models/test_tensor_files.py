@@ -140,6 +140,9 @@ AXES = r"does not fit the model: its tensor 'fitted\.\w+' must have the axes \[.
 HOLDS = r"must hold float32 or float64 tensors with at least one number, got 'fitted\.\w+' with shape .* of \w+; cali"
 
 
+FINITE = r"must hold finite numbers, got NaN or infinity in '\w+\.rate', with which nothing can"
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -157,6 +160,8 @@ HOLDS = r"must hold float32 or float64 tensors with at least one number, got 'fi
         pytest.param(lambda x: {**x, "fitted.rate": x["fitted.rate"][0]}, AXES, id="an axis too few"),
         pytest.param(lambda x: {**x, "fitted.rate": x["fitted.rate"][:, :, :0]}, HOLDS, id="an empty tensor"),
         pytest.param(lambda x: {key: value.half() for key, value in x.items()}, HOLDS, id="float16"),
+        pytest.param(lambda x: {**x, "fitted.rate": x["fitted.rate"] * torch.nan}, FINITE, id="NaN"),
+        pytest.param(lambda x: {**x, "other.rate": torch.full((2, 2), torch.inf)}, FINITE, id="infinite, and not used"),
         pytest.param(without("fitted.rate"), r"the calibration has no rate for mechanism 'fitted'", id="missing"),
     ],
 )

@@ -216,6 +216,42 @@ def test_one_who_asks_does_not_disturb_the_holder(store: Folder) -> None:
             lock.check()
 
 
+def test_a_writer_that_was_suspended_before_it_published_says_so_and_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer of the same study takes over meanwhile; both compute the same bytes."""
+    original = Folder.at
+    monkeypatch.setattr(
+        Folder, "at", lambda path: replace(f := original(path), filesystem=WatchedFilesystem(f.filesystem, "store"))
+    )
+    monkeypatch.setattr("softgap.trajectories.reader.pq.ParquetFile", _parquet_file)
+    whole = tmp_path / "whole"
+    write(whole)
+    path = tmp_path / "study"
+    slow = StudyWriter(path, MANIFEST, resume=True)
+    publish = Folder.publish
+
+    def suspended(folder: Folder, staged: str, name: str) -> None:
+        monkeypatch.setattr(Folder, "publish", publish)
+        for lease in path.glob(".writer.*.lease"):  # it expires
+            lease.unlink()
+        taken = StudyWriter(path, MANIFEST, resume=True)
+        taken.append(BATCHES[0])
+        still_there.append(taken)
+        publish(folder, staged, name)
+
+    still_there: list[StudyWriter] = []
+    monkeypatch.setattr(Folder, "publish", suspended)
+    with pytest.raises(StoreError, match=r"lost its lease on '.*', since it did not renew it in time"):
+        slow.append(BATCHES[0])
+    (taken,) = still_there
+    taken.append(BATCHES[1])
+    taken.append(BATCHES[2])
+    taken.finish()
+    assert data(path) == data(whole)
+    assert open_study(path).state == "finished"
+
+
 def test_a_lost_lease_is_not_written_again(store: Folder) -> None:
     lock = FolderLock(store)
     (own,) = store.names()

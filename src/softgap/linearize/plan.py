@@ -80,14 +80,27 @@ class Plan:
     baselines: Baselines | None = None
 
     def check(self, model: Model) -> None:
-        """Refuse another model, or heads that it does not have."""
+        """Refuse another model, heads that it does not have, and groups that cannot be freed with these heads."""
         fingerprint = model_fingerprint(model)
         if fingerprint != self.fingerprint:
             raise UnsupportedError(
                 f"the plan is for the model {self.fingerprint} ({self.model}), and this one is {fingerprint} "
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
-        heads_by_layer(attention_layers(model), self.heads)
+        swapped = heads_by_layer(attention_layers(model), self.heads)
+        freed = {(layer.number, group) for layer, heads in swapped for group in freed_groups(layer, heads)}
+        whole = {layer.number for layer, heads in swapped if len(heads) == layer.heads}
+        kept = [entry for entry in self.groups if entry not in freed]
+        if kept:
+            raise StoreError(
+                f"a plan may free a KV group only with all of its query heads, and this one keeps softmax in some that "
+                f"read group {kept[0][1]} of layer {kept[0][0]}; make the plan again with 'softgap linearize'"
+            )
+        if not whole.issuperset(self.layers):
+            raise StoreError(
+                f"a plan may free a layer only with all of its heads, and this one keeps softmax in some of layer "
+                f"{min(set(self.layers) - whole)}; make the plan again with 'softgap linearize'"
+            )
 
     def recall_words(self) -> str:
         """On how many questions recall rests and how far it may be off, as one sentence; "" where it is not known."""

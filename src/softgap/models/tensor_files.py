@@ -179,6 +179,11 @@ def load_calibration(path: Path) -> StoredCalibration:
                 f"'{path}' must hold float32 or float64 tensors with at least one number, got '{name}' with shape "
                 f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}; calibrate the model again"
             )
+        if not bool(tensor.isfinite().all()):
+            raise StoreError(
+                f"'{path}' must hold finite numbers, got NaN or infinity in '{name}', with which nothing can be measured; "
+                "calibrate the model again"
+            )
     digest = digest_of(tensors)
     if digest != metadata.get("digest"):
         raise StoreError(f"'{path}' is damaged: its tensors do not match their hash; calibrate the model again")

@@ -67,17 +67,21 @@ def publish_batch(
     """Stage both parts, call ``before``, then publish them: trajectories first, since readers go by the samples."""
     samples, trajectories = (f"{kind}/{part_name(number)}" for kind in KINDS)
     staged: list[str] = []
+    published = False
     try:
         staged.append(folder.stage(trajectories, lambda sink: tables.write_trajectories(sink, runs)))
         staged.append(folder.stage(samples, lambda sink: tables.write_samples(sink, runs)))
         before()
         folder.publish(staged[0], trajectories)
+        published = True
         folder.publish(staged[1], samples)
-    except BaseException:
+    except BaseException as error:
         for name in staged:
             folder.discard(name)
-        # An interrupt can also arrive just after the last rename: then the batch is published and stays.
-        if folder.kind(samples) == "absent":
+        # An interrupt can also arrive just after a rename; where publishing failed, the part that is there is of a
+        # writer who took over. And just after the last rename: then the batch is published and stays.
+        ours = published or not isinstance(error, Exception)
+        if ours and folder.kind(samples) == "absent":
             folder.discard(trajectories)
         raise
 
@@ -231,7 +235,11 @@ class StudyWriter:
         """
         number = max(self._ids, default=-1) + 1 if batch is None else batch
         self._check(runs, number)
-        publish_batch(self._folder, number, runs, before=self._prepare)
+        try:
+            publish_batch(self._folder, number, runs, before=self._prepare)
+        finally:
+            # A process that was suspended in between may have lost its lease, and its half-written parts with it.
+            self._lock.check()
         self._ids[number] = tuple(run.sample_id for run in runs)
         return number
 
