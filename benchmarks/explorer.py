@@ -19,10 +19,15 @@ from playwright.sync_api import Browser, sync_playwright
 
 from harness import machine, require_quiet_machine, write_section
 from softgap.report import write_explorer
-from softgap.trajectories import QUANTITIES, Manifest, Trajectories
+from softgap.trajectories import QUANTITIES, Anatomy, Manifest, StudyWriter, Trajectories
+from softgap.trajectories.anatomy import TOP_KEYS
 
-# Layers, heads of each, tokens, mechanisms.
-SIZES = ((30, 9, 2000, ("elu1", "taylor2", "uniform")), (32, 32, 1000, ("elu1", "uniform")))
+# Layers, heads of each, tokens, mechanisms, heads whose anatomy is stored.
+SIZES = (
+    (30, 9, 2000, ("elu1", "taylor2", "uniform"), 0),
+    (30, 9, 2000, ("elu1", "taylor2", "relu", "uniform"), 8),
+    (32, 32, 1000, ("elu1", "uniform"), 0),
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,19 @@ def noisy_run(layers: int, heads: int, tokens: int, mechanisms: tuple[str, ...])
     )
 
 
+def noisy_anatomy(run: Trajectories, count: int) -> list[Anatomy]:
+    """Keys and weights of noise for some heads: 16 keys per token for softmax and each mechanism but the baseline."""
+    rng = np.random.default_rng(1)
+    names = ("softmax", *run.mechanisms[:-1])
+    n = run.n_steps
+    entries = []
+    for head in range(count):
+        keys = (rng.random((len(names), n, TOP_KEYS)) * np.arange(1, n + 1)[:, None]).astype(np.int32)
+        weights = -np.sort(-rng.dirichlet(np.full(TOP_KEYS + 1, 0.5), (len(names), n)), axis=2).astype(np.float32)
+        entries.append(Anatomy(head, 0, names, keys, weights[..., :TOP_KEYS].copy(), weights[..., TOP_KEYS].copy()))
+    return entries
+
+
 def ready_after(browser: Browser, path: Path) -> float:
     """Milliseconds from navigation until text, map and trajectories are drawn and answer."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -70,9 +88,14 @@ def measure(browser: Browser, folder: Path, rounds: int) -> list[Row]:
     """Every size, opened in turn so that a slow minute of the machine hits all of them."""
     rows = []
     for size in SIZES:
-        layers, heads, tokens, mechanisms = size
+        layers, heads, tokens, mechanisms, looked_into = size
         name = f"{layers * heads:,} heads x {tokens:,} tokens x {len(mechanisms)} mechanisms"
-        noisy_run(*size).save(folder / name)
+        name += f", anatomy of {looked_into} heads" if looked_into else ""
+        run = noisy_run(layers, heads, tokens, mechanisms)
+        with StudyWriter(folder / name, run.manifest) as writer:
+            batch = writer.append([run])
+            if looked_into:
+                writer.append_anatomy(noisy_anatomy(run, looked_into), batch=batch)
         start = time.perf_counter()
         report = write_explorer(folder / name)
         rows.append(Row(name, report.size / 1e6, time.perf_counter() - start, []))

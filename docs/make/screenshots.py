@@ -1,4 +1,4 @@
-"""Pictures of the explorer for the docs: a story of the embedded model in light, dark and on a phone, and a study.
+"""Pictures of the explorer for the docs: a story of the embedded model, one of its heads, a difference and a study.
 
 Run: python docs/make/screenshots.py   (needs the embedded model, its calibration and chromium; writes docs/images/)
 """
@@ -9,7 +9,7 @@ import io
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,16 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from softgap.models import load_model
 from softgap.models.tensor_files import default_mechanisms
-from softgap.probe import generate, read
-from softgap.report import write_explorer
+from softgap.probe import generate, read, run_anatomy
+from softgap.report import write_difference, write_explorer
 from softgap.trajectories import StudyWriter, inputs_digest
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 MOST_BYTES = 300_000
 PROMPT = "Tell me a story about a fox."
+OTHER_PROMPT = "Explain in one paragraph how a lighthouse works."
 TOKENS = 200
+LOOKED_INTO = "18.6,18.8,5.6"
 # Completions with labels: what somebody might compare.
 STUDY = {
     "prose": (
@@ -74,8 +76,18 @@ def write_story(folder: Path) -> Path:
     mechanisms = default_mechanisms(model)
     if "fitted" not in mechanisms:
         sys.exit("the page opens with what a calibration says; make one first: softgap calibrate --text book.txt")
-    generate(model, tokenizer, PROMPT, TOKENS, mechanisms=mechanisms, focus=True).save(folder / "story")
+    run = generate(model, tokenizer, PROMPT, TOKENS, mechanisms=mechanisms, focus=True)
+    with StudyWriter(folder / "story", run.manifest) as writer:
+        batch = writer.append([run])
+        writer.append_anatomy(run_anatomy(model, tokenizer, run, LOOKED_INTO), batch=batch)
     return write_explorer(folder / "story").path
+
+
+def write_pair(folder: Path) -> Path:
+    """The difference of two answers."""
+    model, tokenizer = load_model()
+    generate(model, tokenizer, OTHER_PROMPT, TOKENS, mechanisms=default_mechanisms(model)).save(folder / "lighthouse")
+    return write_difference(folder / "story", folder / "lighthouse").path
 
 
 def write_study(folder: Path) -> Path:
@@ -107,18 +119,33 @@ def save(name: str, picture: bytes) -> None:
     print(f"docs/images/{name}.png {len(content.getvalue()):,} bytes")
 
 
-def shot(browser: Browser, report: Path, name: str, *, until: str, **context: Any) -> None:
+def shot(
+    browser: Browser,
+    report: Path,
+    name: str,
+    *,
+    until: str,
+    choose: Callable[[Page], None] | None = None,
+    **context: Any,
+) -> None:
     """The page from its top to the end of one of its parts, with a few heads and a token chosen."""
     window = browser.new_context(**context)
     page = window.new_page()
     page.goto(report.absolute().as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
-    prepare(page)
+    (choose or prepare)(page)
     bottom = page.locator(until).evaluate("(node) => node.getBoundingClientRect().bottom + window.scrollY")
     width = page.viewport_size["width"] if page.viewport_size else 0
     picture = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": width, "height": bottom + 12})
     save(name, picture)
     window.close()
+
+
+def look_into_head(page: Page) -> None:
+    """Hold a token and look at what the first of the stored heads attends to."""
+    page.evaluate(f"update({{ anatomy: HEADS.find(({{ name }}) => name === '{LOOKED_INTO.split(',')[0]}').row }})")
+    page.evaluate("pinStep(span()[0] + 60)")
+    page.wait_for_timeout(500)
 
 
 def prepare(page: Page) -> None:
@@ -131,9 +158,12 @@ def main() -> None:
     """Make all pictures."""
     with tempfile.TemporaryDirectory() as folder, launched() as browser:
         story, study = write_story(Path(folder)), write_study(Path(folder))
+        pair = write_pair(Path(folder))
         shot(browser, story, "explorer-light", until="#lines-readout", color_scheme="light", **WIDE)
         shot(browser, story, "explorer-dark", until="#lines-readout", color_scheme="dark", **WIDE)
         shot(browser, story, "explorer-phone", until="#map-readout", color_scheme="light", **PHONE)
+        shot(browser, story, "explorer-anatomy", until="#anatomy-card", choose=look_into_head, **WIDE)
+        shot(browser, pair, "explorer-pair", until="#lines-readout", color_scheme="light", **WIDE)
         shot(browser, study, "explorer-study", until="#groups-table", color_scheme="light", **WIDE)
 
 

@@ -263,3 +263,23 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     assert re.fullmatch(sentence, failure(["read", *arguments], capsys))
     assert loads == []
     assert contents(here) == before
+
+
+def test_anatomy_of_named_heads_is_stored_for_every_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(folder), "--mechanism", "elu1", "--anatomy", "1.2,0.3"]
+    assert main(["read", "many.jsonl", "--out", "a", *options]) == 0
+    study = open_study("a")
+    for sample_id in study.ids:
+        heads = study.anatomy(sample_id)
+        assert [(head.name, head.mechanisms) for head in heads] == [
+            ("1.2", ("softmax", "elu1")),
+            ("0.3", ("softmax", "elu1")),
+        ]
+        assert heads[0].keys.shape[1] == int(study.sample(sample_id).positions[-1]) + 1
+    # Without it the folder is not there, and what replaces a study has no old one.
+    assert main(["read", "many.jsonl", "--out", "a", *options[:-2], "--overwrite"]) == 0
+    assert open_study("a").anatomy("7") == ()
+    capsys.readouterr()
+    refused = failure(["read", "fox.txt", "--out", "b", "--model", str(folder), "--anatomy", "5.1"], capsys)
+    assert refused.startswith("head 5.1 must be in a layer with attention, which are 0 to 1 here")
+    assert not Path("b").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import webbrowser
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -166,3 +167,15 @@ def test_a_report_is_written_whole_or_not_at_all(study: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         write_explorer(study, overwrite=True)
     assert contents(study) == before
+
+
+def test_two_studies_are_one_page_about_their_difference(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = study.parent / "other"
+    shutil.copytree(study, other)
+    assert main(["report", str(study), str(other), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["out"] == str(study / "difference-other.html")
+    assert said["samples"] == said["carried"] == 2
+    assert "other minus" in Path(said["out"]).read_text(encoding="utf-8")
+    assert main(["report", str(study), str(other), "--sample", "0"]) == 2
+    assert "--sample, --heads and --calibration are for the report on one study" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from softgap.analysis import GapSums, gap_sums
 from support.explorer_examples import (
@@ -125,7 +125,8 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, report: P
             box = page.locator(f"#{chart} svg").first.bounding_box()
             assert box is not None
             assert box["width"] <= 360
-        assert "heads in columns, layers in rows" in page.locator("#map").inner_text()
+        # Heads in columns, layers in rows.
+        assert page.locator("#map .axis-name").all_text_contents() == ["head", "layer"]
         page.locator('#map .cell[data-row="8"]').tap()
         settle(page)
         assert chosen(page) == ["1.2"]
@@ -215,7 +216,8 @@ def test_a_study_has_samples_and_groups(browser: Browser, study_report: Path) ->
 
 def test_short_runs_say_what_is_missing(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, report_of(tmp_path, story(steps=3, prompt_steps=0, focus=False))) as page:
-        assert "No head to show" in page.locator("#plane").inner_text()
+        assert "no head to show" in page.locator("#plane-note").inner_text()
+        expect(page.locator("#plane-card")).to_be_hidden()
         page.locator('input[name="view"][value="entropy"]').check(force=True)
         settle(page)
         assert "too few" in page.locator("#lines").inner_text()

@@ -99,6 +99,9 @@ def test_click_chooses_a_head_and_shift_click_compares(page: Page) -> None:
     assert chosen(page) == ["0.0"]
     choose(page, "0.0")
     assert chosen(page) == []
+    # Scrolling may have brought the chart under the pointer.
+    page.evaluate("update({ cursor: null })")
+    settle(page)
     assert "Select a head" in page.locator("#lines-readout").inner_text()
 
 

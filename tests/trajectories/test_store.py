@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from softgap.errors import UnknownNameError, ValueInputError
+from softgap.errors import StoreError, UnknownNameError, ValueInputError
 from softgap.trajectories import (
     FOCUS,
     FORMAT_VERSION,
     QUANTITIES,
+    Anatomy,
     Manifest,
     StudyWriter,
     Trajectories,
@@ -254,3 +255,27 @@ def test_a_prompt_alone_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueInputError, match="save the run itself"):
         example_run(part="prompt").save(tmp_path / "fox")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_anatomy_is_an_optional_part_that_old_readers_do_not_look_at(study: Path) -> None:
+    before = {path.relative_to(study): path.read_bytes() for path in study.rglob("*") if path.is_file()}
+    keys = np.array([[[0, -1], [1, 0]]], np.int32)
+    weights = np.array([[[1.0, 0.0], [0.7, 0.2]]], np.float32)
+    heads = [
+        Anatomy(1, 0, ("softmax",), keys, weights, np.array([[0.0, 0.1]], np.float32), name, "<s>") for name in "ab"
+    ]
+    with StudyWriter(study, MANIFEST, resume=True) as writer:
+        with pytest.raises(ValueInputError, match=r"belongs to its samples \['c'\], got \['a', 'b'\]"):
+            writer.append_anatomy(heads, batch=1)
+        writer.append_anatomy(heads, batch=0)
+    after = {path.relative_to(study): path.read_bytes() for path in study.rglob("*") if path.is_file()}
+    assert set(after) - set(before) == {Path("anatomy/part-00000.parquet")}
+    assert all(after[path] == content for path, content in before.items() if path.name != "manifest.json")
+    opened = open_study(study)
+    assert [run.sample_id for run in opened] == ["a", "b", "c"]
+    assert opened.anatomy("b")[0].first == "<s>"
+    np.testing.assert_array_equal(opened.anatomy("a")[0].weights, weights)
+    assert opened.anatomy("c") == ()
+    (study / "anatomy" / "part-00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(StoreError, match=r"anatomy/part-00000\.parquet in '.*' is damaged"):
+        opened.anatomy("a")

@@ -8,6 +8,7 @@ import typer
 
 from softgap.cli.options import Json
 from softgap.cli.render import output
+from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
     from softgap.report import Report
@@ -56,6 +57,14 @@ def report_command(
             help="Folder (or URI) of a study, folder with the result of a lab, or file of softgap evaluate."
         ),
     ],
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[OTHER]",
+            help="A second study with the same heads: the page shows it minus the first.",
+            show_default=False,
+        ),
+    ] = None,
     out: _Out = None,
     sample: _Samples = None,
     heads: _Heads = None,
@@ -65,22 +74,31 @@ def report_command(
     force: output.Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline."""
+    """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline.
+
+    With a second study the page shows their difference: two runs, prompts or models, or a model with and without
+    a plan.
+    """
     from softgap.cli.render.output import find_browser, open_file
     from softgap.progress import show_progress
-    from softgap.report import write_explorer
+    from softgap.report import write_difference, write_explorer
 
+    if other is not None and (sample or heads or calibration is not None):
+        raise ValueInputError("--sample, --heads and --calibration are for the report on one study; leave them out")
     browser = find_browser() if open_it else None
     with output.overriding(force), show_progress("reading the study") as report:
-        written = write_explorer(
-            study,
-            out,
-            samples=sample or (),
-            heads=heads or (),
-            calibration=calibration,
-            overwrite=overwrite,
-            progress=report,
-        )
+        if other is not None:
+            written = write_difference(study, other, out, overwrite=overwrite, progress=report)
+        else:
+            written = write_explorer(
+                study,
+                out,
+                samples=sample or (),
+                heads=heads or (),
+                calibration=calibration,
+                overwrite=overwrite,
+                progress=report,
+            )
     _present(written, study, as_json=as_json)
     if browser is not None:
         open_file(browser, written.path)

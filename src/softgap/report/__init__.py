@@ -5,6 +5,7 @@ from softgap.report.columns import Column, read_columns
 from softgap.report.documents import Document, Picture, Table, save_document
 from softgap.report.explorer import Report, explorer, notebook_html, write_explorer
 from softgap.report.figures import PICTURES, draw_plane, new_figure, require_matplotlib, save_figure, save_plane
+from softgap.report.pair import write_difference
 
 __all__ = [
     "PICTURES",
@@ -22,6 +23,7 @@ __all__ = [
     "save_document",
     "save_figure",
     "save_plane",
+    "write_difference",
     "write_explorer",
     "written_whole",
 ]

@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from softgap.analysis import Findings
     from softgap.calibration.sufficiency import Sufficiency
 
-__all__ = ["Report", "explorer", "explorer_of", "notebook_html", "write_explorer"]
+__all__ = [
+    "Report",
+    "check_report_target",
+    "explorer",
+    "explorer_of",
+    "notebook_html",
+    "write_explorer",
+    "write_page",
+]
 
 
 _HEAD_BYTES = 4096
@@ -179,16 +187,16 @@ def write_explorer(
                 f"samples, heads and calibration need a study, but '{os.fspath(study)}' holds only findings; "
                 "leave them out"
             )
-        _check_target(target, overwrite)
-        return Report(target, _write(target, render_documents(documents)), 0, 0)
+        check_report_target(target, overwrite)
+        return Report(target, write_page(target, render_documents(documents)), 0, 0)
     opened = open_study(study)
-    _check_target(target, overwrite)
+    check_report_target(target, overwrite)
     columns, sufficiency = _calibrated(opened, as_items(heads), calibration)
     findings = read_documents(Path(study)) if "://" not in os.fspath(study) else []
     data = payload(
         opened, samples=samples, columns=columns, findings=findings, sufficiency=sufficiency, progress=progress
     )
-    size = _write(target, render(data))
+    size = write_page(target, render(data))
     entries = data.document["samples"]
     return Report(target, size, len(entries), sum(entry["data"] is not None for entry in entries))
 
@@ -221,7 +229,8 @@ def _calibrated(
     return [*shown, *from_files], calibration_kinds(path)
 
 
-def _write(target: Path, page: str) -> int:
+def write_page(target: Path, page: str) -> int:
+    """Write a page whole or not at all; its size in bytes."""
     content = page.encode()
     with written_whole(target) as partial:
         partial.write_bytes(content)
@@ -235,7 +244,8 @@ def _default_path(study: str) -> Path:
     return path.with_suffix(".html") if path.is_file() else path / "report.html"
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_report_target(target: Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that is there and is no report."""
     check_output_file(target)
     if not target.exists() or overwrite:
         return

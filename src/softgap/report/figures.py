@@ -19,6 +19,7 @@ from softgap.signal import complexity_bounds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
     from softgap.analysis import ComparisonFindings, Findings, HeadFinding, SystemPoint
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PICTURES",
     "check_ending",
+    "dark_is_more",
     "draw_comparison",
     "draw_frontier",
     "draw_kinds",
@@ -42,6 +44,9 @@ __all__ = [
 
 
 PICTURES = (".png", ".svg")
+
+# What `sequential` in assets/colours.js gives on a light page, in eight equal steps of lightness.
+_SEQUENTIAL = ("#f6f4e0", "#d2dfc3", "#a8cbae", "#7bb6a3", "#4ca19f", "#158a9f", "#00719d", "#005594", "#303780")
 
 
 def require_matplotlib() -> None:
@@ -58,6 +63,13 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def dark_is_more() -> LinearSegmentedColormap:
+    """The colours of the pages' maps: from the colour of the page for little to dark for much."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("softgap", list(_SEQUENTIAL))
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
@@ -215,7 +227,7 @@ def _draw_heads(axes: Axes, heads: tuple[HeadFinding, ...]) -> Any:
         [head.complexity for head in heads],
         c=[head.layer for head in heads],
         s=14,
-        cmap="viridis",
+        cmap=dark_is_more(),
         alpha=0.8,
         linewidths=0,
         label="heads",
@@ -295,8 +307,9 @@ def _draw_head_effects(figure: Figure, axes: Axes, findings: ComparisonFindings)
     largest = np.where(np.isnan(t).all(axis=0), np.nan, np.nanmax(np.where(np.isnan(t), -np.inf, t), axis=0))
     grid = np.full((int(findings.table.head.max()) + 1, len(layers)), np.nan)
     grid[findings.table.head, np.searchsorted(layers, findings.table.layer)] = largest
+    # As the map of a page: head 0 at the top, layers to the right, dark for much.
     picture = axes.imshow(
-        grid, aspect="auto", origin="lower", cmap="viridis", extent=(-0.5, len(layers) - 0.5, -0.5, len(grid) - 0.5)
+        grid, aspect="auto", cmap=dark_is_more(), extent=(-0.5, len(layers) - 0.5, len(grid) - 0.5, -0.5)
     )
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head" if findings.table.collapsed else "head")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from softgap.report.figures import new_figure
+from softgap.report.figures import dark_is_more, new_figure
 from softgap.theory.focus.concentration import AMOUNTS, FAMILIES
 from softgap.theory.focus.synthetic import BETAS
 from softgap.trajectories.validation import BASELINE
@@ -133,7 +133,9 @@ def _draw_sparsity(axes: Axes, findings: ModelFocus) -> None:
 
 def _draw_divergence(axes: Axes, findings: ModelFocus) -> None:
     uniform, elu1 = findings.of(BASELINE).from_softmax.ravel(), findings.of("elu1").from_softmax.ravel()
-    points = axes.scatter(uniform, elu1, c=findings.of("softmax").sparsity.ravel(), s=10, cmap="viridis", linewidths=0)
+    points = axes.scatter(
+        uniform, elu1, c=findings.of("softmax").sparsity.ravel(), s=10, cmap=dark_is_more(), linewidths=0
+    )
     axes.plot([0, 1], [0, 1], color=_COLOURS[-1], linewidth=0.8)
     axes.set(title="divergence of heads", xlabel="from the mean of values", ylabel="from elu1")
     if axes.figure is not None:

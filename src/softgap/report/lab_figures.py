@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from softgap.report.figures import new_figure
+from softgap.report.figures import dark_is_more, new_figure
 from softgap.theory.injectivity.model import ModelInjectivity
 from softgap.theory.injectivity.synthetic import Injectivity
 from softgap.theory.position.drift import TERMS
@@ -64,7 +64,7 @@ def draw_injectivity_in_model(lab: ModelInjectivity) -> Figure:
         (classical, f"confusion under elu1, {keys} keys", 0.0, top),
     )
     for panel, (values, title, low, high) in zip(axes[0], panels, strict=True):
-        image = panel.imshow(values, aspect="auto", origin="lower", cmap="viridis", vmin=low, vmax=high)
+        image = panel.imshow(values, aspect="auto", origin="lower", cmap=dark_is_more(), vmin=low, vmax=high)
         figure.colorbar(image, ax=panel)
         panel.set(xlabel="head", ylabel="layer")
         panel.set_title(title, fontsize="small")
@@ -144,7 +144,7 @@ def _draw_divergence(axes: Axes, lab: ModelInjectivity) -> None:
         lab.divergence[lab.of("elu1")].ravel(),
         c=lab.focus.ravel(),
         s=14,
-        cmap="viridis",
+        cmap=dark_is_more(),
         linewidths=0,
     )
     axes.set(xlabel="confusion under softmax", ylabel="mean divergence from elu1")
@@ -275,7 +275,7 @@ def _draw_trials(axes: Axes, lab: Separation) -> None:
 
 
 def _draw_map(figure: Figure, axes: Axes, phase_map: PhaseMap) -> None:
-    image = axes.imshow(phase_map.success, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    image = axes.imshow(phase_map.success, origin="lower", aspect="auto", vmin=0, vmax=1, cmap=dark_is_more())
     axes.set_xticks(
         range(len(phase_map.x.values)), [f"{value:g}" for value in phase_map.x.values], rotation=45, fontsize="small"
     )

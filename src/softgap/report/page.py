@@ -64,6 +64,7 @@ REPORT = Look(
         "anatomy.js",
         "map.js",
         "lines.js",
+        "profile.js",
         "plane.js",
         "table.js",
         "samples.js",

@@ -32,8 +32,20 @@ function drawLines() {
   if (!array || brushing) return;
   const traces = STATE.heads.map((row, i) => ({ row, colour: lineColour(i), dash: DASHES[i % DASHES.length], points: viewed(seriesOf(array, row, 0, array.columns)) }));
   const mean = viewed(meanOfRows(array, HEADS.map(({ row }) => row)));
+  const other = otherSample();
+  if (other !== null) {
+    const beside = onSample(other, () => values(divergenceKey()));
+    if (!beside) return;
+    // At the same place of its completion.
+    const shift = current().promptSteps - PAYLOAD.samples[other].data.promptSteps;
+    for (const { row, colour } of [...traces]) {
+      const points = viewed(seriesOf(beside, row, 0, beside.columns)).map(({ at, value }) => ({ at: at + shift, value }))
+        .filter(({ at }) => at >= 0 && at < array.columns);
+      traces.push({ row, colour, dash: '1 3', points });
+    }
+  }
   const everything = [...traces.flatMap(({ points }) => points), ...mean].map(({ value }) => value).filter((value) => value === value);
-  byId('lines-caption').textContent = `${viewWords()}; dotted: the mean of all heads.`;
+  byId('lines-caption').textContent = `${viewWords()}; dotted: the mean of all heads.${other === null ? '' : ` Fine dots in the colour of a head: ${sideName(other)}, from the same place of its completion.`}`;
   box.replaceChildren();
   drawnLines = null;
   if (!everything.length) {
@@ -86,8 +98,7 @@ function drawBrush(svg, x, height) {
     const selection = d3.brushSelection(this);
     if (!selection) return update({ range: null });
     const [a, b] = selection.map((place) => Math.round(x.invert(place)));
-    // A range is one of this sample, so the map shows the sample too.
-    update({ range: [Math.max(0, a), Math.min(stepCount(), Math.max(a, b) + 1)], scope: 'sample' });
+    update({ range: [Math.max(0, a), Math.min(stepCount(), Math.max(a, b) + 1)], ...sampleScope() });
   }
   linesBrush = d3.brushX().extent([[left, top], [x.range()[1], height - bottom]])
     .on('start', () => { brushing = !following; })

@@ -107,12 +107,16 @@ function watchWidth() {
 }
 
 async function start() {
+  // Where it would push every picture below the fold it is a click away.
+  byId('more-lead').open = window.innerWidth >= 1060 && window.innerHeight >= 860;
   drawFacts();
   startControls();
   startText();
+  startOther();
   startAnatomy();
   startMap();
   startLines();
+  startProfile();
   startPlane();
   startTable();
   startSamples();

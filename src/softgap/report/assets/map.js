@@ -42,13 +42,26 @@ function mapLayout(width, entry = quantity()) {
 
 function mapScale(numbers, entry) {
   if (entry === KIND) return { colour: (kind) => d3.color(PAYLOAD.kinds.colours[kind]) };
+  if (showsDifference() && !entry.of) return colourScale(numbers, { isDiverging: true });
   return colourScale(numbers, { isDiverging: entry.isDiverging, fixed: entry.fixed });
 }
 
+// What does not depend on the mechanism: kinds, quantities measured elsewhere, the focus of softmax.
+const ABOUT_SOFTMAX = ['sparsity', 'attention_entropy', 'largest_weight'];
+
+/** What a picture of heads shows, and of which mechanism. */
+function mapTitle(entry) {
+  const name = `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit})`;
+  if (entry.of) return name;
+  if (ABOUT_SOFTMAX.includes(entry.key)) return `${name}, softmax`;
+  const word = { divergence: 'from', distance: 'from', gap: 'from', slope: 'of the divergence from' }[entry.key];
+  if (word) return `${name}, ${word} ${STATE.mechanism}`;
+  return `${name}, ${['relative_l2', 'norm_ratio'].includes(entry.key) ? '' : 'divergence from '}${STATE.mechanism}`;
+}
+
 function mapCaption(entry, of, scale) {
-  const from = ['divergence', 'slope', 'distance', 'gap'].includes(entry.key) ? `from ${STATE.mechanism}, ` : '';
   const more = entry === KIND ? '. Show other quantities, such as the divergence on this text, with the list above' : scale ? reachWords(scale) : '';
-  return `${entry.label[0].toUpperCase()}${entry.label.slice(1)} (${entry.unit}), ${from}${of}${more}.`;
+  return `${mapTitle(entry)}, ${of}${more}.`;
 }
 
 function drawMap() {
@@ -173,17 +186,28 @@ function drawMapAxes(svg, layout) {
     axes.append('text').attr('x', across ? left - 5 : left + middle).attr('y', across ? top + middle + 4 : top - 6)
       .attr('text-anchor', across ? 'end' : 'middle').text(head);
   }
-  axes.append('text').attr('x', 0).attr('y', top - 6).text(across ? 'head' : 'layer');
-  const below = layout.legendTop - 8;
-  axes.append('text').attr('x', layout.width - 4).attr('y', below + 2).attr('text-anchor', 'end')
-    .text(`${across ? 'layers in columns, heads in rows' : 'heads in columns, layers in rows'}${GROUP_STARTS.length ? '; gaps separate the KV groups' : ''}`);
+  axes.append('text').attr('class', 'axis-name').attr('x', left - 5).attr('y', top - 6).attr('text-anchor', 'end').text(across ? 'layer' : 'head');
+  const middle = (top + layout.legendTop - 26) / 2;
+  axes.append('text').attr('class', 'axis-name').attr('transform', `translate(12,${middle}) rotate(-90)`).attr('text-anchor', 'middle').text(across ? 'head' : 'layer');
+  if (GROUP_STARTS.length) {
+    axes.append('text').attr('x', layout.width - 4).attr('y', layout.legendTop - 6).attr('text-anchor', 'end').text('gaps separate the KV groups');
+  }
+}
+
+/** Both sides of a difference, in words. */
+function sidesWords(row) {
+  const { names, samples, groups } = PAYLOAD.compare;
+  const entry = quantity();
+  const sides = samples ? samples.map((sample) => onSample(sample, () => (entry.compute(...span()) || [])[row]))
+    : groups.map((group) => ((entry.group && PAYLOAD.groups[group].heads[entry.group()]) || [])[row]);
+  return ` (${names.map((name, i) => `${name} ${show(sides[i])}`).join(', ')})`;
 }
 
 function describeHead({ head, value }) {
   const mates = HEADS.filter(({ at, kv }) => at === head.at && kv === head.kv);
   const shared = mates.length > 1 ? `, shares keys and values with ${mates.filter(({ row }) => row !== head.row).map(({ name }) => name).join(', ')}` : '';
   const name = `Head ${head.name} (layer ${head.layer}, head ${head.head}${shared})`;
-  return quantity() === KIND ? `${name}: ${kindWords(head.row, value)}` : `${name}: ${quantity().label} ${show(value)}`;
+  return quantity() === KIND ? `${name}: ${kindWords(head.row, value)}` : `${name}: ${quantity().label} ${show(value)}${showsDifference() && !quantity().of && value === value ? sidesWords(head.row) : ''}`;
 }
 
 /** The kind of a head in a sentence, and what the kinds of equal memory leave in it, where that is known. */
@@ -208,7 +232,27 @@ function markMates(cell) {
     const target = HEADS[Number(other.dataset.row)];
     other.classList.toggle('mate', target.at === head.at && target.kv === head.kv && target.row !== head.row);
   }
-  byId('map-readout').textContent = describeHead(d3.select(cell).datum());
+  const words = describeHead(d3.select(cell).datum());
+  byId('map-readout').textContent = words;
+  showTip(cell, words);
+}
+
+/** The same words beside the cell, so that nobody has to look for them below the fold. */
+function showTip(cell, words) {
+  const tip = byId('head-tip');
+  const [box, place] = [byId('map'), cell].map((node) => node.getBoundingClientRect());
+  tip.textContent = words;
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  const middle = place.left + place.width / 2 - box.left;
+  tip.style.left = `${Math.max(0, Math.min(box.width - width, middle - width / 2))}px`;
+  // Below the cell, or above it where the window ends.
+  const below = place.bottom + 8 + height < window.innerHeight;
+  tip.style.top = `${byId('map').offsetTop + (below ? place.bottom - box.top + 6 : place.top - box.top - height - 6)}px`;
+}
+
+function hideTip() {
+  byId('head-tip').hidden = true;
 }
 
 function onMapKey(event) {
@@ -251,6 +295,7 @@ function startMap() {
       if (cell) markMates(cell);
     });
   }
+  for (const kind of ['pointerleave', 'focusout']) box.addEventListener(kind, hideTip);
   box.addEventListener('keydown', onMapKey);
   // Once: it does not change while tokens arrive.
   byId('kinds-hint').textContent = PAYLOAD.kindsHint || '';

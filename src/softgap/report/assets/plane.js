@@ -35,13 +35,14 @@ function planeDomain(heads) {
 function drawPlane() {
   const box = byId('plane');
   box.replaceChildren();
+  // Measured below as wide as it will be; hidden where it has nothing to show.
+  showPlane(true);
   const { dynamics } = PAYLOAD;
   const heads = dynamics.mechanisms ? planeHeads() : [];
   if (!heads.length) {
     const reason = dynamics.reason || dynamics.mechanisms[STATE.mechanism].reason.find((words) => words) || 'no head has enough windows';
-    byId('plane-caption').textContent = '';
-    byId('plane-readout').textContent = '';
-    box.append(element('p', 'empty', `No head to show: ${reason}.`));
+    byId('plane-note').textContent = `Complexity and entropy: no head to show, ${reason}.`;
+    showPlane(false);
     return;
   }
   const { settings, noise } = dynamics;
@@ -62,8 +63,8 @@ function drawPlane() {
   const curve = d3.line().x(([entropy]) => x(entropy)).y(([, complexity]) => y(complexity));
   for (const bound of [dynamics.least, dynamics.greatest]) inside.append('path').attr('class', 'bound').attr('d', curve(bound));
   inside.append('line').attr('class', 'zero').attr('x1', x(noise)).attr('x2', x(noise)).attr('y1', top).attr('y2', height - bottom);
-  drawSystems(inside, x, y, width);
   drawDots(inside, heads, x, y);
+  drawSystems(inside, x, y, width, heads);
 }
 
 function drawPlaneFrame(svg, x, y, width) {
@@ -76,23 +77,43 @@ function drawPlaneFrame(svg, x, y, width) {
   svg.append('text').attr('transform', `translate(13,${(height - bottom + top) / 2}) rotate(-90)`).attr('text-anchor', 'middle').text('statistical complexity');
 }
 
-/** Known systems, with names where there is room: each name looks for the first free line below or above its mark. */
-function drawSystems(group, x, y, width) {
-  const boxes = [];
+/** Known systems, with names where there is room: each name looks for the first free line below or above its mark, on
+ * either side, past all marks, dots of chosen heads and their names. What finds none is told by pointing at its mark. */
+function drawSystems(group, x, y, width, heads) {
   const { height, left, right, top, bottom } = PLANE;
   const seen = PAYLOAD.dynamics.systems.map(([name, kind, entropy, complexity]) => ({ name, kind, px: x(entropy), py: y(complexity) }))
     .filter(({ px, py }) => px >= left && px <= width - right && py >= top && py <= height - bottom)
     .sort((a, b) => a.px - b.px);
+  const field = (x0, x1, y0, y1) => ({ x0, x1, y0, y1 });
+  const taken = [
+    ...seen.map(({ px, py }) => field(px - 5, px + 5, py - 5, py + 5)),
+    ...heads.filter(({ head }) => STATE.heads.includes(head.row)).map(({ entropy, complexity }) => field(x(entropy) - 7, x(entropy) + 40, y(complexity) - 17, y(complexity) + 7)),
+  ];
+  // Rather not on a head either, but a few dots under a name still can be seen.
+  const dots = heads.map(({ entropy, complexity }) => field(x(entropy) - 3, x(entropy) + 3, y(complexity) - 3, y(complexity) + 3));
+  const meets = (one, other) => one.x0 < other.x1 && one.x1 > other.x0 && one.y0 < other.y1 && one.y1 > other.y0;
+  const isFree = (place) => place.y0 > top && place.y1 < height - bottom && place.x0 > left && place.x1 < width - right
+    && !taken.some((other) => meets(place, other));
+  const downs = d3.range(0, 9).flatMap((line) => (line ? [13 * line, -13 * line] : [0]));
   for (const { name, kind, px, py } of seen) {
-    const long = name.length * 5.8;
-    const ends = px + 8 + long > width - right;
-    const at = [0, 13, -13, 26, -26, 39, -39, 52, -52, 65, -65, 78, -78].map((down) => ({ x0: ends ? px - 8 - long : px + 8, y0: py + 4 + down }))
-      .find(({ x0, y0 }) => y0 > top + 8 && y0 < height - bottom && !boxes.some((other) => Math.abs(other.y0 - y0) < 11.5 && x0 < other.x1 && x0 + long > other.x0));
-    group.append('path').attr('class', 'known').attr('transform', `translate(${px},${py})`).attr('d', d3.symbol().type(MARKS[kind] || d3.symbolCircle).size(46)());
-    if (!at) continue;
-    boxes.push({ ...at, x1: at.x0 + long });
-    if (Math.abs(at.y0 - py) > 8) group.append('line').attr('class', 'leader').attr('x1', px).attr('y1', py).attr('x2', ends ? at.x0 + long : at.x0).attr('y2', at.y0 - 3);
-    group.append('text').attr('class', 'known-name').attr('x', at.x0).attr('y', at.y0).text(name);
+    const mark = group.append('path').attr('class', 'known').attr('transform', `translate(${px},${py})`).attr('d', d3.symbol().type(MARKS[kind] || d3.symbolCircle).size(46)());
+    mark.append('title').text(name);
+    const text = group.append('text').attr('class', 'known-name').text(name);
+    // As long as this browser's letters make it.
+    const long = text.node().getComputedTextLength();
+    const places = downs.flatMap((down) => [px + 8, px - 8 - long].map((x0) => field(x0 - 1, x0 + long + 1, py + down - 7, py + down + 6)));
+    const free = places.filter(isFree);
+    const place = free.find((one) => !dots.some((dot) => meets(one, dot))) || free[0];
+    if (!place) {
+      text.remove();
+      continue;
+    }
+    taken.push(place);
+    text.attr('x', place.x0 + 1).attr('y', place.y0 + 11);
+    const onRight = place.x0 > px;
+    if (Math.abs(place.y0 + 7 - py) > 8) {
+      group.insert('line', 'text').attr('class', 'leader').attr('x1', px).attr('y1', py).attr('x2', onRight ? place.x0 : place.x1).attr('y2', place.y0 + 7);
+    }
   }
 }
 
@@ -106,6 +127,14 @@ function drawDots(group, heads, x, y) {
       .attr('r', selected >= 0 ? 6.5 : 4).attr('fill', colour).attr('data-row', head.row);
     if (selected >= 0) group.append('text').attr('class', 'strong').attr('x', x(entropy) + 9).attr('y', y(complexity) - 6).text(head.name);
   }
+}
+
+function showPlane(visible) {
+  byId('plane-card').hidden = !visible;
+  byId('plane-note').hidden = visible;
+  const single = byId('plane-pair').classList.contains('single');
+  byId('plane-pair').classList.toggle('single', !visible);
+  if (single === visible) drawProfile();
 }
 
 function startPlane() {

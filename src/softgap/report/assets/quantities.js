@@ -150,8 +150,32 @@ function quantity(key = STATE.quantity) {
   return QUANTITIES.find((entry) => entry.key === key);
 }
 
+/** The difference between two studies, second minus first, of what does not come from elsewhere. */
+function differenceNow(entry) {
+  const { names, samples, groups } = PAYLOAD.compare;
+  const of = `${names[1]} minus ${names[0]}`;
+  const sides = samples
+    ? samples.map((sample) => onSample(sample, () => entry.compute(...span())))
+    : groups.map((group) => (entry.group && PAYLOAD.groups[group].heads[entry.group()]) || HEADS.map(() => NaN));
+  if (sides.some((side) => !side)) return { numbers: null, of };
+  const numbers = HEADS.map(({ row }) => (sides[1][row] ?? NaN) - (sides[0][row] ?? NaN));
+  if (!samples) return { numbers, of: `${of}, means over their samples${STATE.range ? ' (the range does not apply)' : ''}` };
+  if (STATE.range && entry.ranged()) {
+    const [a, b] = onSample(samples[0], () => STATE.range);
+    return { numbers, of: `${of}, tokens ${a} to ${b - 1} of ${names[0]} and the same place of ${names[1]}` };
+  }
+  return { numbers, of: `${of}, the whole completion${STATE.range ? ' (the range does not apply)' : ''}` };
+}
+
+// Dynamics are those of all samples together, so two sides have one number.
+const POOLED = ['z', 'complexity', 'entropy'];
+
 /** One number per head for what is chosen, or null while it is on its way, with the words that say what it is. */
 function quantityNow(entry = quantity()) {
+  if (showsDifference() && !entry.of) {
+    if (POOLED.includes(entry.key)) return { numbers: HEADS.map(() => NaN), of: 'known of both sides together only' };
+    return differenceNow(entry);
+  }
   if (entry.of) return { numbers: entry.compute(), of: entry.of };
   const [a, b] = span();
   const group = PAYLOAD.groups[Number(STATE.scope)];

@@ -146,6 +146,7 @@ function startSamples() {
   select.addEventListener('change', () => openSample(Number(select.value)));
   const scope = byId('scope');
   scope.append(option('sample', 'this sample'));
+  if (PAYLOAD.compare) scope.append(option('difference', `${PAYLOAD.compare.names[1]} minus ${PAYLOAD.compare.names[0]}`));
   PAYLOAD.groups.forEach((group, index) => scope.append(option(index, group.label === null ? 'all samples' : `label ${group.label}`)));
   scope.addEventListener('change', () => update({ scope: scope.value }));
   byId('search-samples').addEventListener('input', (event) => {

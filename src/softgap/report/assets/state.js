@@ -78,9 +78,32 @@ function divergenceKey(mechanism = STATE.mechanism) {
   return `divergence/${mechanism}`;
 }
 
+/** What a function gives for another sample, with the chosen range at the same place of its completion. */
+function onSample(index, compute) {
+  const { sample, range } = STATE;
+  const shift = PAYLOAD.samples[index].data.promptSteps - current().promptSteps;
+  STATE.sample = index;
+  if (range) STATE.range = range.map((step) => Math.min(stepCount(), Math.max(0, step + shift)));
+  try {
+    return compute();
+  } finally {
+    Object.assign(STATE, { sample, range });
+  }
+}
+
+/** Of a page on two studies whether their difference is shown. */
+function showsDifference() {
+  return Boolean(PAYLOAD.compare) && STATE.scope === 'difference';
+}
+
 /** The steps that are shown: what was chosen, else the completion. */
 function span() {
   return STATE.range || [current().promptSteps, stepCount()];
+}
+
+/** A range is one of this sample, so the map shows the sample too; a difference is one of the same place in both. */
+function sampleScope() {
+  return showsDifference() ? {} : { scope: 'sample' };
 }
 
 /** Choose the steps from `first` to `last`, both included, in either order. */
@@ -88,7 +111,7 @@ function chooseRange(first, last) {
   const end = stepCount() - 1;
   const a = Math.max(0, Math.min(first, last, end));
   const b = Math.min(end, Math.max(first, last, 0)) + 1;
-  update({ range: [a, b], scope: 'sample', cursor: Math.min(end, Math.max(0, last)) });
+  update({ range: [a, b], ...sampleScope(), cursor: Math.min(end, Math.max(0, last)) });
 }
 
 /** Choose a head alone, or with `more` add it to the others or take it away. */

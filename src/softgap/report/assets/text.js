@@ -154,6 +154,58 @@ function showCursor() {
   place.textContent = [anatomyWords(), describeStep(STATE.cursor)].filter(Boolean).join(' · ');
 }
 
+/** Of a page on two single runs, the sample that is not shown; else null. */
+function otherSample() {
+  const { samples } = PAYLOAD.compare || {};
+  return samples && samples.includes(STATE.sample) ? samples.find((sample) => sample !== STATE.sample) : null;
+}
+
+function sideName(sample) {
+  return PAYLOAD.compare.names[PAYLOAD.compare.samples.indexOf(sample)];
+}
+
+/** The text of the other sample, whose tokens follow the same cursor. */
+function buildOther() {
+  const other = otherSample();
+  byId('other-text').hidden = other === null;
+  if (other === null) return;
+  const { pieces } = PAYLOAD.samples[other].data;
+  byId('other-title').textContent = `${sideName(other)}, with the same cursor`;
+  byId('other-tokens').replaceChildren(...['prompt', 'completion'].flatMap((part) => pieces[part].map(([text, first, count]) => {
+    const node = element('span', first < 0 ? 'unread' : 't', text);
+    if (first >= 0) Object.assign(node.dataset, { other: first, until: first + count });
+    return node;
+  })));
+}
+
+/** How many steps the other sample is ahead at the same place of its completion. */
+function otherShift() {
+  return PAYLOAD.samples[otherSample()].data.promptSteps - current().promptSteps;
+}
+
+function showOther() {
+  if (otherSample() === null) return;
+  const box = byId('other-tokens');
+  const step = STATE.cursor === null ? NaN : STATE.cursor + otherShift();
+  for (const node of box.querySelectorAll('.t')) {
+    const at = step >= Number(node.dataset.other) && step < Number(node.dataset.until);
+    node.classList.toggle('at', at);
+    if (at && !box.matches(':hover')) box.scrollTop += node.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 2;
+  }
+}
+
+function startOther() {
+  if (!PAYLOAD.compare) return;
+  byId('other-tokens').addEventListener('pointerover', (event) => {
+    if (event.target.dataset.other === undefined) return;
+    const step = Number(event.target.dataset.other) - otherShift();
+    if (step >= 0 && step < stepCount()) update({ cursor: step });
+  });
+  listen(['sample'], buildOther);
+  listen(['sample', 'cursor'], showOther);
+  buildOther();
+}
+
 /** A frame around the token that a click holds. */
 function showPinned() {
   for (const node of byId('tokens').querySelectorAll('.pinned')) node.classList.remove('pinned');

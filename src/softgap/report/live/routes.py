@@ -298,6 +298,7 @@ def create_app(
             Route("/runs/{run_id}/stop", addresses.stop, methods=["POST"]),
             Route("/studies/{name}", addresses.study),
             Route("/studies/{name}/report.html", addresses.report),
+            Route("/studies/{name}/minus/{other}", addresses.difference),
             Route("/studies/{name}/study.zip", addresses.zipped),
         ],
         lifespan=lifespan,
@@ -373,6 +374,12 @@ class _Addresses:
     async def study(self, request: Request) -> Response:
         """The report on a saved study."""
         content = await run_in_threadpool(self._studies.html, request.path_params["name"])
+        return HTMLResponse(content, headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    async def difference(self, request: Request) -> Response:
+        """The difference between two saved studies."""
+        names = request.path_params["other"], request.path_params["name"]
+        content = await run_in_threadpool(self._studies.difference, *names)
         return HTMLResponse(content, headers={"Content-Security-Policy": _REPORT_POLICY})
 
     async def report(self, request: Request) -> Response:

@@ -15,6 +15,8 @@ from softgap.errors import SoftgapError, StoreError, UnsupportedError, unknown_n
 from softgap.report.explorer import explorer_of
 from softgap.report.live.requests import Limits, RunRequest
 from softgap.report.live.writer import Writer
+from softgap.report.page import render
+from softgap.report.pair import pair_names, pair_payload
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder, new_name, slug
 
@@ -76,6 +78,12 @@ class Studies:
         # One at a time: a large study takes much memory.
         with self._rendering:
             return explorer_of(folder)
+
+    def difference(self, first: str, second: str) -> str:
+        """The page on two studies, second minus first."""
+        studies = self.opened(first), self.opened(second)
+        with self._rendering:
+            return render(pair_payload(*studies, pair_names(first, second)))
 
     def opened(self, name: str) -> Study:
         """A study, to read more of it."""

@@ -100,6 +100,7 @@ function toPane(kind, data, number) {
 }
 
 function drawPaneHeads() {
+  drawDifferenceLink();
   for (const pane of panes) {
     greetPane(pane);
     const run = RUNS.get(pane.name);
@@ -117,6 +118,15 @@ function drawPaneHeads() {
     pane.tools.replaceChildren(pane.state, ...parts);
     if (held) [...pane.tools.children].find((part) => part.textContent === held)?.focus();
   }
+}
+
+/** Two studies that are saved can be compared on a page of their own. */
+function drawDifferenceLink() {
+  const names = shownNames();
+  const saved = (name) => (RUNS.has(name) ? RUNS.get(name).saved && !isOpen(RUNS.get(name)) : STUDIES.includes(name));
+  const link = byId('difference');
+  link.hidden = names.length < 2 || !names.every(saved);
+  if (!link.hidden) link.href = `/studies/${encodeURIComponent(names[1])}/minus/${encodeURIComponent(names[0])}`;
 }
 
 function downloads(name) {

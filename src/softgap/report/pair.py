@@ -1,0 +1,201 @@
+"""Two studies as one page: two runs, prompts or models, or a model with and without a plan, and their difference."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softgap.errors import StoreError, ValueInputError
+from softgap.progress import Progress
+from softgap.report.explorer import Report, check_report_target, write_page
+from softgap.report.page import render
+from softgap.report.payload import Payload, payload
+from softgap.report.samples import head_means
+from softgap.trajectories import Study, StudyWriter, Trajectories, open_study
+
+__all__ = ["pair_names", "pair_payload", "write_difference"]
+
+_SHOWN = 3
+
+
+def write_difference(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Write one page about two studies: the difference, second minus first, of everything that the explorer shows.
+
+    Parameters
+    ----------
+    first, second
+        Folders or URIs of studies with the same heads. Mechanisms that only one of them has are left out.
+    out
+        The file; by default ``difference-NAME.html`` in the folder of the first, with the name of the second.
+    overwrite
+        Replace a file that is not a report, too.
+    progress
+        Called with the stage in words and the share of it that is done.
+
+    Returns
+    -------
+    Report
+        The path and size of the file, and how many samples it carries.
+
+    Examples
+    --------
+    ``runs/fox`` and ``runs/elu1`` are folders of runs of one model:
+
+    >>> import softgap
+    >>> softgap.load("runs/fox").select("elu1").save("runs/elu1")
+    >>> softgap.report.write_difference("runs/fox", "runs/elu1", "pair.html").samples
+    2
+    """
+    names = pair_names(os.fspath(first), os.fspath(second))
+    local = "://" not in os.fspath(first)
+    folder = Path(first).expanduser() if local else Path()
+    target = Path(out) if out is not None else folder / f"difference-{names[1].replace('/', '-')}.html"
+    opened = open_study(first), open_study(second)
+    check_report_target(target, overwrite)
+    data = pair_payload(*opened, names, progress=progress)
+    size = write_page(target, render(data))
+    entries = data.document["samples"]
+    return Report(target, size, len(entries), sum(entry["data"] is not None for entry in entries))
+
+
+def pair_names(first: str, second: str) -> tuple[str, str]:
+    """What the two studies are called: as much of their paths as tells them apart."""
+    one, other = ([part for part in path.split("/") if part] or [path] for path in (first, second))
+    for count in range(1, max(len(one), len(other)) + 1):
+        names = "/".join(one[-count:]), "/".join(other[-count:])
+        if names[0] != names[1]:
+            return names
+    raise ValueInputError(f"two different studies can be compared, got '{first}' twice; name another one")
+
+
+def pair_payload(first: Study, second: Study, names: tuple[str, str], *, progress: Progress | None = None) -> Payload:
+    """The data of the explorer on the samples of both studies, each labelled by its study."""
+    runs = [list(study) for study in (first, second)]
+    for study, several in zip((first, second), runs, strict=True):
+        if not any(run.n_steps for run in several):
+            raise StoreError(f"a difference needs steps, but no sample of the study at '{study.path}' has any")
+    one, other = runs[0][0], runs[1][0]
+    _check_same_heads(one, other, names)
+    common = tuple(name for name in one.mechanisms if name in other.mechanisms)
+    if not common:
+        raise ValueInputError(
+            f"two studies need a mechanism in common, got {', '.join(one.mechanisms)} in '{names[0]}' and "
+            f"{', '.join(other.mechanisms)} in '{names[1]}'; measure one of them again"
+        )
+    focus = set(one.focus) & set(other.focus)
+    with tempfile.TemporaryDirectory(prefix="softgap-") as folder:
+        same = first.manifest.weights == second.manifest.weights
+        manifest = replace(
+            first.manifest,
+            mechanisms={name: first.manifest.mechanisms.get(name, {}) for name in common},
+            extra=first.manifest.extra if same else {},
+        )
+        with StudyWriter(Path(folder) / "pair", manifest) as writer:
+            for study, several, name in zip((first, second), runs, names, strict=True):
+                labelled = [
+                    replace(_part_of(run, common, focus), sample_id=f"{name}: {run.sample_id}", label=name)
+                    for run in several
+                    if run.n_steps
+                ]
+                batch = writer.append(labelled)
+                heads = [
+                    replace(entry, sample_id=f"{name}: {run.sample_id}")
+                    for run in several
+                    for entry in (study.anatomy(run.sample_id) if study.has_anatomy else ())
+                ]
+                if heads:
+                    writer.append_anatomy(heads, batch=batch)
+        data = payload(open_study(Path(folder) / "pair"), progress=progress)
+    document = data.document
+    singles = all(len(several) == 1 for several in runs)
+    carried = [entry["data"] is not None for entry in document["samples"]]
+    document |= {
+        "title": f"{names[1]} minus {names[0]}",
+        "model": one.manifest.model if same else f"{first.manifest.model} and {second.manifest.model}",
+        "headline": _sentence(runs, names, common),
+        "heldOut": "",
+        "opening": {"quantity": "divergence", "mechanism": common[0], "scope": "difference"},
+        "compare": {
+            "names": list(names),
+            # Of single runs token by token, of studies the means over their samples.
+            "samples": [0, 1] if singles and all(carried) else None,
+            "groups": [1, 2],
+        },
+        "about": [
+            ["Compared", f"{names[1]} minus {names[0]}: a description of two measurements, not a test."],
+            *([part, *words] for part, *words in _settings(first, second, names)),
+            *([heading, words] for heading, words in document["about"] if heading not in ("Text", "Command", "Time")),
+        ],
+    }
+    return Payload(document, data.arrays)
+
+
+def _check_same_heads(one: Trajectories, other: Trajectories, names: tuple[str, str]) -> None:
+    if one.layers != other.layers or one.heads_per_layer != other.heads_per_layer:
+        raise ValueInputError(
+            f"a difference needs the same heads on both sides, got {len(one.layers)} layers with {one.n_heads} heads "
+            f"in '{names[0]}' and {len(other.layers)} layers with {other.n_heads} in '{names[1]}'; write a report on "
+            "each"
+        )
+
+
+def _part_of(run: Trajectories, mechanisms: Sequence[str], focus: set[str]) -> Trajectories:
+    """The run with some of its mechanisms, in this order."""
+    places = [run.mechanisms.index(name) for name in mechanisms]
+
+    def fields(part: Trajectories) -> dict[str, Any]:
+        return {
+            "mechanisms": tuple(mechanisms),
+            "quantities": {name: array[places] for name, array in part.quantities.items()},
+            "focus": {name: part.focus[name] for name in part.focus if name in focus},
+        }
+
+    prompt = None if run.prompt is None else replace(run.prompt, **fields(run.prompt))
+    return replace(run, **fields(run), prompt=prompt)
+
+
+def _settings(first: Study, second: Study, names: tuple[str, str]) -> list[list[str]]:
+    """What each side is, in a sentence."""
+    rows = []
+    for study, name in zip((first, second), names, strict=True):
+        manifest = study.manifest
+        weights = f" (weights {manifest.weights})" if manifest.weights else ""
+        count = f"{len(study)} {'sample' if len(study) == 1 else 'samples'}"
+        rows.append([name, f"{manifest.model or 'a model without a name'}{weights}; {count}. {manifest.command}"])
+    return rows
+
+
+def _sentence(runs: Sequence[Sequence[Trajectories]], names: tuple[str, str], common: Sequence[str]) -> str:
+    """How far the two are apart, and where most."""
+    key = f"divergence/{common[0]}"
+    means = [np.nanmean([head_means(run)[key] for run in several if run.n_steps], axis=0) for several in runs]
+    change = means[1] - means[0]
+    known = np.flatnonzero(~np.isnan(change))
+    if not len(known):
+        return ""
+    one = runs[0][0]
+    heads = [(layer, head) for i, layer in enumerate(one.layers) for head in range(one.heads_per_layer[i])]
+    order = known[np.argsort(-np.abs(change[known]), kind="stable")][:_SHOWN]
+    largest = ", ".join(f"{heads[i][0]}.{heads[i][1]} ({_signed(change[i], 2)})" for i in order)
+    total = float(change[known].mean())
+    return (
+        f"The mean divergence from {common[0]} is {np.nanmean(means[0]):.3f} in {names[0]} and "
+        f"{np.nanmean(means[1]):.3f} in {names[1]} ({_signed(total, 3)}). It changes most in the heads {largest}."
+    )
+
+
+def _signed(number: float, digits: int) -> str:
+    return f"{number:+.{digits}f}".replace("-", "\u2212")
