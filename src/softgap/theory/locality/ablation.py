@@ -343,7 +343,7 @@ def _mix(
     arm: Arm, q: Tensor, k: Tensor, seen: Bool[Tensor, "time time"], affine: Tensor, shift: Tensor
 ) -> Float[Tensor, "sample head time time"]:
     """The weights of every query over the keys it sees."""
-    scale = q.shape[-1] ** -0.5
+    scale = 1 / math.sqrt(q.shape[-1])
     if arm.kernel == "softmax":
         return (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf).softmax(dim=-1)
     q, k = (_phi(arm.kernel, x, affine, shift) for x in (q, k))
