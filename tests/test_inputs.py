@@ -59,7 +59,10 @@ class _Reached(Exception):
 def sequences_of_strings() -> set[tuple[str, str]]:
     """Every parameter of a public function or class that takes several strings, by what its annotation says."""
     several = re.compile(r"(Sequence|Iterable|Collection|list|tuple|set|frozenset)\[[^\]]*\bstr\b|\bMechanisms\b")
-    packages = [*softgap._PACKAGES, *(f"theory.{lab}" for lab in ("focus", "injectivity", "separation", "position"))]
+    packages = [
+        *softgap._PACKAGES,
+        *(f"theory.{lab}" for lab in ("focus", "injectivity", "separation", "position", "locality")),
+    ]
     found = set()
     for package in packages:
         module = importlib.import_module(f"softgap.{package}")
@@ -275,6 +278,10 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: words(lambda: softgap.calibration.evaluate_held_out(model, [IDS], given)), "fitted"
     ),
     ("split_sequences", "texts"): same(ids_of, TEXT),
+    ("locality_in_model", "mechanisms"): in_model("locality_in_model"),
+    ("locality_lab", "tasks"): wrong(
+        lambda model: lambda given: UNTYPED.theory.locality_lab(rng=np.random.default_rng(0), train=True, tasks=given)
+    ),
     ("lm_eval", "tasks"): wrong(
         lambda model: lambda given: softgap.evaluation.lm_eval(model, byte_tokenizer(), given, limit=1)
     ),

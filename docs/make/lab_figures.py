@@ -2,7 +2,8 @@
 
 Run: python docs/make/lab_figures.py [--only focus] [--text FILE]   (needs the embedded model; writes docs/images/)
 
-The figure of positions in a model is over 8 texts, which FILE is cut into: without it that figure is left as it is.
+The figures of positions and of locality in a model are over several texts, which FILE is cut into: without it they are
+left as they are. That of locality trains small models, which takes minutes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ FIGURES = {
     "lab-focus-model": ["focus", "--model", "smollm2-135m"],
     "lab-injectivity": ["injectivity"],
     "lab-injectivity-model": ["injectivity", "--model", "smollm2-135m"],
+    "lab-locality": ["locality", "--train"],
+    "lab-locality-model": ["locality", "--model", "smollm2-135m"],
     "lab-position": ["position"],
     "lab-position-model": ["position", "--model", "smollm2-135m"],
     "lab-separation": ["separation"],
 }
 # Figures that one built-in page is not enough for.
-OVER_TEXTS = ("lab-position-model",)
+OVER_TEXTS = ("lab-position-model", "lab-locality-model")
 
 
 def smaller(svg: str) -> str:
@@ -39,7 +42,7 @@ def main() -> None:
     """Run the labs and keep their figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="names of figures that contain this")
-    parser.add_argument("--text", help="text file of at least 4,096 tokens for lab-position-model")
+    parser.add_argument("--text", help="text file of at least 4,096 tokens for the figures over several texts")
     options = parser.parse_args()
     pattern = options.only or ""
     IMAGES.mkdir(exist_ok=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from support.fire_examples import NINES, Table
 
 WITHOUT_MODEL: Table = {
-    "no lab": ("lab", "lab", "missing command; the commands are: focus, injectivity, position, separation; given"),
+    "no lab": (
+        "lab",
+        "lab",
+        "missing command; the commands are: focus, injectivity, locality, position, separation; given",
+    ),
     "an unknown lab": ("lab foci", "'foci'", "no such command 'foci'; the commands are: focus, injectivity, "),
     **{
         f"{lab}: a file as --out": (f"lab {lab} --out fox.txt", "fox.txt", "the result of a lab is written to a folder")
-        for lab in ("focus", "injectivity", "position", "separation")
+        for lab in ("focus", "injectivity", "locality", "position", "separation")
     },
     "a locked place": ("lab position --out /sys/x", "/sys/x", "cannot write to '/sys/x': .*; choose a folder"),
     "an empty --out": ("lab focus --out ''", "''", "the path of a study must be a folder or a URI, got ''; give"),
@@ -26,6 +30,12 @@ WITHOUT_MODEL: Table = {
         "0",
         "queries and starts must be at least 1, got 2 and 0;",
     ),
+    "locality: no texts": ("lab locality --texts 0", "0", "invalid value for '--texts': .* greater than"),
+    "locality: one text": ("lab locality --texts 1", "1", "planted heads need heads from 1, .* texts from 2 and 16"),
+    "locality: endless tokens": (f"lab locality --tokens {NINES}", NINES, "invalid value for '--tokens': .* less"),
+    "locality: endless steps": (f"lab locality --train --steps {NINES}", NINES, "invalid value for '--steps': .* less"),
+    "locality: an unknown task": ("lab locality --train --task sums", "'sums'", "unknown task 'sums'; choose one of"),
+    "locality: a missing text": ("lab locality --text none.txt", "none.txt", "cannot read 'none.txt': No such file"),
     "position: endless tokens": (f"lab position --tokens {NINES}", NINES, "invalid value for '--tokens': .* less"),
     "position: endless heads": (f"lab position --heads {NINES}", NINES, "invalid value for '--heads': .* less"),
     "position: a late start": ("lab position --start 9999", "9999", "a text must have at least 10015 tokens to show"),

@@ -93,6 +93,7 @@ EXPLAINED = [
     "softgap.theory.injectivity_lab",
     "softgap.theory.separation_lab",
     "softgap.theory.position_lab",
+    "softgap.theory.locality_lab",
 ]
 
 

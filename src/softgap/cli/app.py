@@ -15,6 +15,7 @@ from softgap.cli.evaluate import evaluate_command
 from softgap.cli.exchange import export_command, import_command
 from softgap.cli.lab_focus import focus_command
 from softgap.cli.lab_injectivity import injectivity_command
+from softgap.cli.lab_locality import locality_command
 from softgap.cli.lab_position import position_command
 from softgap.cli.lab_separation import separation_command
 from softgap.cli.linearize import linearize_command
@@ -45,6 +46,11 @@ lab.command("focus", epilog="Example: softgap lab focus --model smollm2-135m --o
 
 lab.command("injectivity", epilog="Example: softgap lab injectivity --model smollm2-135m --out injectivity")(
     injectivity_command
+)
+
+
+lab.command("locality", epilog="Example: softgap lab locality --model smollm2-135m --out runs/locality")(
+    locality_command
 )
 
 

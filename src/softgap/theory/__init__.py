@@ -2,10 +2,11 @@
 
 from softgap.intervals import ClusterInterval
 from softgap.intervals import ClusterInterval as Estimate  # its name before 0.2
-from softgap.theory import focus, injectivity, position, separation
+from softgap.theory import focus, injectivity, locality, position, separation
 from softgap.theory.focus import FocusFindings, ModelFocus, focus_in_model, focus_lab
 from softgap.theory.injectivity import Injectivity, ModelInjectivity, injectivity_in_model, injectivity_lab
 from softgap.theory.lab import Claim, Verdict
+from softgap.theory.locality import Locality, ModelLocality, locality_in_model, locality_lab
 from softgap.theory.position import Position, position_in_model, position_lab
 from softgap.theory.separation import Separation, separation_lab
 
@@ -15,8 +16,10 @@ __all__ = [
     "Estimate",
     "FocusFindings",
     "Injectivity",
+    "Locality",
     "ModelFocus",
     "ModelInjectivity",
+    "ModelLocality",
     "Position",
     "Separation",
     "Verdict",
@@ -26,6 +29,9 @@ __all__ = [
     "injectivity",
     "injectivity_in_model",
     "injectivity_lab",
+    "locality",
+    "locality_in_model",
+    "locality_lab",
     "position",
     "position_in_model",
     "position_lab",

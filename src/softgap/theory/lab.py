@@ -1,12 +1,14 @@
-"""What every lab shares: the verdict on a claim, and the default text."""
+"""What every lab shares: the verdict on a claim, the texts of a model, and the default text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["PASSAGE", "Claim", "Verdict"]
+from softgap.errors import ValueInputError
+
+__all__ = ["PASSAGE", "Claim", "Verdict", "equal_texts"]
 
 
 Verdict = Literal["holds", "holds only when", "does not hold", "not decided"]
@@ -42,6 +44,18 @@ class Claim:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+def equal_texts(token_ids: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
+    """Lists of token ids, all equally long; one list of ids is one text."""
+    many = len(token_ids) > 0 and isinstance(token_ids[0], Sequence)
+    texts: list[list[int]] = [list(ids) for ids in (token_ids if many else [token_ids])]  # type: ignore[arg-type]
+    lengths = sorted({len(ids) for ids in texts})
+    if len(lengths) > 1:
+        raise ValueInputError(
+            f"texts must have the same number of tokens, got {lengths[0]} to {lengths[-1]}; cut them to {lengths[0]}"
+        )
+    return texts
 
 
 PASSAGE = """\

@@ -2,7 +2,8 @@
 
 Two tasks need something local and something global. *mixed* (one layer): tokens that carry a key and a value, each
 answered by the value of the token before (local); then keys alone, each answered by its value (global). *binding* (two
-layers): keys and values are tokens of their own, so that a value has to be bound to the key before it. Width 32, causal:
+layers): keys and values are tokens of their own, so that a value has to be bound to the key before it. Width 32,
+causal:
 
     w_tj = phi(q_t).phi(k_j) / sum_i phi(q_t).phi(k_i)                    or, injective,
     w_tj = s phi(q_t).phi(k_j) - mean_i s phi(q_t).phi(k_i) + 1 / n,
@@ -27,7 +28,18 @@ from softgap.errors import ValueInputError, unknown_name
 from softgap.progress import Progress, silent
 from softgap.theory.separation.training import Score, score_of
 
-__all__ = ["ASSIGNMENTS", "KERNELS", "TASKS", "Ablation", "Arm", "Assignment", "TrainedArm", "default_arms", "train_ablation", "train_arm"]
+__all__ = [
+    "ASSIGNMENTS",
+    "KERNELS",
+    "TASKS",
+    "Ablation",
+    "Arm",
+    "Assignment",
+    "TrainedArm",
+    "default_arms",
+    "train_ablation",
+    "train_arm",
+]
 
 
 KERNELS = ("softmax", "relu", "relu_affine", "leaky_relu", "identity")
@@ -101,7 +113,9 @@ class Assignment:
             stored = torch.stack([keys, values], dim=-1)
             before = torch.cat([torch.full_like(values[:, :1], _NOTHING), values[:, :-1]], dim=1)
         else:
-            stored = torch.stack([torch.stack([keys, blank], -1), torch.stack([blank, values], -1)], dim=2).flatten(1, 2)
+            stored = torch.stack([torch.stack([keys, blank], -1), torch.stack([blank, values], -1)], dim=2).flatten(
+                1, 2
+            )
             before = torch.full(stored.shape[:2], _NOTHING)
         asked = torch.stack([keys.gather(1, order), blank], dim=-1)
         return torch.cat([stored, asked], dim=1), torch.cat([before, values.gather(1, order)], dim=1)
@@ -155,7 +169,9 @@ def default_arms(task: str = "mixed", windows: Sequence[int] = (8, 0)) -> tuple[
     if task == "binding":
         kernels = [("softmax", False), ("relu", False), ("identity", True)]
         return tuple(Arm(*kernel, 0, residual) for kernel in kernels for residual in RESIDUALS)
-    return tuple(Arm(*kernel, window, residual) for kernel in kernels for window in windows for residual in RESIDUALS[:2])
+    return tuple(
+        Arm(*kernel, window, residual) for kernel in kernels for window in windows for residual in RESIDUALS[:2]
+    )
 
 
 @dataclass(frozen=True)
@@ -327,7 +343,7 @@ def _mix(
     arm: Arm, q: Tensor, k: Tensor, seen: Bool[Tensor, "time time"], affine: Tensor, shift: Tensor
 ) -> Float[Tensor, "sample head time time"]:
     """The weights of every query over the keys it sees."""
-    scale = q.shape[-1] ** -0.5
+    scale = 1 / math.sqrt(q.shape[-1])
     if arm.kernel == "softmax":
         return (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf).softmax(dim=-1)
     q, k = (_phi(arm.kernel, x, affine, shift) for x in (q, k))
@@ -336,7 +352,7 @@ def _mix(
         total = scores.sum(dim=-1, keepdim=True)
         tiny = 1e-6
         return scores / torch.where(total.abs() < tiny, torch.where(total < 0, -tiny, tiny), total)
-    count = seen.sum(dim=-1, keepdim=True)
+    count = seen.sum(dim=-1, keepdim=True).to(scores)
     # As in the code of the paper, scores are divided by the number of keys, so that weights do not grow with it.
     scores = scores * scale / count
     return (scores - scores.sum(dim=-1, keepdim=True) / count + 1 / count).masked_fill(~seen, 0.0)

@@ -123,9 +123,7 @@ def _local_residual(ablation: Ablation) -> Claim:
         "of the global part": effect(None, "recall").value,
         "of softmax": ablation.difference([(arm, Arm("softmax", False, arm.window)) for arm in softmax]).value,
     }
-    return Claim(
-        claim.name, claim.source, claim.statement, claim.verdict, claim.condition, {**claim.numbers, **more}
-    )
+    return Claim(claim.name, claim.source, claim.statement, claim.verdict, claim.condition, {**claim.numbers, **more})
 
 
 def _injectivity(ablation: Ablation) -> Claim:
@@ -373,7 +371,12 @@ def _confusion(lab: ModelLocality) -> list[Claim]:
                 "Injective linear attention confuses queries no more often than softmax.",
                 more,
                 "" if more != "not decided" else "the interval of the difference holds 0",
-                {"inline": means["inline"], "softmax": means["softmax"], "at least": inline.low, "at most": inline.high},
+                {
+                    "inline": means["inline"],
+                    "softmax": means["softmax"],
+                    "at least": inline.low,
+                    "at most": inline.high,
+                },
             )
         )
     return claims

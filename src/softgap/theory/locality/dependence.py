@@ -103,7 +103,7 @@ class Dependence:
         }
 
 
-def t_test_p(values: Float64[np.ndarray, "text *unit"]) -> Float64[np.ndarray, "*unit"]:
+def t_test_p(values: Float64[np.ndarray, "text ..."]) -> Float64[np.ndarray, ...]:
     """One-sided p-value of the t test over texts that a mean is above 0."""
     mean, error = values.mean(axis=0), values.std(axis=0, ddof=1) / np.sqrt(len(values))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -112,7 +112,7 @@ def t_test_p(values: Float64[np.ndarray, "text *unit"]) -> Float64[np.ndarray, "
     return np.asarray(stats.t.sf(score, len(values) - 1))
 
 
-def passing(p: Float64[np.ndarray, "*unit"]) -> np.ndarray:
+def passing(p: Float64[np.ndarray, ...]) -> np.ndarray:
     """Where a p-value passes Benjamini and Hochberg's procedure over all of them."""
     return np.asarray(stats.false_discovery_control(p, axis=None)).reshape(p.shape) <= FALSE_DISCOVERIES
 
@@ -150,9 +150,7 @@ def planted_heads(
     return Dependence(tuple((0, head) for head in range(len(truth))), rise, removed, width, least)
 
 
-def _planted_call(
-    truth: Sequence[Label], rng: np.random.Generator, length: int, dim: int, width: int
-) -> AttentionCall:
+def _planted_call(truth: Sequence[Label], rng: np.random.Generator, length: int, dim: int, width: int) -> AttentionCall:
     keys, values = rng.standard_normal((2, len(truth), length, dim))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     query = np.zeros_like(keys)

@@ -24,7 +24,7 @@ from softgap.probe.capture import check_lengths
 from softgap.probe.layout import AttentionLayer, attention_layers, layer_rotations, visit_layers
 from softgap.probe.recording import prepare_mechanism
 from softgap.progress import Progress, silent
-from softgap.theory.lab import Claim
+from softgap.theory.lab import Claim, equal_texts
 from softgap.theory.locality.ablation import ASSIGNMENTS, Ablation, Assignment, train_ablation
 from softgap.theory.locality.claims import claims_of_model, claims_of_synthetic
 from softgap.theory.locality.dependence import MASKS, Dependence, Label, planted_heads
@@ -244,17 +244,18 @@ def locality_lab(
     >>> lab.planted.labels == lab.truth
     True
     """
-    if heads < 1 or dim < 8 or texts < 2 or length < 4 * (width + 2):
+    if heads < 1 or dim < 8 or texts < 2 or length < 16 * width or width < 1:
         raise ValueInputError(
-            f"planted heads need heads from 1, dim from 8, texts from 2 and a length from 4 (width + 2), got {heads} "
-            f"heads of dimension {dim} on {texts} texts of {length} with width {width}; use more"
+            f"planted heads need heads from 1, dim from 8, texts from 2 and 16 tokens for each of the recent keys, got "
+            f"{heads} heads of dimension {dim}, {texts} texts of {length} tokens and {width} recent keys; use more"
         )
     tell = progress or silent
     kinds: tuple[Label, ...] = ("local", "heavy", "neither")
     truth = tuple(kind for kind in kinds for _ in range(heads))
     tell("planting heads", 0.0)
-    # A tenth of the output's energy: what 4 of 64 keys of equal weight contribute is less.
-    planted = planted_heads(truth, rng=rng, texts=texts, length=length, dim=dim, width=width, least=0.1)
+    # Twice what w keys contribute to an even mean: keys that nobody asks for do not count.
+    least = 2 * width / (length // 2 - width)
+    planted = planted_heads(truth, rng=rng, texts=texts, length=length, dim=dim, width=width, least=least)
     trained = []
     for name in as_items(tasks or tuple(ASSIGNMENTS)) if train else ():
         base = ASSIGNMENTS.get(name) or Assignment(name)  # an unknown task is refused there
@@ -268,7 +269,7 @@ def locality_lab(
 
 def locality_in_model(
     model: Any,
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]] | Sequence[int],
     *,
     rng: np.random.Generator,
     mechanisms: Sequence[str | Mechanism] | None = None,
@@ -286,7 +287,7 @@ def locality_in_model(
     Parameters
     ----------
     texts
-        The token ids of each text, all equally many.
+        The token ids of each text, all equally many; one list of ids is one text. Verdicts about heads need several.
     widths
         For attention mass and masks in all heads: 1, 4, 16 and 64 by default, as far as a quarter of a text holds them.
     width
@@ -301,8 +302,8 @@ def locality_in_model(
         Where finished texts and layers are kept and found again; None keeps none.
     """
     check_measurable(model)
-    read = [list(ids) for ids in texts]
-    sizes = _check_sizes(read, widths, width, heads)
+    read = equal_texts(texts)
+    sizes = _check_sizes(len(read[0]), widths, width, heads)
     check_lengths(model, read, 0)
     layers = attention_layers(model)
     if len({(layer.heads, layer.kv_heads) for layer in layers}) != 1:
@@ -311,7 +312,9 @@ def locality_in_model(
         )
     selection = _resolve_mechanisms(model, mechanisms)
     plan = ResidualPlan(tuple(selection), width, queries, near, layer_rotations(model))
-    work = _ModelWork(model, read, layers, sizes, _measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder)
+    work = _ModelWork(
+        model, read, layers, sizes, _measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder
+    )
     measured = work.measure(progress or silent)
     settings = {
         **{"tokens": len(read[0]), "texts": len(read), "layers": len(layers), "heads": layers[0].heads},
@@ -322,24 +325,16 @@ def locality_in_model(
     return _assemble(measured, work, clusters, settings, least, rng)
 
 
-def _check_sizes(
-    texts: Sequence[Sequence[int]], widths: Sequence[int] | None, width: int, heads: int | None
-) -> tuple[int, ...]:
-    """The widths that the texts are long enough for."""
-    lengths = sorted({len(ids) for ids in texts})
-    if not lengths or len(lengths) > 1:
-        raise ValueInputError(
-            "texts must have the same number of tokens, got "
-            + (f"{lengths[0]} to {lengths[-1]}; cut them to {lengths[0]}" if lengths else "none; give at least one")
-        )
+def _check_sizes(length: int, widths: Sequence[int] | None, width: int, heads: int | None) -> tuple[int, ...]:
+    """The widths that texts of this length are long enough for."""
     if heads is not None and heads < 0:
         raise ValueInputError(f"heads must be 0 or more, got {heads}; leave it out for all")
-    sizes = tuple(w for w in WIDTHS if 4 * w <= lengths[0]) if widths is None else tuple(sorted(set(widths)))
-    widest = max((width, *sizes))
-    if lengths[0] < max(4 * widest, 16) or min((width, *sizes)) < 1:
+    sizes = tuple(w for w in WIDTHS if 4 * w <= length) if widths is None else tuple(sorted(set(widths)))
+    every = (width, *sizes)
+    if length < max(4 * max(every), 16) or min(every) < 1:
         raise ValueInputError(
-            f"a text must have at least 16 tokens and 4 for each of the {widest} recent keys, and widths must be at "
-            f"least 1, got {lengths[0]} tokens and widths {', '.join(map(str, (width, *sizes)))}; give a longer text"
+            f"a text must have at least 16 tokens and 4 for each of the {max(every)} recent keys, and widths must be "
+            f"at least 1, got {length} tokens and widths {', '.join(map(str, every))}; give a longer text"
         )
     return sizes
 
@@ -393,9 +388,10 @@ class _ModelWork:
         about = {
             **_FORMAT,
             "fingerprint": model_fingerprint(model),
-            "mechanisms": [(m.label, m.origin) for m in plan.mechanisms],
-            "sizes": [widths, plan.width, plan.queries, plan.near, SINKS, seed],
+            "sizes": [widths, plan.width, SINKS, seed],
         }
+        # Masks do not depend on them: with other mechanisms, what is masked is found again.
+        self._compared = [[m.label, str(m.origin)] for m in plan.mechanisms] + [plan.queries, plan.near]
         self._store = Checkpoints(None if folder is None else folder / "parts", about)
 
     def measure(self, tell: Progress) -> dict[str, np.ndarray]:
@@ -405,7 +401,9 @@ class _ModelWork:
             name, done, total = f"text {number + 1} of {len(self._texts)}", number, len(self._texts)
             digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]
             tell(f"{name}: mass and residuals", done / total)
-            residuals = self._store.find_or_make(["residuals", digest], lambda ids=ids: self._residuals(ids))  # type: ignore[misc]
+            residuals = self._store.find_or_make(
+                ["residuals", digest, self._compared], lambda ids=ids: self._residuals(ids)
+            )  # type: ignore[misc]
             masked = _LazyText(self._model, ids, self.widths, self._seed)
             tell(f"{name}: all heads at once", (done + 0.2) / total)
             together = self._store.find_or_make(["together", digest], lambda masked=masked: self._together(masked))  # type: ignore[misc]
@@ -430,9 +428,7 @@ class _ModelWork:
     def _together(self, masked: _LazyText) -> dict[str, Any]:
         text = masked.text
         shares = np.concatenate([share.numpy() for share in text.shares], axis=-1)
-        rises = {
-            f"together/{kind}": [text.hide_from_all(Mask(kind, width)) for width in self.widths] for kind in KINDS
-        }
+        rises = {f"together/{kind}": [text.hide_from_all(Mask(kind, width)) for width in self.widths] for kind in KINDS}
         return {"loss": text.loss, "share": shares[0].tolist(), "even": shares[1].tolist(), **rises}
 
     def _one_layer(self, masked: _LazyText, index: int, heads: Sequence[int]) -> dict[str, Any]:

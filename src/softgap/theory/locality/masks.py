@@ -1,7 +1,7 @@
 """Keys by their distance from the query: the attention mass on them, and a head's output without them.
 
-For query t the keys that are neither sink (the first ``sinks`` keys) nor t itself are *local* where t - j <= w and *far*
-beyond. A mask takes away weight and the rest is scaled up again, as if the scores had been -inf:
+For query t the keys that are neither sink (the first ``sinks`` keys) nor t itself are *local* where t - j <= w and
+*far* beyond. A mask takes away weight and the rest is scaled up again, as if the scores had been -inf:
 
     a'_j = a_j (1 - r_j) / (1 - sum_i a_i r_i),        r_j in [0, 1].
 """

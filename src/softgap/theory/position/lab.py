@@ -21,7 +21,7 @@ from softgap.probe.capture import check_lengths
 from softgap.probe.layout import LayerTensors, visit_layers
 from softgap.probe.recording import prepare_mechanism
 from softgap.progress import Progress, silent
-from softgap.theory.lab import Claim
+from softgap.theory.lab import Claim, equal_texts
 from softgap.theory.position.claims import position_claims
 from softgap.theory.position.drift import (
     TERMS,
@@ -238,7 +238,7 @@ def position_in_model(
     check_measurable(model)
     if start < 1:
         raise ValueInputError(f"start must be at least 1, got {start}; the first position sees only itself")
-    read = _texts(texts)
+    read = equal_texts(texts)
     requests = [*fixed_maps(), *calibrated_mechanisms(model)] if mechanisms is None else as_items(mechanisms)
     selection = _resolve_mechanisms([prepare_mechanism(mechanism, model) for mechanism in requests])
     check_lengths(model, read, 0)
@@ -264,18 +264,6 @@ def position_in_model(
     clusters = (np.arange(len(layers))[:, None] * groups[0] + np.arange(heads) // (heads // groups[0])).ravel()
     settings = {"tokens": len(read[0]), "texts": len(read), "start": start, "layers": len(layers), "heads": heads}
     return _assemble_lab(by_text, selection, clusters, settings, rng, tell)
-
-
-def _texts(token_ids: Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
-    """Lists of token ids, all equally long."""
-    many = len(token_ids) > 0 and isinstance(token_ids[0], Sequence)
-    texts: list[list[int]] = [list(ids) for ids in (token_ids if many else [token_ids])]  # type: ignore[arg-type]
-    lengths = sorted({len(ids) for ids in texts})
-    if len(lengths) > 1:
-        raise ValueInputError(
-            f"texts must have the same number of tokens, got {lengths[0]} to {lengths[-1]}; cut them to {lengths[0]}"
-        )
-    return texts
 
 
 def _resolve_mechanisms(names: Sequence[str | Mechanism] | None) -> list[Mechanism]:
