@@ -146,7 +146,7 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["none.md"]
 
 
-# Lines of the README that a command printed, with what the code says there: numbers and names of the run stand for *.
+# Lines of the quick start that a command printed, with what the code says there: numbers and names of the run stand for *.
 PRINTED = {
     "src/softgap/cli/report.py": ["MB. Open it in any browser:"],
     "src/softgap/cli/render/findings.py": [
@@ -163,9 +163,9 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_what_the_readme_shows_is_still_what_is_printed(name: str) -> None:
+def test_what_the_quick_start_shows_is_still_what_is_printed(name: str) -> None:
     source = (REPOSITORY / name).read_text(encoding="utf-8")
-    shown = "\n".join(blocks((REPOSITORY / "README.md").read_text(encoding="utf-8"), "text"))
+    shown = "\n".join(blocks((REPOSITORY / "docs" / "quickstart.md").read_text(encoding="utf-8"), "text"))
     for words in PRINTED[name]:
         assert words in shown
         assert words in source

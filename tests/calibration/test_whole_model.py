@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import softgap
+from softgap.analysis.headline import held_out_sentence, kind_counts_sentence
 from softgap.calibration import (
     Calibration,
     HeldOut,
@@ -27,10 +28,10 @@ from softgap.calibration import (
     whole_model,
 )
 from softgap.calibration.fit import Maps, RowPlan
-from softgap.calibration.texts import Corpus, corpus_of, mix_generated
+from softgap.calibration.texts import Corpus, corpus_of, mix_generated, quick_corpus
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
-from softgap.kinds import numbers_of_counts, stored_kinds
+from softgap.kinds import QUICK_CALIBRATION, numbers_of_counts, stored_kinds
 from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
 from softgap.probe import read_ids
 from softgap.report import write_explorer
@@ -295,7 +296,45 @@ def test_every_part_finds_it_by_the_fingerprint() -> None:
         "calibration": load_calibration(calibration_path(run.manifest.weights)).digest
     }
     assert np.isfinite(run.divergence).all()
-    assert default_mechanisms(model()) == ("elu1", "uniform", "fitted")
+    assert default_mechanisms(model()) == ("elu1", "uniform", "fitted", "window:w=2,sinks=1")
+    run = softgap.read(model(), TOKENIZER, written(8))
+    assert run.mechanisms == default_mechanisms(model())
+
+
+def test_a_quick_calibration_is_marked_and_gives_way_to_a_full_one() -> None:
+    quick = calibrate(model(), TOKENIZER, recipe=replace(whole_model.QUICK, features=4, steps=2), quick=True)
+    path = calibration_path(quick.fingerprint, quick=True)
+    again = Calibration.load(path)
+    assert again.quick
+    assert again.metadata["text"] == "that comes with softgap"
+    assert (again.conditions, again.curve, again.memory_ladder, again.ladders.rungs) == ({}, {}, None, ())
+    assert again.sufficiency is not None
+    assert (again.sufficiency.texts, again.sufficiency.stability) == (3, {})
+    assert again.sufficiency.counts["softmax"].low <= again.sufficiency.counts["softmax"].high
+    run = softgap.read(model(), TOKENIZER, written(2))
+    held_out = run.manifest.extra["held_out"]
+    assert "fitted" in run.mechanisms
+    assert kind_counts_sentence(held_out).endswith(QUICK_CALIBRATION)
+    assert "the quick calibration closes" in held_out_sentence(held_out)
+    full = made()
+    assert not full.quick
+    assert not path.exists()
+    held_out = softgap.read(model(), TOKENIZER, written(2)).manifest.extra["held_out"]
+    assert "quick" not in kind_counts_sentence(held_out) + held_out_sentence(held_out)
+
+
+def test_a_quick_calibration_reads_the_beginning_of_a_given_text() -> None:
+    corpus = quick_corpus(model(), TOKENIZER, [written()])
+    assert [len(ids) for ids in corpus.fitted] == [1024, 256, 256, 256, 256]
+    assert [len(ids) for ids in corpus.held_out] == [512, 512, 512]
+    assert corpus.held_out[0][:4] == tuple(TOKENIZER(written())["input_ids"][2048:2052])
+    short = quick_corpus(model(), TOKENIZER, [written()[:2100]])
+    assert [len(ids) for ids in short.held_out] == [512, 512]
+    assert sum(map(len, short.fitted)) <= 1100
+    with pytest.raises(ValueInputError, match="a quick calibration needs at least 2048 tokens of text, got 10"):
+        quick_corpus(model(), TOKENIZER, ["0123456789"])
+    with pytest.raises(ValueInputError, match="a quick calibration has a fixed length"):
+        calibrate(model(), TOKENIZER, quick=True, minutes=1)
 
 
 def test_live_and_read_agree_on_a_fitted_map() -> None:

@@ -163,7 +163,7 @@ def test_without_matplotlib_only_the_picture_is_missing(
         (["--alpha", "5"], "alpha must be between 0 and 1, both excluded, got 5.0; 0.05 is usual"),
         (["--order", "three"], "invalid value for '--order'"),
         (["--mechanism", "elu2"], "unknown mechanism of this study 'elu2'"),
-        (["--out", "plane.pdf"], "--out must end in .png, .svg, .json, .csv, .parquet, got 'plane.pdf'"),
+        (["--out", "plane.gif"], "--out must end in .pdf, .png, .svg, .json, .csv, .parquet, got 'plane.gif'"),
         (["--delay", "300"], "no sample holds one window of order 3 and delay 300"),
     ],
 )

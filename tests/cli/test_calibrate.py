@@ -50,7 +50,36 @@ def test_a_calibrated_model_is_measured_against_its_fitted_map(
     assert "share of the gap that the fitted map leaves, by head" in shown
     assert "On held-out text the calibration closes" in shown
     assert load("before").mechanisms == ("elu1", "uniform")
-    assert load("after").mechanisms == ("elu1", "uniform", "fitted")
+    assert load("after").mechanisms == ("elu1", "uniform", "fitted", "window:w=2,sinks=1")
+
+
+def test_quick_calibrates_once_and_leaves_a_full_calibration_alone(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ["calibrate", str(folder), "--quick"]
+    assert main([*quick, "--features", "4", "--steps", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(
+        "Quick calibration: fitted 4 features to every head in 2 steps, on the text that comes with"
+    )
+    assert "The cheapest substitute that suffices" in shown
+    assert "A quick calibration leaves out the stability of the labels" in shown
+    (file,) = (here.parent / "calibrations").glob("*.safetensors")
+    assert file.name.endswith(".quick.safetensors")
+    (here / "short.txt").write_text("Boat 1 left.", encoding="utf-8")
+    assert main(["read", "short.txt", "--model", str(folder), "--out", "quick"]) == 0
+    assert "This is a quick calibration" in " ".join(capsys.readouterr().out.split())
+    before = file.read_bytes()
+    assert main(quick) == 0
+    assert "this model has a quick calibration, which stays as it is" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert main(["calibrate", str(folder), "--text", "boats.txt", *QUICK]) == 0
+    (full,) = (here.parent / "calibrations").glob("*.safetensors")
+    before = full.read_bytes()
+    capsys.readouterr()
+    assert main(quick) == 0
+    assert "this model has a full calibration, which stays as it is" in capsys.readouterr().err
+    assert full.read_bytes() == before
 
 
 def test_json_is_one_document_and_the_file_is_where_it_says(
@@ -101,6 +130,10 @@ def test_the_ladder_is_shown_and_a_quick_calibration_says_what_it_left_out(
     [
         (["--steps", "5", "--minutes", "1"], "give --steps or --minutes, not both, got 5 and 1; only --steps is "),
         (["--text", "none.txt"], "cannot read 'none.txt': No such file or directory; "),
+        (
+            ["--quick", "--minutes", "1"],
+            "--quick fixes the time and the positions; leave --minutes and --positions out",
+        ),
         (["--text", "boats.txt", "--out", "boats.txt"], "'boats.txt' already exists; choose another file, or "),
         (["--text", "boats.txt", "--features", "1"], "features must be from 2 to 8192, got 1; 128 is usual"),
         (["--text", "boats.txt", "--steps", "0"], "steps must be at least 1, got 0; 450 is usual"),

@@ -79,7 +79,11 @@ REPORTS: Table = {
 }
 
 FINDINGS: Table = {
-    "analyze: an empty --out": ("analyze run --out ''", "''", "--out must end in .png, .svg, .json, .csv, .parquet,"),
+    "analyze: an empty --out": (
+        "analyze run --out ''",
+        "''",
+        "--out must end in .pdf, .png, .svg, .json, .csv, .parquet,",
+    ),
     "analyze: a locked place": ("analyze run --out /sys/x.svg", "/sys", "cannot write to '/sys': .*; choose a folder"),
     "analyze: one of two": ("analyze run --out x.csv --out fox.txt/x.json", "fox.txt", "files are written to a folder"),
     "analyze: a negative delay": ("analyze run --delay -1", "-1", "delay must be a whole number from 1, got -1; 1"),
@@ -203,9 +207,9 @@ PLANS: Table = {
     "below a file": (f"{START} --out fox.txt/p.json", "fox.txt", "files are written to a folder, but 'fox.txt' is a"),
     "a locked place": (f"{START} --out /sys/p.json", "/sys", "cannot write to '/sys': .*; choose a folder"),
     "a strange picture": (
-        f"{START} --picture p.pdf",
-        "p.pdf",
-        "the file of a figure must end in .png or .svg, got 'p.pdf';",
+        f"{START} --picture p.gif",
+        "p.gif",
+        "the file of a figure must end in .pdf, .png or .svg, got 'p.gif';",
     ),
     "a picture nowhere": (
         f"{START} --picture fox.txt/p.svg",

@@ -53,7 +53,7 @@ def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_half_precision_finds_the_calibration_of_its_weights(calibrated: Path, dtype: torch.dtype) -> None:
     model = llama().to(dtype)
     assert find_calibration(model_fingerprint(model)) == calibrated
-    assert default_mechanisms(model) == ("elu1", "uniform", "fitted")
+    assert default_mechanisms(model) == ("elu1", "uniform", "fitted", "window:w=2,sinks=1")
     run = softgap.read(model, TOKENIZER, "Boat 3 left", mechanisms=["fitted", f"constant@{calibrated}"])
     assert run.manifest.dtype == str(dtype).removeprefix("torch.")
     assert run.manifest.extra["held_out"]["calibrated_in"] == "float32"
@@ -82,6 +82,15 @@ def test_other_weights_and_longer_dtypes_find_nothing(calibrated: Path) -> None:
 def test_files_that_are_no_calibrations_are_passed_by(calibrated: Path) -> None:
     (calibrated.parent / "0.safetensors").write_bytes(b"no tensors")
     assert find_calibration(model_fingerprint(llama().to(torch.float16))) == calibrated
+
+
+def test_a_quick_calibration_counts_only_where_there_is_no_other(calibrated: Path) -> None:
+    fingerprint, half = model_fingerprint(llama()), model_fingerprint(llama().to(torch.bfloat16))
+    quick = calibration_path(fingerprint, quick=True)
+    quick.write_bytes(calibrated.read_bytes())
+    assert find_calibration(fingerprint) == find_calibration(half) == calibrated
+    calibrated.unlink()
+    assert find_calibration(fingerprint) == find_calibration(half) == quick
 
 
 def test_the_report_says_that_the_calibration_was_fitted_in_float32() -> None:

@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 
-PICTURES = (".png", ".svg")
+PICTURES = (".pdf", ".png", ".svg")
+COLUMN = 3.35
+"""Inches of one column of a paper."""
 
 # What `sequential` in assets/colours.js gives on a light page, in eight equal steps of lightness.
 _SEQUENTIAL = ("#f6f4e0", "#d2dfc3", "#a8cbae", "#7bb6a3", "#4ca19f", "#158a9f", "#00719d", "#005594", "#303780")
@@ -85,7 +87,9 @@ def check_ending(path: Path) -> str:
     """The ending of a picture's name, if it is one."""
     ending = path.suffix.lower()
     if ending not in PICTURES:
-        raise ValueInputError(f"the file of a figure must end in .png or .svg, got '{path.name}'; choose one of them")
+        raise ValueInputError(
+            f"the file of a figure must end in .pdf, .png or .svg, got '{path.name}'; choose one of them"
+        )
     return ending
 
 
@@ -94,8 +98,10 @@ def figure_bytes(figure: Figure, ending: str) -> bytes:
     import matplotlib
 
     content = io.BytesIO()
-    metadata: dict[str, Any] = {"Date": None} if ending == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none"}):
+    undated: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    metadata = undated.get(ending, {})
+    # Type 42 embeds the fonts whole, as journals ask for.
+    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none", "pdf.fonttype": 42}):
         figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
     return content.getvalue()
 
@@ -341,7 +347,11 @@ def _draw_steps(axes: Axes, findings: ComparisonFindings) -> None:
 
 
 def draw_kinds(
-    labels: Sequence[Sequence[str | None]], layers: Sequence[int] | None = None, *, title: str = ""
+    labels: Sequence[Sequence[str | None]],
+    layers: Sequence[int] | None = None,
+    *,
+    title: str = "",
+    column: bool = False,
 ) -> Figure:
     """The map by kind: the cheapest substitute that suffices for each head, heads down and layers across.
 
@@ -351,22 +361,31 @@ def draw_kinds(
         The kind of each head, ``[layer][head]``, as ``Calibration.sufficiency.labels``; None where it is unknown.
     layers
         Numbers of the layers; by default they count from 0.
+    title
+        Over the map; for a column nothing, because a paper has a caption.
+    column
+        One column of a paper wide, with small letters.
     """
     from matplotlib.patches import Patch, Rectangle
 
     numbers = range(len(labels)) if layers is None else layers
     widest = max(map(len, labels))
-    figure = new_figure(max(6.0, 0.3 * len(labels) + 0.8), max(2.4, 0.3 * widest + 1.5))
+    width, height = max(6.0, 0.3 * len(labels) + 0.8), max(2.4, 0.3 * widest + 1.5)
+    scale = COLUMN / width if column else 1.0
+    # Cells shrink with the width; letters below 5 points cannot be read, so that a column of many layers has none.
+    letters, small = 8 * scale, max(6.0, 9 * scale)
+    figure = new_figure(width * scale, max(1.6, height * scale) if column else height)
     axes = figure.subplots()
-    for column, row in enumerate(labels):
+    for number, row in enumerate(labels):
         for head, kind in enumerate(row):
             if kind not in COLOURS:
                 continue
-            place = (column - 0.46, head - 0.45)
+            place = (number - 0.46, head - 0.45)
             look: dict[str, Any] = {"facecolor": COLOURS[kind], "edgecolor": "#bbbbbb", "linewidth": 0.4}
             axes.add_patch(Rectangle(place, 0.92, 0.9, clip_on=False, **look))
             ink = "white" if kind == "softmax" else "black"
-            axes.text(column, head, LETTERS[kind], ha="center", va="center_baseline", fontsize=8, color=ink)
+            if letters >= 3:
+                axes.text(number, head, LETTERS[kind], ha="center", va="center_baseline", fontsize=letters, color=ink)
     step = max(1, len(labels) // 15)
     axes.set_xticks(range(0, len(labels), step), [str(number) for number in numbers[::step]])
     axes.set_yticks(range(0, widest, max(1, widest // 16)))
@@ -378,8 +397,14 @@ def draw_kinds(
         Patch(facecolor=COLOURS[kind], edgecolor="#bbbbbb", label=f"{LETTERS[kind]}  {kind} {count}")
         for kind, count in counts.items()
     ]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
-    axes.set_title(title or "The cheapest substitute that suffices for each head", fontsize=11)
+    columns = 3 if column else len(KINDS)
+    figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=small)
+    if column:
+        axes.tick_params(labelsize=small)
+        axes.xaxis.label.set_size(small)
+        axes.yaxis.label.set_size(small)
+    if title or not column:
+        axes.set_title(title or "The cheapest substitute that suffices for each head", fontsize=small + 2)
     return figure
 
 

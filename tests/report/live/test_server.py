@@ -61,7 +61,8 @@ def test_a_calibrated_model_opens_with_kinds_and_ends_with_the_share_of_the_gap(
         assert b'"opening":{"quantity":"kind","mechanism":"fitted","ranking":"gap"}' in page
         assert b'"labels":[2,5,3,4,0,1,2,2],"left":{"window":' in page
         plain = live.request("GET", f"/runs/{ask(live, mechanisms=['elu1'])}")[2]
-        assert b'"opening":{},"kinds":null,"kindsHint":"Which kind of substitute suffices' in plain
+        assert b'"opening":{},"kinds":null,"headline":"Measured without a calibrated mechanism' in plain
+        assert b'"headline":"Of 8 heads, 1 need only a constant' in page
 
 
 def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: Live) -> None:
