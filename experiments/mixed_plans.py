@@ -44,6 +44,7 @@ from softgap.linearize.candidates import Candidate
 from softgap.linearize.plan import plan_of
 from softgap.linearize.recall_scores import recall_scores
 from softgap.linearize.scores import unit_scores
+from softgap.linearize.search import FIT_LISTS, RECALL_DISTANCES
 from softgap.linearize.sequences import Sequences, cut_sequences, digest_of_sequences, recall_sequences
 from softgap.models import load_model
 from softgap.models.tokens import token_ids
@@ -51,7 +52,7 @@ from softgap.report.figures import new_figure, save_figure
 
 LENGTHS = {2048: 6, 8192: 3}
 SHOWN = (512, 1024, 2048, 8192)
-FIT_LENGTH, FIT_TEXTS, FIT_LISTS, FIT_DISTANCE = 2048, 4, 8, 600
+FIT_LENGTH, FIT_TEXTS = 2048, 4
 RECALL_LENGTHS = (1024,)
 FRONT_LENGTH = 2048
 MIXED = "mixed"
@@ -94,7 +95,8 @@ def scored(model: Any, sequences: Sequences, menu: Menu, name: str, checkpoints:
         curvature = unit_scores(model, sequences, menu.options, menu.units, progress=tell)[1].mean(axis=-1)
         return {"curvature": curvature.tolist()}
 
-    return np.asarray(checkpoints.find_or_make(["scores", name, digest_of_sequences(sequences)], make)["curvature"])
+    key = ["scores", name, digest_of_sequences(sequences), *(option.name for option in menu.options)]
+    return np.asarray(checkpoints.find_or_make(key, make)["curvature"])
 
 
 def quick_order(model: Any, tokenizer: Any, ids: Sequence[int], checkpoints: Checkpoints) -> np.ndarray:
@@ -300,8 +302,9 @@ def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> Non
         f"`{command}{own} --contexts {options.contexts}` on the embedded model, calibrated on the text of the fit with "
         f"the default recipe; {machine()}. KV groups of a budget (share of the model's KV cache at 8,192 tokens) are "
         "allocated among all kinds, or among one kind alone with no more bytes, by the Fisher curvature over "
-        f"{FIT_TEXTS} sequences of {FIT_LENGTH:,} tokens and {FIT_LISTS} recall lists across {FIT_DISTANCE} tokens, "
-        f"combined by {options.order}; no output is corrected. Rise in loss in nats per token on unseen text "
+        f"{FIT_TEXTS} sequences of {FIT_LENGTH:,} tokens and {FIT_LISTS} recall lists across "
+        f"{', '.join(f'{n:,}' for n in RECALL_DISTANCES)} tokens, combined by {options.order}; no output is "
+        "corrected. Rise in loss in nats per token on unseen text "
         f"({lengths} tokens; the shorter lengths are beginnings), and in parentheses the 95 % interval over texts of "
         "how much more it is than that of windows alone. Recall: change of the share of first tokens by `softgap "
         f"evaluate`, distances up to the length, at most {options.contexts} contexts of 12 pairs. A kind that costs "
@@ -333,7 +336,8 @@ def main() -> None:
     calibration = Calibration.load(options.calibration)
     fit_ids, ids = (token_ids(tokenizer, [Path(x).read_text(encoding="utf-8")]) for x in (options.fit, options.text))
     fit = cut_sequences(model, fit_ids, FIT_LENGTH, FIT_TEXTS)
-    lists = recall_sequences(model, tokenizer, FIT_LISTS, seed=1, filler=fit_ids, distance=FIT_DISTANCE)
+    n_sequences = FIT_LISTS // len(RECALL_DISTANCES)
+    lists = recall_sequences(model, tokenizer, n_sequences, seed=1, filler=fit_ids, distance=RECALL_DISTANCES)
     lists = first_tokens(lists)
     menu = Menu.of(model, calibrated_options(model, calibration.mechanism, FIT_LENGTH // 2))
     checkpoints = Checkpoints(options.parts, {"calibration": calibration.digest, "fit": digest_of_sequences(fit)})

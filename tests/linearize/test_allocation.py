@@ -113,12 +113,14 @@ def test_a_loss_budget_saves_more_bytes_when_it_is_larger(small: Any) -> None:
 def test_the_default_options_need_no_calibration(small: Any) -> None:
     text = split_sequences(small, byte_tokenizer(), [TEXT], length=256)
     options = default_options(small, text)
-    # A window of 256 keys cannot be judged by sequences of 256.
-    labels = ["constant", "window:w=12,sinks=4", "window:w=60,sinks=4", "window:w=22,sinks=4,far=30"]
-    assert [option.mechanism.label for option in options] == labels
+    # A window of 256 keys cannot be judged by sequences of 256; half as many keys can.
+    windows = ["window:w=12,sinks=4", "window:w=60,sinks=4", "window:w=124,sinks=4"]
+    far = ["window:w=22,sinks=4,far=30", "window:w=47,sinks=4,far=62"]
+    assert [option.mechanism.label for option in options] == ["constant", *windows, *far]
     menu = Menu.of(small, options)
-    assert menu.kinds == ["constant", "window", "window", "window with far keys"]
-    assert menu.sizes[3] <= menu.sizes[2]
+    assert menu.kinds == ["constant", *["window"] * 3, *["window with far keys"] * 2]
+    assert menu.sizes[4] <= menu.sizes[2]
+    assert menu.sizes[5] <= menu.sizes[3]
     plan = find_plan(small, byte_tokenizer(), [TEXT], budget=3.0, length=128, recalls=0, baselines=False)
     assert set(plan.kinds().values()) <= {"constant", "window"}
 

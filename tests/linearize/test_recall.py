@@ -207,9 +207,10 @@ def test_a_plan_of_version_0_1_still_loads(small: Any, tmp_path: Path) -> None:
     assert set(old.expected) == {"loss", "accuracy", "recall"}
 
 
-@pytest.mark.parametrize("distance", [0, 40, 150])
-def test_every_value_lies_farther_back_than_the_distance(small: Any, distance: int) -> None:
-    """By token positions: a byte is a token here."""
+@pytest.mark.parametrize("distance", [0, 40, 150, (20, 180), (0, 30)])
+def test_every_value_lies_farther_back_than_the_distance(small: Any, distance: int | tuple[int, ...]) -> None:
+    """By token positions: a byte is a token here. Lists at several distances are asked for from the nearest on."""
+    distances = (distance,) if isinstance(distance, int) else distance
     tokenizer = byte_tokenizer()
     filler = tokenizer("Nothing in this text is asked for, and it goes on and on. " * 5)["input_ids"]
     lists = recall_sequences(small, tokenizer, 3, pairs=4, seed=2, filler=filler, distance=distance)
@@ -218,10 +219,12 @@ def test_every_value_lies_farther_back_than_the_distance(small: Any, distance: i
         tokens = [str(tokenizer.decode([token])) for token in ids.tolist()]
         assert all(len(token) == 1 for token in tokens)
         text = "".join(tokens)
-        for place in (torch.nonzero(first)[:, 0] + 1).tolist():
+        places = (torch.nonzero(first)[:, 0] + 1).tolist()
+        assert len(places) == 4 * len(distances)
+        for number, place in enumerate(places):
             key = text[text[:place].rindex("\n") + 1 : place]
             source = text.index(f"\n{key}") + 1 + len(key)
             assert text[source : source + 3] == text[place : place + 3]
-            assert distance < place - source
+            assert distances[number // 4] < place - source
     with pytest.raises(SoftgapError, match="from 0 to the 5 tokens of other text"):
         recall_sequences(small, tokenizer, 1, filler=filler[:5], distance=6)

@@ -27,6 +27,7 @@ from softgap.linearize.allocation import Menu, score_options
 from softgap.linearize.candidates import SearchText
 from softgap.linearize.frontier import units_of
 from softgap.linearize.recall_scores import source_places
+from softgap.linearize.search import recall_distances
 from softgap.linearize.sequences import cut_sequences, read_swapped
 from softgap.probe.tap import observe_attention
 from softgap.progress import silent
@@ -130,6 +131,38 @@ def test_a_search_among_several_mechanisms_keeps_the_planted_group(planted: Any)
     model, tokenizer, _ = planted
     plan = find_plan(model, tokenizer, [TEXT], [WINDOW, "window:w=4,sinks=1"], **SEARCH)
     assert plan.groups == ((0, 0), (0, 1), (1, 0))
+
+
+def test_a_search_asks_across_several_distances(planted: Any) -> None:
+    model, tokenizer, _ = planted
+    settings = {**SEARCH, "recall_distance": None}
+    plan = find_plan(model, tokenizer, [TEXT], [WINDOW, "window:w=4,sinks=1"], **settings)
+    assert plan.groups == ((0, 0), (0, 1), (1, 0))
+    # A quarter of the text is too short for the farther distances.
+    assert {name: plan.recall[name] for name in ("lists", "questions", "distance", "farthest", "decided_on")} == {
+        "lists": 4, "questions": 48, "distance": 128, "farthest": 256, "decided_on": 4,
+    }  # fmt: skip
+    assert "4 lists (48 questions) across 128 to 256 tokens of other text" in plan.recall_words()
+
+
+@pytest.mark.parametrize(
+    ("given", "lists", "context", "distances"),
+    [
+        (None, None, 2048, (128, 256, 512, 1024)),
+        (None, 3, 2048, (128, 256, 512)),
+        (77, None, 2048, (77,)),
+        (None, None, 1024, (128, 256, 512)),
+        (None, None, 190, (94,)),
+        (None, None, 64, (0,)),
+    ],
+)
+def test_distances_are_those_that_text_and_context_allow(
+    given: int | None, lists: int | None, context: int, distances: tuple[int, ...], planted: Any, monkeypatch: Any
+) -> None:
+    model, tokenizer, _ = planted
+    monkeypatch.setattr("softgap.linearize.search.context_of", lambda model: context)
+    part = Sequences(torch.zeros(2, 600, dtype=torch.long), torch.ones(2, 599, dtype=torch.bool))
+    assert recall_distances(model, tokenizer, SearchText(part, part, part), given, lists) == distances
 
 
 def test_scores_of_options_put_the_planted_group_last(planted: Any) -> None:

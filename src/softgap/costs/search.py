@@ -22,10 +22,10 @@ from softgap.linearize.search import (
     BASELINE_LISTS,
     FEWEST,
     FIT_LISTS,
-    RECALL_DISTANCE,
     TOKENS,
     default_length,
     options_of,
+    recall_distances,
 )
 from softgap.linearize.sequences import (
     LENGTH,
@@ -78,12 +78,15 @@ def search_cost(
     text = split_text(sequences)
     options = options_of(model, mechanism, text.fit, several=several)
     recalls = recall_budget is not None
-    list_tokens = _list_tokens(model, tokenizer, text)
+    list_tokens, lists_each = _list_sequence(model, tokenizer, text)
     menu = Menu.of(model, options, context) if several else None
     scoring, candidate, candidates = _time_scores(model, text, menu, options[0], by, score, budget_bytes, probe)
     plain, swapped = _time_readings(model, text, candidate, max(length, list_tokens), probe)
     fit, choose, check = ([length] * len(part) for part in (text.fit, text.choose, text.check))
-    fit_lists, lists = [list_tokens] * (FIT_LISTS if recalls or several else 0), [list_tokens] * FEWEST_LISTS
+    fit_lists, lists, baseline_lists = (
+        [list_tokens] * -(-n // lists_each)
+        for n in (FIT_LISTS if recalls or several else 0, FEWEST_LISTS, BASELINE_LISTS)
+    )
     asked = (candidates + 1) // 2 if recalls else 0
     stages = {
         "loading": probe.loading,
@@ -100,7 +103,7 @@ def search_cost(
         unseen = len(token_ids(tokenizer, texts)) - length * (len(sequences) - len(check))
         lengths = [n for n in {length, *LENGTHS} if n <= min(unseen, context_of(model) or n)]
         reads = [n for n in lengths for _ in range(max(FEWEST_TEXTS, sum(check) // n))]
-        stages["baselines"] = (_ROWS + kinds) * swapped.over([*reads, *[list_tokens] * BASELINE_LISTS])
+        stages["baselines"] = (_ROWS + kinds) * swapped.over([*reads, *baseline_lists])
     probe.hold(_parameter_bytes(options))
     return Cost(
         command="linearize",
@@ -113,12 +116,12 @@ def search_cost(
     )
 
 
-def _list_tokens(model: Model, tokenizer: Tokenizer, text: SearchText) -> int:
-    """Tokens of a recall list of this search."""
-    short = recall_sequences(model, tokenizer, 1).ids.shape[1]
-    room = min(RECALL_DISTANCE, *(part.ids.numel() for part in (text.fit, text.choose, text.check)))
-    context = context_of(model)
-    return short + max(0, room if context is None else min(room, context - 5 * short // 4))
+def _list_sequence(model: Model, tokenizer: Tokenizer, text: SearchText) -> tuple[int, int]:
+    """Tokens of a sequence of recall lists of this search, and the lists in it."""
+    distances = recall_distances(model, tokenizer, text, None)
+    filler = text.check.ids.flatten().tolist()
+    sequence = recall_sequences(model, tokenizer, 1, filler=filler, distance=distances)
+    return sequence.ids.shape[1], len(distances)
 
 
 def _beginning(text: Sequences, n: int) -> Sequences:

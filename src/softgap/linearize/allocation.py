@@ -256,7 +256,7 @@ def original_cache_bytes(model: Model, context: int | None = None) -> float:
 
 
 def default_options(model: Model, fit: Sequences) -> list[Substitute]:
-    """A constant, windows from a quarter to four times the usual memory, the fitted map and hybrids.
+    """A constant, windows from a quarter of the usual memory to half of the sequences, the fitted map and hybrids.
 
     Windows and hybrids come twice: with recent keys alone, and with half of them traded for far keys. Fitted map and
     hybrids need a calibration; without one the constant is the mean output over ``fit``. Windows of more than half the
@@ -265,15 +265,20 @@ def default_options(model: Model, fit: Sequences) -> list[Substitute]:
     longest = fit.ids.shape[1] // 2
     if calibrated_mechanisms(model):
         return calibrated_options(model, partial(equip_mechanism, model=model), longest)
-    windows = [_window_of(keys) for keys in (16, 64, 256) if keys <= longest]
-    return [Substitute(mean_outputs(model, fit)), *_and_far_keys(model, windows)]
+    windows = _and_far_keys(model, [_window_of(keys) for keys in _sizes(64, longest)])
+    return [Substitute(mean_outputs(model, fit)), *windows]
+
+
+def _sizes(worth: int, longest: int) -> list[int]:
+    """A quarter of a number of keys, as many, four times and sixteen times, but at most ``longest``."""
+    return sorted({min(keys, longest) for keys in (worth // 4, worth, 4 * worth, 16 * worth)} - {0, 1})
 
 
 def calibrated_options(model: Model, equip: Callable[[str], Mechanism], longest: int) -> list[Substitute]:
     """The options that a calibration has; ``equip`` gives its mechanisms by name, ``longest`` bounds windows."""
     constant, fitted, hybrid = (equip(name) for name in ("constant", "fitted", "hybrid"))
     worth = round(keys_worth(fitted, head_dim(model), kv_heads=attention_layers(model)[0].kv_heads))
-    sizes = [keys for keys in (worth // 4, worth, 4 * worth) if 1 < keys <= longest]
+    sizes = _sizes(worth, longest)
     own = int(hybrid.options["w"])
     hybrids = [hybrid.configure(w=own + keys - worth) for keys in sizes if keys >= worth]
     windows = _and_far_keys(model, [_window_of(keys) for keys in sizes])

@@ -117,7 +117,9 @@ class CandidateCosts:
 
     def lists(self, candidate: Candidate) -> int:
         """On how many recall lists it was decided whether its heads may go; 0 where recall is not limited."""
-        return 0 if self._recall is None else len(self._asked(candidate)[0].recall)
+        if self._recall is None:
+            return 0
+        return len(self._asked(candidate)[0].recall) * self._recall.lists_per_sequence
 
     def _asked(self, candidate: Candidate) -> tuple[Reading, Reading]:
         if self._recall is None:

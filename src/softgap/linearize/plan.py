@@ -106,8 +106,9 @@ class Plan:
         """On how many questions recall rests and how far it may be off, as one sentence; "" where it is not known."""
         if not self.recall:
             return ""
-        distance = self.recall.get("distance", 0)
-        across = f" across {distance:,.0f} tokens of other text" if distance else ""
+        distance, farthest = (self.recall.get(name, 0) for name in ("distance", "farthest"))
+        across = f"{distance:,.0f} to {farthest:,.0f}" if farthest else f"{distance:,.0f}"
+        across = f" across {across} tokens of other text" if distance else ""
         return (
             f"Recall rests on {self.recall['lists']:,.0f} lists ({self.recall['questions']:,.0f} questions){across}; "
             f"the 95 % half-width of its change is {self.recall['half_width']:.3f}, that of the model's own recall "

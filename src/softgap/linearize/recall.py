@@ -43,6 +43,8 @@ class RecallTest:
         Ask exactly so many, whatever the half-width; None for as many as it takes.
     report
         Told how many lists are asked by now.
+    lists_per_sequence
+        Lists that a sequence holds. Intervals are over sequences, since lists of one depend on each other.
     """
 
     model: Model
@@ -50,6 +52,7 @@ class RecallTest:
     lists: int | None = None
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
     seed: int = 0
+    lists_per_sequence: int = 1
     report: Callable[[int], None] = lambda lists: None
     _blocks: list[Sequences] = field(default_factory=list, init=False)
     _readings: dict[str, list[Reading]] = field(default_factory=dict, init=False)
@@ -97,7 +100,7 @@ class RecallTest:
             readings.append(
                 Reading.from_json(self.checkpoints.find_or_make(["recall", key, digest_of_sequences(block)], make))
             )
-            self.report(sum(len(part.recall) for part in readings))
+            self.report(sum(len(part.recall) for part in readings) * self.lists_per_sequence)
         return join_readings(readings[:blocks])
 
     def _block(self, number: int) -> Sequences:

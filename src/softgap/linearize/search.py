@@ -59,7 +59,7 @@ from softgap.models.support import check_measurable
 from softgap.models.tokens import first_tokens, stream_of, token_ids
 from softgap.progress import Progress, partial_progress, silent
 
-__all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan", "options_of"]
+__all__ = ["AUTO", "MEASURABLE_RECALL", "RECALL_BUDGET", "check_search", "find_plan", "options_of", "recall_distances"]
 
 FEWEST = 4
 TOKENS = 16384
@@ -75,8 +75,9 @@ AUTO: Literal["auto"] = "auto"
 FIT_LISTS = 8
 # Lists of every baseline's row: each asks across a distance, and there are ten rows.
 BASELINE_LISTS = 48
-RECALL_DISTANCE = 600
-"""Tokens of other text between a recall list and its questions: more than the windows of the default options hold."""
+RECALL_DISTANCES = (128, 256, 512, 1024)
+"""Tokens of other text between recall lists and their questions, as many lists in a sequence: the farthest lies beyond
+the recent keys of the longest window of the default options."""
 # Of the time, where baselines are evaluated after the search.
 SEARCH_SHARE = 0.6
 # Lists of each kind are drawn from a seed of their own.
@@ -153,7 +154,7 @@ def find_plan(
         as many as a half-width of .02 takes (``softgap.linearize.recall.HALF_WIDTH``), 0 none.
     recall_distance
         Tokens of other text between a recall list and its questions, so that no shorter window holds the answers. None
-        takes ``RECALL_DISTANCE``, or as many as text and context allow.
+        takes the lists of a sequence at ``RECALL_DISTANCES``, as far as text and context allow.
     baselines
         Whether to evaluate the baselines of the plan as well (``softgap.linearize.baselines``): the same heads with
         windows of equal memory and with a constant, and random heads; at 512, 2,048 and 8,192 tokens and at
@@ -210,8 +211,8 @@ def find_plan(
         length = default_length(model, tokenizer, texts) if several else LENGTH
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     text = split_text(sequences)
-    distance = _recall_distance(model, tokenizer, text, recall_distance) if recalls != 0 else 0
-    lists = _RecallLists(model, tokenizer, recalls, seed, text, distance)
+    distances = (0,) if recalls == 0 else recall_distances(model, tokenizer, text, recall_distance, recalls)
+    lists = _RecallLists(model, tokenizer, recalls, seed, text, distances)
     options = options_of(model, mechanism, text.fit, several=several)
     menu = Menu.of(model, options, context) if several else None
     if menu is not None and budget_bytes is not None:
@@ -235,12 +236,12 @@ def find_plan(
     else:
         found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
     provenance = {**settings, "budget": limits.loss, "recall_budget": limits.recall, **note, **about}
-    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), distance, searching)
+    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), distances, searching)
     if not baselines:
         return plan
     ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
     pure = {} if menu is None else pure_plans(menu, scores, plan)
-    return _with_baselines(plan, model, text, ids, lists.check(), pure, settings, checkpoints, comparing)
+    return _with_baselines(plan, model, text, ids, lists, pure, settings, checkpoints, comparing)
 
 
 def _with_baselines(
@@ -248,7 +249,7 @@ def _with_baselines(
     model: Model,
     text: SearchText,
     ids: Sequence[int],
-    recall_lists: Sequences | None,
+    lists: _RecallLists,
     pure: dict[str, Swaps],
     settings: dict[str, Any],
     checkpoints: Checkpoints,
@@ -262,7 +263,7 @@ def _with_baselines(
         plan.substitute.swaps(plan.heads),
         # At the length of the search the texts are those that the plan was checked on.
         dict(sorted({**by_length, length: text.check}.items())),
-        recall_lists,
+        lists.check(),
         fit=text.fit,
         units=units_of(model, settings["by"]),
         pure=pure,
@@ -271,26 +272,32 @@ def _with_baselines(
         checkpoints=checkpoints,
         progress=progress,
     )
-    return replace(plan, baselines=evaluated)
+    return replace(plan, baselines=replace(evaluated, lists=evaluated.lists * len(lists.distances)))
 
 
 @dataclass(frozen=True, eq=False)
 class _RecallLists:
-    """Recall lists of a search; those to fit on, to choose on and to check on come from seeds of their own."""
+    """Recall lists of a search; those to fit on, to choose on and to check on come from seeds of their own.
+
+    A sequence holds one list for each distance.
+    """
 
     model: Model
     tokenizer: Tokenizer
     recalls: int | None
     seed: int
     text: SearchText
-    distance: int
+    distances: tuple[int, ...]
 
     def draw(self, use: int, skip: int, n: int) -> Sequences:
+        """At least ``n`` lists after the first ``skip``, in whole sequences."""
         part = (self.text.check, self.text.choose, self.text.fit)[use]
         filler = part.ids[:, len(first_tokens(self.tokenizer)) :].flatten().tolist()
+        each = len(self.distances)
         return recall_sequences(
-            self.model, self.tokenizer, n, seed=3 * self.seed + use, skip=skip, filler=filler, distance=self.distance
-        )
+            self.model, self.tokenizer, -(-n // each), seed=3 * self.seed + use, skip=skip // each, filler=filler,
+            distance=self.distances,
+        )  # fmt: skip
 
     def fit(self) -> Sequences:
         return self.draw(FIT, 0, FIT_LISTS if self.recalls is None else self.recalls)
@@ -303,7 +310,9 @@ class _RecallLists:
     def test(self, use: int, checkpoints: Checkpoints) -> RecallTest | None:
         if self.recalls == 0:
             return None
-        return RecallTest(self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed)
+        return RecallTest(
+            self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed, len(self.distances)
+        )
 
 
 def _limit_recall(
@@ -335,17 +344,24 @@ def _limit_recall(
     return replace(limits, recall=None), {"recall_note": note}
 
 
-def _recall_distance(model: Model, tokenizer: Tokenizer, text: SearchText, given: int | None) -> int:
-    """Tokens between a recall list and its questions: as given, or as many as text and context allow."""
+def recall_distances(
+    model: Model, tokenizer: Tokenizer, text: SearchText, given: int | None, lists: int | None = None
+) -> tuple[int, ...]:
+    """The distances of the lists in a sequence: the one given, or as many as text, context and lists allow."""
     if given is not None:
-        return given
-    context = context_of(model)
-    # Lists differ somewhat in their length.
-    room = RECALL_DISTANCE if context is None else context - 5 * recall_sequences(model, tokenizer, 4).ids.shape[1] // 4
+        return (given,)
     first = len(first_tokens(tokenizer))
-    return max(
-        0, min(RECALL_DISTANCE, room, *(part.ids[:, first:].numel() for part in (text.fit, text.choose, text.check)))
-    )
+    filler = min(part.ids[:, first:].numel() for part in (text.fit, text.choose, text.check))
+    context = context_of(model)
+    # A list with its questions; lists differ somewhat in their length.
+    size = 0 if context is None else 5 * recall_sequences(model, tokenizer, 4).ids.shape[1] // 4
+    found: list[int] = []
+    for distance in RECALL_DISTANCES[: lists or len(RECALL_DISTANCES)]:
+        room = filler if context is None else min(filler, context - (len(found) + 1) * size)
+        if room < distance:
+            return tuple(found) or (max(0, room),)
+        found.append(distance)
+    return tuple(found)
 
 
 def default_length(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
@@ -487,7 +503,7 @@ def _evaluate_plan(
     costs: CandidateCosts,
     provenance: dict[str, Any],
     recall: RecallTest | None,
-    distance: int,
+    distances: Sequence[int],
     progress: Progress,
 ) -> Plan:
     """The plan of a candidate, with what it costs on text that the search never saw.
@@ -506,9 +522,10 @@ def _evaluate_plan(
         original, swapped = join_readings([original, before]), join_readings([swapped, after])
         widths = half_widths(before, after)
         recall_record = {
-            "lists": len(before.recall),
-            "questions": len(before.recall) * PAIRS,
-            "distance": distance,
+            "lists": len(before.recall) * len(distances),
+            "questions": len(before.recall) * len(distances) * PAIRS,
+            "distance": distances[0],
+            **({"farthest": distances[-1]} if len(distances) > 1 else {}),
             "half_width": widths["change"],
             "half_width_original": widths["original"],
             **({"decided_on": decided_on} if decided_on else {}),

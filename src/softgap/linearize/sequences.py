@@ -167,7 +167,7 @@ def recall_sequences(
     seed: int = 0,
     skip: int = 0,
     filler: Sequence[int] = (),
-    distance: int = 0,
+    distance: int | Sequence[int] = 0,
 ) -> Sequences:
     """Lists of ``key: value`` lines, each list given twice in another order; the second time its values count.
 
@@ -177,21 +177,23 @@ def recall_sequences(
     Parameters
     ----------
     n, skip
-        So many lists, without the first ones of this seed, so that further ones are others.
+        So many sequences, without the first ones of this seed, so that further ones are others.
     filler, distance
         Put ``distance`` tokens of other text between the two times, from a random place of ``filler``: then every
-        value lies at least so far behind its question, and no shorter window holds it.
+        value lies at least so far behind its question, and no shorter window holds it. With several distances a
+        sequence has one list of ``pairs`` for each, the farthest first, and all questions at its end.
     """
+    distances = sorted(as_items(distance))  # type: ignore[arg-type]
     if n < 1:
         raise ValueInputError(f"associative recall needs at least 1 list, got {n}")
-    if distance < 0 or distance > len(filler):
+    if not distances or distances[0] < 0 or distances[-1] > len(filler):
         raise ValueInputError(
             f"distance must be from 0 to the {len(filler)} tokens of other text that there are, got {distance}"
         )
     drawn = []
     for number in range(skip, skip + n):
         rng = np.random.default_rng([seed, number])
-        drawn.append(_recall_sequence(tokenizer, pairs, rng, filler, distance))
+        drawn.append(_recall_sequence(tokenizer, pairs, rng, filler, distances))
     longest = max(len(ids) for ids, _, _ in drawn)
     context = context_of(model)
     if context and longest > context:
@@ -220,27 +222,50 @@ def digest_of_sequences(*sequences: Sequences) -> str:
 
 
 def _recall_sequence(
-    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator, filler: Sequence[int] = (), distance: int = 0
+    tokenizer: Tokenizer, pairs: int, rng: np.random.Generator, filler: Sequence[int], distances: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, the places of those that count, and of the first token of every answer."""
-    words = draw_pairs(pairs, "words", rng=rng)
+    """Tokens, the places of those that count, and of the first token of every answer; distances in ascending order."""
     heading = "Words and their partners.\n"
+    again, end = _token_ids(tokenizer, f"\n{heading}"), _token_ids(tokenizer, "\n")
+    words = [
+        (_token_ids(tokenizer, f"{key}:"), _token_ids(tokenizer, f" {value}"))
+        for key, value in draw_pairs(pairs * len(distances), "words", rng=rng)
+    ]
+    lists = [words[i * pairs : (i + 1) * pairs] for i in range(len(distances))]
+
+    def lines(pairs_of_list: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+        return [pairs_of_list[i] for i in rng.permutation(pairs)]
+
     ids: list[int] = [*first_tokens(tokenizer), *_token_ids(tokenizer, heading)]
+    sizes = [sum(len(key) + len(value) + len(end) for key, value in each) for each in lists]
+    gaps = _recall_gaps(distances, sizes, len(again))
+    for each, gap in zip(lists[::-1], gaps[::-1], strict=True):
+        for key, value in lines(each):
+            ids += [*key, *value, *end]
+        if gap or len(lists) > 1:
+            start = int(rng.integers(len(filler) - gap + 1))
+            ids += [*filler[start : start + gap], *again]
     answers: list[int] = []
     beginnings: list[int] = []
-    for turn in range(2):
-        for i in rng.permutation(pairs):
-            key, value = words[i]
-            ids += _token_ids(tokenizer, f"{key}:")
-            answer = _token_ids(tokenizer, f" {value}")
-            if turn:
-                beginnings.append(len(ids))
-                answers += range(len(ids), len(ids) + len(answer))
-            ids += [*answer, *_token_ids(tokenizer, "\n")]
-        if distance and not turn:
-            start = int(rng.integers(len(filler) - distance + 1))
-            ids += [*filler[start : start + distance], *_token_ids(tokenizer, f"\n{heading}")]
+    for each in lists:
+        for key, value in lines(each):
+            ids += key
+            beginnings.append(len(ids))
+            answers += range(len(ids), len(ids) + len(value))
+            ids += [*value, *end]
     return ids, answers, beginnings
+
+
+def _recall_gaps(distances: Sequence[int], sizes: Sequence[int], heading: int) -> list[int]:
+    """Tokens of other text behind each list, so that its questions come at least a distance behind it.
+
+    Between a list and its questions stand the nearer lists, their questions, which are as long, and all headings.
+    """
+    gaps, between = [], 0
+    for distance, size in zip(distances, sizes, strict=True):
+        gaps.append(max(0, distance - between))
+        between += gaps[-1] + heading + 2 * size
+    return gaps
 
 
 def _token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
