@@ -17,9 +17,11 @@ import torch
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 FINDINGS = DOCS.with_name("findings.md")
+RELIABILITY = DOCS.with_name("reliability.md")
 _OPENING = {
     DOCS: "# Benchmarks\n\nEach table was written by the command named in it.\n",
     FINDINGS: "# Findings\n\nEach section was written by the command named in it.\n",
+    RELIABILITY: "# Reliability\n\nEach section was written by the command named in it.\n",
 }
 BUSY_PERCENT = 20.0
 

@@ -18,7 +18,7 @@ from softgap.trajectories import open_study
 from support.cli_examples import SCRIPT, tiny_folder
 from support.ray_cluster import second_node
 
-PATIENCE = 300
+PATIENCE = 900
 PARTS = ("samples", "trajectories")
 
 

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Frame, Page
 
 from support.cli_examples import SCRIPT
 from support.explorer_examples import settle
+from support.ray_cluster import end_with_parent
 
 # Generous: other work may share the machine.
 PATIENCE = 120
@@ -113,7 +114,13 @@ def served(folder: Path, *options: str, port: int = 0) -> Iterator[Live]:
     command = [str(SCRIPT), "serve", "--studies", str(studies), "--port", str(port), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=end_with_parent,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -93,6 +95,19 @@ def cluster(head: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     return address
 
 
+def end_with_parent() -> None:
+    """In a child: end when the process that started it does, however it does, so that no node is left behind."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, of Linux
+
+
+def _bound_process(command: list[str], environment: dict[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
+    """A node as a process group of its own, which ends with this process."""
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+    )
+
+
 @contextmanager
 def second_node(address: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another node of the cluster with one processor, as a process group that can be killed."""
@@ -100,7 +115,9 @@ def second_node(address: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]
     command += ["--disable-usage-stats", "--object-store-memory=100000000"]
     environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(folder / "marker")}
     with (folder / "node.log").open("w") as log:
-        node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        node = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+        )
     try:
         for _ in range(1200):
             said = (folder / "node.log").read_text()
@@ -133,7 +150,9 @@ def started(folder: Path) -> Iterator[str]:
     command += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
     environment = {**os.environ, "SOFTGAP_TEST_MARKER": str(folder / "marker")}
     with (folder / "ray.log").open("w") as log:
-        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        head = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+        )
     try:
         for _ in range(1200):
             said = (folder / "ray.log").read_text()

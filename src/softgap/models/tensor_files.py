@@ -181,8 +181,8 @@ def load_calibration(path: Path) -> StoredCalibration:
             )
         if not bool(tensor.isfinite().all()):
             raise StoreError(
-                f"'{path}' must hold finite numbers, got NaN or infinity in '{name}', with which nothing can be measured; "
-                "calibrate the model again"
+                f"'{path}' must hold finite numbers, got NaN or infinity in '{name}', with which nothing can be "
+                "measured; calibrate the model again"
             )
     digest = digest_of(tensors)
     if digest != metadata.get("digest"):
