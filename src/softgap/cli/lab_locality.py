@@ -114,15 +114,8 @@ def _in_model(
 
     model_inputs = model_and_texts(name, text, texts, tokens, mechanisms)
     about = {"model": name, "text": text}
-    return run_lab(
-        *(locality_in_model, *model_inputs),
-        stage="reading",
-        seed=seed,
-        about=about,
-        mechanisms=mechanisms,
-        folder=folder,
-        **sizes,
-    )
+    settings: dict[str, Any] = {"mechanisms": mechanisms, "folder": folder, **sizes}
+    return run_lab(locality_in_model, *model_inputs, stage="reading", seed=seed, about=about, **settings)
 
 
 def _arms_table(lab: Locality) -> Table:

@@ -135,7 +135,7 @@ def _draw_confusions(axes: Axes, lab: ModelLocality) -> None:
     for name, rates in lab.confusion.items():
         known = rates[np.isfinite(rates)]
         width = 1.8 if name in ("softmax", "inline") else 0.9
-        axes.hist(known, edges, histtype="step", linewidth=width, label=name)
+        axes.hist(known, edges.tolist(), histtype="step", linewidth=width, label=name)
     axes.set_yscale("log")
     axes.set(xlabel="confused pairs, share of those far apart", ylabel="heads, over all texts")
     axes.set_title("histogram of confusions", fontsize="small")

@@ -18,10 +18,10 @@ from softgap.cli import main
 from softgap.errors import SoftgapError
 from softgap.intervals import ClusterInterval
 from softgap.probe.layout import LayerTensors
-from softgap.theory.locality import lab as lab_module
 from softgap.theory.locality.ablation import Ablation, Arm, Assignment, TrainedArm
 from softgap.theory.locality.dependence import Dependence, Label, passing, planted_heads, t_test_p
 from softgap.theory.locality.lab import Locality, ModelLocality, locality_in_model, locality_lab
+from softgap.theory.locality.masking import MaskedText
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, ResidualPlan, measure_residuals
 from support.cli_examples import failure
 from support.model_examples import save_folder, tiny_llama
@@ -221,9 +221,10 @@ def test_verdicts_on_trained_models() -> None:
 
 
 def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, settings = tiny_llama(), {"mechanisms": ["elu1"], "heads": 3, "queries": 8}
+    model = tiny_llama()
+    settings: dict[str, Any] = {"mechanisms": ["elu1"], "heads": 3, "queries": 8}
     whole = locality_in_model(model, TEXTS[:2], rng=rng(), **settings)
-    original, calls = lab_module.MaskedText.hide_from_heads, []
+    original, calls = MaskedText.hide_from_heads, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -231,7 +232,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    monkeypatch.setattr(lab_module.MaskedText, "hide_from_heads", interrupted)
+    monkeypatch.setattr(MaskedText, "hide_from_heads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         locality_in_model(model, TEXTS[:2], rng=rng(), folder=tmp_path, **settings)
     resumed = locality_in_model(model, TEXTS[:2], rng=rng(), folder=tmp_path, **settings)

@@ -59,10 +59,10 @@ def loops(
         for j in far:
             removed[j] = min(1.0, left / a[j])
             left -= removed[j] * a[j]
-    mass = sum(a[j] * removed[j] for j in seen)
+    mass = float(sum(a[j] * removed[j] for j in seen))
     output = sum(a[j] * (1 - removed[j]) * v[j].numpy() for j in seen) / (1 - mass)
     near, rest = sum(a[j] for j in local), sum(a[j] for j in far)
-    return output, mass, near / (near + rest) if near + rest else 0.0
+    return np.asarray(output), mass, near / (near + rest) if near + rest else 0.0
 
 
 @pytest.mark.parametrize("kind", ["local", "equal mass", "heaviest"])

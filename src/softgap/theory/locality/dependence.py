@@ -63,7 +63,8 @@ class Dependence:
     def labels(self) -> tuple[Label, ...]:
         """One per head."""
         if len(self.rise) < 2:
-            return ("not decided",) * len(self.heads)
+            undecided: Label = "not decided"
+            return (undecided,) * len(self.heads)
         local, far = self.rise[:, 0], self.rise[:, 1:]
         beats = [t_test_p(local - self.least), *(t_test_p(local - far[:, i]) for i in range(far.shape[1]))]
         costs = np.minimum(len(CONTROLS) * np.min([t_test_p(far[:, i] - self.least) for i in range(2)], axis=0), 1)
@@ -82,7 +83,7 @@ class Dependence:
     @property
     def excess(self) -> Float64[np.ndarray, " head"]:
         """Mean rise of the local mask over that of the far one of equal mass."""
-        return self.mean("local") - self.mean("equal mass")
+        return np.asarray(self.mean("local") - self.mean("equal mass"))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

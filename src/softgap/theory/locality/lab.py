@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -401,22 +402,16 @@ class _ModelWork:
             name, done, total = f"text {number + 1} of {len(self._texts)}", number, len(self._texts)
             digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]
             tell(f"{name}: mass and residuals", done / total)
-            residuals = self._store.find_or_make(
-                ["residuals", digest, self._compared], lambda ids=ids: self._residuals(ids)
-            )  # type: ignore[misc]
+            find = self._store.find_or_make
+            residuals = find(["residuals", digest, self._compared], partial(self._residuals, ids))
             masked = _LazyText(self._model, ids, self.widths, self._seed)
             tell(f"{name}: all heads at once", (done + 0.2) / total)
-            together = self._store.find_or_make(["together", digest], lambda masked=masked: self._together(masked))  # type: ignore[misc]
+            together = find(["together", digest], partial(self._together, masked))
             parts = []
             for place, (index, heads) in enumerate(self._by_layer.items()):
                 tell(f"{name}: layer {index}", (done + 0.4 + 0.6 * place / len(self._by_layer)) / total)
-                step = ["one head", digest, index, heads]
-                parts.append(
-                    self._store.find_or_make(
-                        step,
-                        lambda masked=masked, index=index, heads=heads: self._one_layer(masked, index, heads),  # type: ignore[misc]
-                    )
-                )
+                make = partial(self._one_layer, masked, index, heads)
+                parts.append(find(["one head", digest, index, heads], make))
             joined = {key: np.concatenate([part[key] for part in parts], axis=1) for key in (parts[0] if parts else ())}
             rows.append({**residuals, **together, **joined})
         return {key: np.array([row[key] for row in rows], dtype=np.float64) for key in rows[0]}
@@ -440,15 +435,14 @@ class _LazyText:
     """A text that the model reads only where some part of it is not finished yet."""
 
     def __init__(self, model: Any, ids: Sequence[int], widths: Sequence[int], seed: int) -> None:
-        self._arguments = (model, ids)
-        self._options = {"start": len(ids) // 2, "widths": widths, "sinks": SINKS, "seed": seed}
+        self._read = partial(MaskedText, model, ids, start=len(ids) // 2, widths=widths, sinks=SINKS, seed=seed)
         self._text: MaskedText | None = None
 
     @property
     def text(self) -> MaskedText:
         """It, read once."""
         if self._text is None:
-            self._text = MaskedText(*self._arguments, **self._options)
+            self._text = self._read()
         return self._text
 
 

@@ -129,7 +129,9 @@ def masked_rows(
     shown = visible.fitted_to(len(call.query), heads, n, call.key.shape[2])
     group = heads // call.value.shape[1]
     outputs, removed = [], torch.zeros(heads, dtype=torch.float64)
-    for block in softmax_rows(call, shown):
+    has_learned_sinks = call.options.get("s_aux") is not None
+    # What a row lacks to 1 is a small difference of large numbers where keys that are left hold little.
+    for block in softmax_rows(call, shown, torch.float64 if has_learned_sinks else torch.float32):
         part = slice(max(0, start - block.rows.start), None)
         a = block.weights[0, :, part]
         if not a.shape[1]:
@@ -138,7 +140,7 @@ def masked_rows(
         share = removed_share(a, sets.local[:, part], sets.far[:, part], mask, generator)
         rest = a * (1 - share)
         # What a row lacks to 1 lies on a learned sink, which no mask hides.
-        beside = (1 - a.sum(dim=-1, keepdim=True)).clamp(min=0) if call.options.get("s_aux") is not None else 0.0
+        beside = (1 - a.sum(dim=-1, keepdim=True)).clamp(min=0) if has_learned_sinks else 0.0
         values = call.value[0, :, block.keys].to(a.dtype).repeat_interleave(group, dim=0)
         outputs.append((rest @ values) / (rest.sum(dim=-1, keepdim=True) + beside).clamp(min=1e-30))
         removed += (a * share).sum(dim=(1, 2), dtype=torch.float64).cpu()

@@ -92,8 +92,7 @@ def measure_residuals(layer: LayerTensors, plan: ResidualPlan) -> dict[str, Floa
 
 def _output(layer: LayerTensors, mechanism: Mechanism, key: Tensor) -> Float[Tensor, "head query value_dim"]:
     q, k, v = layer.query[None], key[None], layer.value[None]
-    options = {"rule": layer.rule} if mechanism.kind in ("window", "hybrid") else {}
-    return attend(mechanism, q, k, v, visible=layer.visible, scale=layer.scale, check=False, **options).output[0]
+    return attend(mechanism, q, k, v, visible=layer.visible, scale=layer.scale, check=False, rule=layer.rule).output[0]
 
 
 def _late(
@@ -122,8 +121,9 @@ def _with_values(
     early, target = columns[:, :half].flatten(1, 2), layer.output[:, :half].double().flatten(1)[..., None]
     gram = early.transpose(1, 2) @ early
     # A column that is zero, or a copy of another, takes nothing away from the fit of the rest.
-    weights = torch.linalg.pinv(gram, hermitian=True) @ (early.transpose(1, 2) @ target)
-    return (columns @ weights[:, None])[..., 0].to(output.dtype)
+    weights: Tensor = torch.linalg.pinv(gram, hermitian=True) @ (early.transpose(1, 2) @ target)
+    fitted: Tensor = (columns @ weights[:, None])[..., 0]
+    return fitted.to(output.dtype)
 
 
 def _best_keys(
