@@ -90,12 +90,15 @@ def show_waiting(stage: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_command() -> Iterator[None]:
-    """A command runs in this block: its log file hears of what Python functions do, and of a slow start."""
+def in_command(*, announce: bool) -> Iterator[None]:
+    """A command runs in this block: its log file hears of what Python functions do.
+
+    With ``announce`` it also hears of a slow start.
+    """
     before = _COMMAND.set(True)
     started = threading.Event()
     # torch takes seconds to import, and nothing else can be said before.
-    if not _torch_is_there():
+    if announce and not _torch_is_there():
         threading.Thread(target=_announce_start, args=(started,), daemon=True).start()
     try:
         yield

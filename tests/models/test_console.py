@@ -95,7 +95,7 @@ def test_in_a_command_python_functions_speak_to_a_log_file_too(
 ) -> None:
     monkeypatch.setenv("SOFTGAP_CACHE", str(tmp_path / "cache"))
     path = examples.write_gguf(tmp_path / "tiny.gguf", examples.tiny_llama())
-    with in_command():
+    with in_command(announce=True):
         load_model(path)
     assert stages(capsys.readouterr().err)[0] == f"loading {path}"
     load_model(path)
@@ -110,12 +110,14 @@ def test_a_command_that_imports_for_long_says_so(
     monkeypatch.setattr(progress_module, "_write_line", lambda line: (lines.append(line), written.set()))
     there = iter([False, True])
     monkeypatch.setattr(progress_module, "_torch_is_there", lambda: next(there))
-    with in_command():
+    with in_command(announce=True):
         assert written.wait(60)
     assert stages(f"{lines[0]}\n") == ["starting: importing torch"]
-    monkeypatch.setattr(progress_module, "_torch_is_there", lambda: True)
-    with in_command():
-        time.sleep(0.05)
+    for there_before, announce in ((True, True), (False, False)):
+        seen = iter([there_before, True])
+        monkeypatch.setattr(progress_module, "_torch_is_there", lambda seen=seen: next(seen))
+        with in_command(announce=announce):
+            time.sleep(0.05)
     assert len(lines) == 1
 
 
