@@ -146,7 +146,7 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["none.md"]
 
 
-# Lines of the quick start that a command printed, with what the code says there: numbers and names of the run stand for *.
+# Lines of the quick start that a command printed, as the code says them; numbers of the run are left out.
 PRINTED = {
     "src/softgap/cli/report.py": ["MB. Open it in any browser:"],
     "src/softgap/cli/render/findings.py": [

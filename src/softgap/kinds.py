@@ -60,7 +60,7 @@ UNMEASURED = (
     "among the mechanisms (the default once `softgap calibrate` has run) to see which heads need softmax."
 )
 UNKNOWN_KINDS = (
-    "Which substitute suffices for each head is not known: the calibration in use is of an earlier version. Run "
+    "Which substitute suffices for each head is not known: the calibration in use does not say. Run "
     "`softgap calibrate` again."
 )
 """The sentence in place of a map of kinds where a fitted map was measured."""

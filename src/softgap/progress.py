@@ -90,12 +90,15 @@ def show_waiting(stage: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_command() -> Iterator[None]:
-    """A command runs in this block: its log file hears of what Python functions do, and of a slow start."""
+def in_command(*, announce: bool) -> Iterator[None]:
+    """A command runs in this block: its log file hears of what Python functions do.
+
+    With ``announce`` it also hears of a slow start.
+    """
     before = _COMMAND.set(True)
     started = threading.Event()
     # torch takes seconds to import, and nothing else can be said before.
-    if "torch" not in sys.modules:
+    if announce and not _torch_is_there():
         threading.Thread(target=_announce_start, args=(started,), daemon=True).start()
     try:
         yield
@@ -105,8 +108,13 @@ def in_command() -> Iterator[None]:
 
 
 def _announce_start(ended: threading.Event) -> None:
-    if not ended.wait(_STARTING) and "torch" in sys.modules:
+    if not ended.wait(_STARTING) and _torch_is_there():
         _write_line("[0:00:01] starting: importing torch")
+
+
+def _torch_is_there() -> bool:
+    """Whether somebody has begun to import it."""
+    return "torch" in sys.modules
 
 
 @contextlib.contextmanager

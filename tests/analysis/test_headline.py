@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from softgap.analysis import GapSums, gap_sums, headline
-from softgap.analysis.headline import Headline, held_out_sentence, kind_counts_sentence
-from softgap.trajectories import Trajectories
+from softgap.analysis.headline import Headline, held_out_sentence, kind_counts_sentence, opening
+from softgap.kinds import NOT_CALIBRATED, UNKNOWN_KINDS, UNMEASURED
+from softgap.trajectories import Manifest, Trajectories
 from support.trajectory_examples import example_fields
 
 REPOSITORY = Path(__file__).parents[2]
@@ -132,6 +134,38 @@ def test_the_kinds_of_heads_are_counted_where_a_calibration_did() -> None:
     )
     for nothing in ({}, None, {"need_window": 3.0}, {"gap_closed": 0.8}):
         assert kind_counts_sentence(nothing) == ""
+
+
+def test_the_opening_says_why_a_run_without_a_calibration_has_no_map() -> None:
+    plain = Manifest(mechanisms={"elu1": {}, "uniform": {}})
+    assert opening(None, plain, (0,)).sentence == NOT_CALIBRATED
+    assert opening(None, Manifest(mechanisms={"relu": {}, "uniform": {}}), (0,)).sentence == UNMEASURED
+    assert opening(None, plain, (0,), "Of 4 heads, all.").sentence == "Of 4 heads, all."
+    run = measured(200)
+    old = opening(gap_sums(run), run.manifest, run.layers)
+    assert old.kinds == UNKNOWN_KINDS
+    assert old.headline is not None
+    assert old.sentence == f"{UNKNOWN_KINDS} {old.headline.sentence}"
+
+
+def test_the_share_of_a_window_stands_beside_it_and_a_short_text_is_said_to_be_short() -> None:
+    run = measured(200)
+    gap = gap_sums(run)
+    assert gap is not None
+    assert np.isnan(gap.parts[:, 3]).all()
+    parts = gap.parts.copy()
+    parts[:, 3] = 0.1 * parts[:, 1]
+    found = headline(replace(gap, parts=parts, window="window:w=63,sinks=4"), run.layers)
+    assert found is not None
+    assert found.window == pytest.approx(0.9)
+    assert "; a window of 67 keys closes 90 % (90 to 90) in a text of only 203 tokens; elu+1 closes" in found.sentence
+    longer = headline(replace(gap, parts=parts, window="window:w=63,sinks=4", length=2048), run.layers)
+    assert longer is not None
+    assert "; a window of 67 keys closes 90 % (90 to 90); elu+1 closes" in longer.sentence
+    plain = headline(gap, run.layers)
+    assert plain is not None
+    assert plain.window is None
+    assert "window" not in plain.sentence
 
 
 def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:

@@ -311,6 +311,7 @@ def test_a_quick_calibration_is_marked_and_gives_way_to_a_full_one() -> None:
     assert (again.conditions, again.curve, again.memory_ladder, again.ladders.rungs) == ({}, {}, None, ())
     assert again.sufficiency is not None
     assert (again.sufficiency.texts, again.sufficiency.stability) == (3, {})
+    assert again.sufficiency.sentence.endswith(QUICK_CALIBRATION)
     assert again.sufficiency.counts["softmax"].low <= again.sufficiency.counts["softmax"].high
     run = softgap.read(model(), TOKENIZER, written(2))
     held_out = run.manifest.extra["held_out"]

@@ -17,6 +17,7 @@ import typer
 import softgap
 from softgap.cli import main
 from softgap.cli.app import app
+from softgap.cli.main import _takes_model
 from softgap.cli.render.output import write_json
 from softgap.errors import ShapeError
 
@@ -177,6 +178,14 @@ def test_a_defect_names_itself_and_the_way_to_its_traceback(
     monkeypatch.setenv("SOFTGAP_DEBUG", "1")
     assert main(["mechanisms"]) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "takes"),
+    [(["run", "Hello"], True), (["study", "run", "p.jsonl"], True), (["lab", "focus"], True), (["mechanisms"], False)],
+)
+def test_a_slow_start_is_told_by_commands_that_may_load_a_model(arguments: list[str], takes: bool) -> None:
+    assert _takes_model(typer.main.get_command(app), arguments) == takes
 
 
 def test_ctrl_c_is_one_sentence() -> None:

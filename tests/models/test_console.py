@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers.utils import logging
 from softgap import progress as progress_module
 from softgap.errors import ModelError
 from softgap.models.loading import load_model, quiet_transformers
-from softgap.progress import bar_or_callback, show_progress, show_waiting, silent
+from softgap.progress import bar_or_callback, in_command, show_progress, show_waiting, silent
 from support import model_examples as examples
 from support.cli_examples import script, without_progress
 
@@ -87,6 +88,37 @@ def test_a_bar_is_drawn_on_a_terminal_only(capsys: pytest.CaptureFixture[str], m
     assert "done" in captured.err
     assert "100%" in captured.err
     assert captured.out == ""
+
+
+def test_in_a_command_python_functions_speak_to_a_log_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOFTGAP_CACHE", str(tmp_path / "cache"))
+    path = examples.write_gguf(tmp_path / "tiny.gguf", examples.tiny_llama())
+    with in_command(announce=True):
+        load_model(path)
+    assert stages(capsys.readouterr().err)[0] == f"loading {path}"
+    load_model(path)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_that_imports_for_long_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "_STARTING", 0.01)
+    written, lines = threading.Event(), []
+    monkeypatch.setattr(progress_module, "_write_line", lambda line: (lines.append(line), written.set()))
+    there = iter([False, True])
+    monkeypatch.setattr(progress_module, "_torch_is_there", lambda: next(there))
+    with in_command(announce=True):
+        assert written.wait(60)
+    assert stages(f"{lines[0]}\n") == ["starting: importing torch"]
+    for there_before, announce in ((True, True), (False, False)):
+        seen = iter([there_before, True])
+        monkeypatch.setattr(progress_module, "_torch_is_there", lambda seen=seen: next(seen))
+        with in_command(announce=announce):
+            time.sleep(0.05)
+    assert len(lines) == 1
 
 
 def stages(error: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from matplotlib.text import Text
 from softgap.analysis import analyze
 from softgap.kinds import COLOURS, KINDS, LETTERS
 from softgap.report import draw_plane
-from softgap.report.figures import draw_kinds
+from softgap.report.figures import COLUMN, draw_kinds, save_figure
 from support.analysis_examples import noise, run_of
 
 
@@ -55,3 +56,16 @@ def test_each_head_has_the_colour_and_the_letter_of_its_kind() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         f"{LETTERS[kind]}  {kind} {count}" for kind, count in counts.items()
     ]
+
+
+def test_a_map_for_a_paper_is_one_column_wide_with_its_fonts_inside(tmp_path: Path) -> None:
+    labels = [tuple(KINDS[(layer + head) % len(KINDS)] for head in range(9)) for layer in range(30)]
+    figure = draw_kinds(labels, column=True)
+    assert figure.get_size_inches()[0] == pytest.approx(COLUMN)
+    assert figure.axes[0].get_title() == ""
+    assert not figure.axes[0].texts
+    first = save_figure(figure, tmp_path / "kinds.pdf").read_bytes()
+    assert first.startswith(b"%PDF")
+    assert b"/Subtype /Type0" in first or b"/FontFile2" in first
+    assert b"/Subtype /Type3" not in first
+    assert save_figure(draw_kinds(labels, column=True), tmp_path / "again.pdf").read_bytes() == first

@@ -308,3 +308,42 @@ def test_a_study_too_small_for_its_alpha_says_so() -> None:
     verdict = stats.verdict(small, margin=0.5)
     assert verdict.outcome == "not enough data"
     assert "could find no effect at all" in verdict.sentence
+    assert verdict.caution == ""
+
+
+def step(name: str, p: float, *, able: bool, convincing: bool) -> stats.VerdictStep:
+    return stats.VerdictStep(name, able, convincing, p, 0.4 if able else 1.3, 0.9, 0.95, ())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "steps", "words"),
+    [
+        ("separated", [step("all samples", 0.001, able=True, convincing=True)], ""),
+        ("not separated", [step("all samples", 0.3, able=True, convincing=False)], ""),
+        (
+            "not enough data",
+            [step("all samples", 0.012, able=False, convincing=False)],
+            "p = 0.012 in all samples looks significant, but only effects from 1.30 on can be found in all samples, so "
+            "that a difference counts only if the interval of a single unit lies beyond 0.5; none does.",
+        ),
+        (
+            "not separated",
+            [
+                step("all samples", 0.001, able=True, convincing=True),
+                step("length matched", 0.4, able=True, convincing=False),
+            ],
+            "p = 0.001 in all samples looks significant, but length matched could have found such a difference and did "
+            "not (p = 0.4).",
+        ),
+        (
+            "not separated",
+            [step("all samples", 0.001, able=True, convincing=True)],
+            "p = 0.001 in all samples looks significant, but it counts only if every control that was asked for finds "
+            "the same units.",
+        ),
+    ],
+)
+def test_a_small_p_that_does_not_count_is_explained(outcome: str, steps: list[stats.VerdictStep], words: str) -> None:
+    verdict = stats.Verdict(outcome, "The verdict.", tuple(steps), (), 0.5, 0.05)
+    assert verdict.caution == words
+    assert str(verdict).splitlines()[:2] == ["The verdict.", words or str(steps[0])]

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from softgap.cli import main
+from softgap.cli.study import _cut_off
 from softgap.study import StudySettings, run_study
 from softgap.study.batches import plan_batches, read_failures
 from softgap.tasks import Prompt, generate_prompts
+from softgap.tasks.sources import TRUTHFULQA, layout_of
 from softgap.trajectories import Study, open_study
 from softgap.trajectories.folder import Folder
 from support.cli_examples import SCRIPT, contents, failure, loads_once, tiny_folder
@@ -157,6 +159,36 @@ def test_completions_are_read_and_groups_and_fields_are_kept(folder: Path) -> No
     assert len(samples["token_ids"]["2"]) == 5
     lines = [json.loads(line) for line in Path("a/prompts.jsonl").read_text().splitlines()]
     assert [(line.get("group"), line.get("source")) for line in lines] == [("g1", "book"), ("g1", "talk"), ("g2", None)]
+
+
+def test_a_study_says_how_it_read_the_file_and_how_many_answers_were_cut_off(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("p.csv").write_text("prompt,completion\nabc,\nab,def\nabcd,\n")
+    assert main(["study", "run", "p.csv", "--model", str(folder), "--out", "a", *OPTIONS]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("p.csv: a table with the columns prompt, completion: 3 prompts\n")
+    samples = open_study("a").samples().set_index("sample_id")
+    most = max(map(len, samples["tokens"]))
+    cut = [
+        samples["completion"][name].endswith(samples["tokens"][name][-1])
+        for name in ("0", "2")
+        if len(samples["tokens"][name]) == most
+    ]
+    assert (f"{sum(cut)} of 2 answers were cut off at {most} tokens" in shown) == any(cut)
+    assert main(["study", "run", "p.csv", "--model", str(folder), "--out", "b", *OPTIONS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cut_off"] == sum(cut)
+    assert [_cut_off("a fox", ("a", " fox"), n) for n in (2, 3)] == [True, False]
+    assert not _cut_off("a", ("a", "<|im_end|>"), 2)
+
+
+def test_the_layout_of_a_file_is_said_in_words(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(",".join(TRUTHFULQA) + "\n" + ",".join("abcde") + "\n")
+    assert layout_of(str(table)).startswith("TruthfulQA's layout, each question with its best answer")
+    assert layout_of(str(table), renamed={"prompt": "Question"}).startswith("a table with the columns Question, Best")
+    assert layout_of("p.jsonl") == "JSON lines"
+    assert layout_of("org/name") == "a dataset"
 
 
 def test_fields_limits_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from softgap.attention.memory import keys_worth
 from softgap.calibration.held_out import FIRST, NO_GAP
 from softgap.errors import ValueInputError
 from softgap.intervals import Interval
-from softgap.kinds import kinds_sentence
+from softgap.kinds import QUICK_CALIBRATION, kinds_sentence
 from softgap.models.loading import Model
 from softgap.probe.layout import LayerTensors, head_dim, visit_layers
 from softgap.trajectories.validation import BASELINE
@@ -197,6 +197,8 @@ class Sufficiency:
         The share that a kind may leave.
     texts, tokens
         How much text that was.
+    quick
+        Whether the substitutes were fitted in a hurry, which the sentence then says.
     """
 
     labels: tuple[tuple[str, ...], ...]
@@ -209,6 +211,7 @@ class Sufficiency:
     limit: float
     texts: int
     tokens: int
+    quick: bool = False
 
     @property
     def heads(self) -> int:
@@ -217,8 +220,9 @@ class Sufficiency:
 
     @property
     def sentence(self) -> str:
-        """How many heads need what, in one sentence."""
-        return kinds_sentence(self.counts, self.keys_worth.get("window"))
+        """How many heads need what."""
+        sentence = kinds_sentence(self.counts, self.keys_worth.get("window"))
+        return f"{sentence} {QUICK_CALIBRATION}" if self.quick else sentence
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -233,6 +237,7 @@ class Sufficiency:
             "limit": self.limit,
             "texts": self.texts,
             "tokens": self.tokens,
+            **({"quick": True} if self.quick else {}),
         }
 
     @classmethod
@@ -253,6 +258,7 @@ class Sufficiency:
             limit=float(data["limit"]),
             texts=int(data["texts"]),
             tokens=int(data["tokens"]),
+            quick=bool(data.get("quick", False)),
         )
 
 

@@ -543,7 +543,7 @@ def _evaluate(
         seed=seed,
         report=lambda n: progress("reading held-out text", 0.82 + 0.05 * n / (len(corpus.held_out) + len(corpus.far))),
     )
-    conditions: dict[str, Interval] = {}
+    conditions: Mapping[str, Interval] = {}
     if not task.quick:
         conditions = evaluate_conditions(
             model,
@@ -567,7 +567,8 @@ def _evaluate(
     )
     layers = len(tensors["profile.first"])
     if task.quick:
-        return Calibration(tensors, metadata, held_out, conditions, Ladders((), (), (), 0), {}, suffices)
+        empty = Ladders((), (), (), 0)
+        return Calibration(tensors, metadata, held_out, {}, empty, {}, replace(suffices, quick=True))
     rank_ladders = ladders(
         model,
         corpus.held_out[0][:LADDER_TOKENS],

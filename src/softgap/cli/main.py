@@ -175,13 +175,26 @@ def _run(arguments: list[str]) -> int:
     if _COMPLETING in os.environ:
         command(prog_name="softgap")
     try:
-        with warnings.catch_warnings(), in_command(), command.make_context("softgap", list(arguments)) as context:
+        with (
+            warnings.catch_warnings(),
+            in_command(announce=_takes_model(command, arguments)),
+            command.make_context("softgap", list(arguments)) as context,
+        ):
             # Commands say it themselves, in their first sentence.
             warnings.simplefilter("ignore", NonFiniteWarning)
             result = command.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code
     return result if isinstance(result, int) else 0
+
+
+def _takes_model(command: Any, arguments: Sequence[str]) -> bool:
+    """Whether the command that these arguments name may load a model."""
+    for word in arguments:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.commands[word]
+    return any(parameter.name == "model" for parameter in command.params)
 
 
 def _fail_by_system(sentence: str) -> int:

@@ -92,8 +92,8 @@ class Verdict:
             return f"{start} {failed.name} could have found such a difference and did not (p = {failed.p:.2g})."
         reach = "no effect" if math.isinf(failed.smallest) else f"only effects from {failed.smallest:.2f} on"
         return (
-            f"{start} {failed.name} is so small that it can find {reach}: there a difference counts only if the "
-            f"interval of a single unit lies beyond {self.margin:g}, and none does."
+            f"{start} {reach} can be found in {failed.name}, so that a difference counts only if the interval of a "
+            f"single unit lies beyond {self.margin:g}; none does."
         )
 
     def __str__(self) -> str:

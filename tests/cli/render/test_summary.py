@@ -15,6 +15,7 @@ from rich.text import Text
 from softgap.cli.render.output import heat_map, shade, strip_control_characters
 from softgap.cli.render.run import show_run, show_study
 from softgap.cli.render.summary import merge_summaries, summarise
+from softgap.errors import UnknownNameError
 from softgap.trajectories import QUANTITIES, Trajectories
 from softgap.trajectories.folder import slug
 from softgap.trajectories.run import pieces
@@ -191,7 +192,7 @@ def test_a_run_quotes_held_out_text_beside_its_share_of_the_gap() -> None:
 def test_a_run_shows_the_kinds_of_its_own_layers_or_says_how_to_get_them() -> None:
     run = example_run(mechanisms=("elu1", "uniform", "fitted"), missing=0.0)
     old = replace(run, manifest=replace(run.manifest, extra={"held_out": {"gap_closed": 0.81}}))
-    assert "run 'softgap calibrate' once for this model" in " ".join(shown(old).split())
+    assert "the calibration in use does not say. Run `softgap calibrate` again." in " ".join(shown(old).split())
     assert "share of the gap that the fitted map leaves" in shown(old)
     letters = {str(layer): "whfS"[i % 4] * 9 for i, layer in enumerate(run.layers)}
     # Kinds of a layer that the run does not have.
@@ -224,12 +225,12 @@ def test_many_heads_share_a_line_in_colour() -> None:
     assert (style.color, style.bgcolor) == (shade(0.0), shade(1.0))
 
 
-def test_the_scale_of_colours_rises_and_ends() -> None:
+def test_the_scale_of_colours_grows_dark_and_ends() -> None:
     ends = [shade(value).triplet for value in (-1.0, 0.0, 1.0, 7.0)]
     assert ends[0] == ends[1]
     assert ends[2] == ends[3]
     greens = [shade(step / 20).triplet[1] for step in range(21)]  # type: ignore[index]
-    assert greens == sorted(set(greens))
+    assert greens == sorted(set(greens), reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,23 @@ def test_tokens_are_shaded_by_their_divergence() -> None:
         style = next(span.style for span in line.spans if span.start == index)
         assert not isinstance(style, str)
         assert style.bgcolor == shade((value - low) / (high - low))
+
+
+def test_tokens_are_shaded_by_the_fitted_map_where_it_was_measured() -> None:
+    for mechanisms, name in ((("elu1", "uniform", "fitted"), "fitted"), (("relu", "uniform"), "relu")):
+        run = example_run(mechanisms=mechanisms, steps=40, missing=0.0)
+        assert f"divergence from {name} by token, mean over heads: " in shown(run, width=200)
+
+
+def test_python_prints_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    run = example_run(steps=40, missing=0.0)
+    run.summary()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == shown(run, width=160).splitlines()[:-3]
+    run.summary("divergence")
+    assert "divergence from elu1 by head" in capsys.readouterr().out
+    with pytest.raises(UnknownNameError, match="unknown map 'kind'"):
+        run.summary("kind")  # type: ignore[arg-type]
 
 
 def test_a_long_text_is_cut() -> None:

@@ -199,7 +199,11 @@ def test_the_command_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*given, "--text", str(tmp_path / "text.txt")]) == 0
     shown = capsys.readouterr().out
     assert "over 70 tokens" in shown
+    assert "Means over heads" not in shown
+    assert main([*given, "--text", str(tmp_path / "text.txt"), "--full"]) == 0
+    shown = capsys.readouterr().out
     assert "Means over heads" in shown
+    assert "nan" not in shown
     (tmp_path / "short.txt").write_text("Too short.")
     sentence = failure([*given, "--text", str(tmp_path / "short.txt")], capsys)
     assert sentence == "a text must have at least 64 tokens for this lab, got 10; give a longer one"

@@ -222,8 +222,14 @@ def test_the_command_prints_verdicts_and_saves_both(
     small = ["lab", "position", "--heads", "8", "--tokens", "48", "--dim", "8", "--mechanism", "elu1"]
     assert main([*small, "--out", str(tmp_path / "lab")]) == 0
     shown = capsys.readouterr().out
-    for part in ("growing normaliser", "does not hold", "random queries", "8", "saved"):
+    for part in ("growing normaliser", "does not hold", "saved"):
         assert part in shown
+    assert "Shares of the trend" not in shown
+    assert main([*small, "--full", "--texts", "1"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("Shares of the trend", "random queries", "What the verdicts were read from"):
+        assert part in shown
+    assert "nan" not in shown
     assert (tmp_path / "lab" / "figure.svg").stat().st_size > 5000
     document = json.loads((tmp_path / "lab" / "result.json").read_text())
     assert main([*small, "--json"]) == 0

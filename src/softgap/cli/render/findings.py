@@ -157,7 +157,8 @@ def _show_map(console: Console, findings: Findings) -> None:
         values[layers.index(head.layer), head.head] = (head.entropy - low) / max(high - low, 1e-12)
     picture, meaning = heat_map(values, layers, width=console.width, colour=has_colour(console))
     console.print()
-    console.print(f"permutation entropy by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}")
+    of = f"permutation entropy of the divergence from {findings.settings['mechanism']}"
+    console.print(f"{of}, by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}", soft_wrap=True)
     console.print(picture)
     if meaning:
         console.print(Text(meaning, "dim"))
