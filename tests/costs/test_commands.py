@@ -107,6 +107,7 @@ def test_a_search_counts_candidates(loaded: Loaded, seconds_per_token: None) -> 
     assert single.stages["choosing"] == (1 + 4) * 4 * 64
     assert "baselines" not in single.stages
     several = search(None, Probe(loaded[0]), tokens=1024, length=64, budget_bytes=1.0, recall_budget=None)
-    assert several.counts["options"] == 2
+    # A constant, windows of 16 and of 32 keys, and the longer one with far keys.
+    assert several.counts["options"] == 4
     assert several.stages["baselines"] > 0
     assert several.note == ""
