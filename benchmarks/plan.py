@@ -257,7 +257,8 @@ def peak_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) -
     Beside it what is private to the process at the end: the rest are pages of files, such as weights and libraries.
     """
     lines = [
-        "| context | peak, MB: original, plan | plan / original | private at the end, MB: original, plan | plan / original |",
+        "| context | peak, MB: original, plan | plan / original | private at the end, MB: original, plan | "
+        "plan / original |",
         "|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
