@@ -207,18 +207,18 @@ class FarKeys:
         self.reserve(batch, kv_heads, span.k, span.v)
         for name in _TENSORS:
             setattr(self, name, getattr(self, name).contiguous())
-        sinks = [x[:, :, : span.sinks].contiguous().numpy() for x in buffer.slots]
+        sink_keys, sink_values = (x[:, :, : span.sinks].contiguous().numpy() for x in buffer.slots)
         places = buffer.filled_sinks(q.device).expand(batch, -1).contiguous().numpy()
         logits = q.new_zeros(batch, 0) if rule.sink_logits is None else rule.sink_logits.to(q.dtype).expand(batch, -1)
-        text = [x.contiguous().numpy() for x in (q, span.k, span.v, span.ordinals)]
+        queries, keys, values, ordinals = (x.contiguous().numpy() for x in (q, span.k, span.v, span.ordinals))
         out = [q.new_empty(batch, heads, n, span.v.shape[-1]), *(q.new_empty(batch, heads, n) for _ in range(3))]
         left = [span.k.new_empty(batch, kv_heads, n, x.shape[-1]) for x in (span.k, span.v)]
         left += [torch.empty(batch, kv_heads, n, dtype=torch.bool)]
         left += [torch.empty(batch, kv_heads, n, dtype=torch.int64) for _ in range(3)]
         shared = (
             np.float32(window.scaling(q)),
-            Text(*text, first=int(span.positions[0])),
-            Sinks(*sinks, places),
+            Text(queries, keys, values, ordinals, int(span.positions[0])),
+            Sinks(sink_keys, sink_values, places),
             Far(*(x.numpy() for x in self._tensors() if x is not None)),
             np.float32(rule.softcap or 0),
             logits.contiguous().numpy(),

@@ -349,10 +349,10 @@ class _FeatureTail:
         enters = dropped.present.expand(batch, span.k.shape[1], -1)
         flagged = torch.zeros(batch, heads, n, dtype=torch.bool)
         output = exact.values.contiguous()
-        sums = [x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale)]
+        totals, recent, top = (x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale))
         each = torch.as_tensor(factor, dtype=q.dtype).expand(batch, heads, 1, 1).contiguous().flatten(1)
         block = Block(*(x.contiguous().numpy() for x in (query, key, leaving, dropped.v, enters, rate)))
-        answers = Answers(output.numpy(), *sums, flagged.numpy())
+        answers = Answers(output.numpy(), totals, recent, top, flagged.numpy())
         shared = (self._recent, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
         share_out(lambda first, last: add_tail(*shared, first, last), rows)
         self._carry = replace(carry, sums=state[0], totals=state[1], scale=state[2], age=state[3])
