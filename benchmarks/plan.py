@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +29,10 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import psutil
 import torch
 
-from harness import field_words, machine, peak_memory, peak_of_process, ratio, require_quiet_machine, write_section
+from harness import field_words, machine, peak_of_process, ratio, require_quiet_machine, write_section
 from softgap.attention import resolve
 from softgap.attention.memory import equal_window, trade_for_far_keys
 from softgap.intervene.state_cache import StateLayer, cache_bytes
@@ -249,20 +252,35 @@ def batch_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) 
 
 
 def peak_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) -> list[str]:
-    """The peak memory of a process of its own that reads a prompt in one forward and writes 4 tokens."""
-    lines = ["| context | peak, MB: original, plan | plan / original |", "|---|---|---|"]
+    """The peak memory of a process of its own that reads a prompt in one forward and writes 4 tokens.
+
+    Beside it what is private to the process at the end: the rest are pages of files, such as weights and libraries.
+    """
+    lines = [
+        "| context | peak, MB: original, plan | plan / original | private at the end, MB: original, plan | "
+        "plan / original |",
+        "|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = str(next(iter(plans.values())).save(Path(folder) / "plan.json"))
         for context in options.prompts:
-            measured = (peak_memory(__file__, "--plan", path, "--of", str(context), x) for x in ("original", "plan"))
-            peaks = [peak or 0 for peak in measured]
-            lines.append(f"| {context} | {peaks[0] / 1e6:.0f}, {peaks[1] / 1e6:.0f} | {peaks[1] / peaks[0]:.3f} |")
+            one, other = (_memory_of(path, context, options.threads, side) for side in ("original", "plan"))
+            cells = (f"{a / 1e6:.0f}, {b / 1e6:.0f} | {b / a:.3f}" for a, b in zip(one, other, strict=True))
+            lines.append(f"| {context} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
 
 
+def _memory_of(plan: str, context: int, threads: int, side: str) -> tuple[int, int]:
+    """Peak and private bytes of one side in a process of its own."""
+    command = [sys.executable, __file__, "--plan", plan, "--threads", str(threads), "--of", str(context), side]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak, private = done.stdout.split()[-2:]
+    return int(peak), int(private)
+
+
 def report_peak(options: argparse.Namespace) -> None:
-    """One side alone, and this process's peak memory."""
+    """One side alone, and this process's peak memory and what of it is private in the end."""
     context, name = int(options.of[0]), options.of[1]
     model, _ = load_model(progress=False)
     plan = next(iter(plans_of(options, model).values())) if name == "plan" else None
@@ -270,7 +288,8 @@ def report_peak(options: argparse.Namespace) -> None:
         side = Side(model, plan, 0)
         side.read_prompt(context)
         side.write(4)
-    print(peak_of_process())
+    memory = psutil.Process().memory_info()
+    print(peak_of_process(), memory.rss - memory.shared)
 
 
 SECTIONS = {

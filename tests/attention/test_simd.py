@@ -88,7 +88,8 @@ def test_compiled_code_on_disk_is_of_all_sources(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("threads", "units"), [(1, 5), (2, 5), (3, 2), (2, 0)])
 def test_every_unit_is_computed_once(threads: int, units: int) -> None:
-    before, taken = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    taken: list[int] = []
     torch.set_num_threads(threads)
     try:
         simd.share_out(lambda first, last: taken.extend(range(first, last)), units)

@@ -31,6 +31,7 @@ from softgap.attention.decode_arrays import (
     Step,
     make_room,
 )
+from softgap.attention.exact_kernel import add_far, cap_scores, exchange_far, softmax_row
 from softgap.attention.feature_kernel import (
     ABSENT,
     PRESENT,
@@ -91,37 +92,6 @@ def _shown(step: Step, exact: Exact, b: int, shown: Array) -> None:
 
 
 @compiled
-def _capped(scores: Array, rule: Rule) -> None:
-    if rule.softcap > 0:
-        for i in range(scores.size):
-            scores[i] = np.tanh(scores[i] / rule.softcap) * rule.softcap
-
-
-@compiled_with(fastmath=SUMS)
-def _softmax(scores: Array, shown: Array, rule: Rule, head: int, bits: Array) -> tuple[Any, Any, Any]:
-    """Weights in place of the scores, relative to exp(top): top, their sum, and the sum over recent keys."""
-    top = -_INFINITE
-    for i in range(scores.size):
-        if shown[i] == 0:
-            scores[i] = -_INFINITE
-        top = max(top, scores[i])
-    if rule.logits.size:
-        top = max(top, rule.logits[head])
-    if top == -_INFINITE:
-        top = _ZERO
-    for i in range(scores.size):
-        scores[i] -= top
-    exponentials(scores, bits)
-    total, recent = _ZERO, _ZERO
-    for i in range(scores.size):
-        total += scores[i]
-        recent += scores[i] if shown[i] == 2 else _ZERO
-    if rule.logits.size and total > 0:
-        total += np.exp(rule.logits[head] - top)
-    return top, total, recent
-
-
-@compiled
 def _vote(step: Step, exact: Exact, far: Far, b: int, n: int, weights: Array, shown: Array, total: Any) -> None:
     """Add the attention that recent keys receive from one query to what they have received before."""
     ring = exact.keys.shape[2] - step.sinks
@@ -142,56 +112,11 @@ def _next_priority(step: Step, far: Far, b: int, n: int) -> Any:
 
 
 @compiled
-def _exchange_far(
-    far: Far, b: int, n: int, priority: Any, at: int, ordinal: int, key: Array, value: Array
-) -> tuple[bool, bool, int, int]:
-    """Let the key that leaves the window become a far key if it may; ``key`` and ``value`` get what it displaces.
-
-    Whether it was taken, whether a key was displaced, and that key's position and ordinal.
-    """
-    worst = 0
-    for i in range(1, far.priorities.shape[2]):
-        p, least = far.priorities[b, n, i], far.priorities[b, n, worst]
-        if p < least or (p == least and far.positions[b, n, i] > far.positions[b, n, worst]):
-            worst = i
-    before = far.priorities[b, n, worst]
-    if not priority > before:
-        return False, False, 0, 0
-    old_at, old_ordinal = int(far.positions[b, n, worst]), int(far.ordinals[b, n, worst])
-    for i in range(key.size):
-        key[i], far.keys[b, n, worst, i] = far.keys[b, n, worst, i], key[i]
-    for i in range(value.size):
-        value[i], far.values[b, n, worst, i] = far.values[b, n, worst, i], value[i]
-    far.priorities[b, n, worst], far.positions[b, n, worst], far.ordinals[b, n, worst] = priority, at, ordinal
-    return True, before > 0, old_at, old_ordinal
-
-
-@compiled_with(fastmath=SUMS)
-def _add_far(step: Step, far: Far, b: int, n: int, query: Array, rule: Rule, sums: Array, answer: Array,
-             room: Room) -> None:  # fmt: skip
-    """Add the far keys to a query's sums: ``sums`` are its top, total and recent mass."""
-    weights = room.weights
+def _ask_far(step: Step, far: Far, b: int, n: int, h: int, query: Array, rule: Rule, room: Room) -> None:
+    """Add the far keys to the sums of one query."""
     for i in range(query.size):
         room.query[i] = query[i] * step.scale
-    dot_rows(far.keys[b, n], room.query, weights)
-    _capped(weights, rule)
-    top = sums[0]
-    for i in range(weights.size):
-        if not far.priorities[b, n, i] > 0:
-            weights[i] = -_INFINITE
-        top = max(top, weights[i])
-    own = np.exp(sums[0] - top)
-    for i in range(weights.size):
-        weights[i] -= top
-    exponentials(weights, room.bits)
-    for e in range(answer.size):
-        answer[e] *= own
-    sum_rows(weights, far.values[b, n], answer)
-    sums[1] *= own
-    sums[2] *= own
-    for i in range(weights.size):
-        sums[1] += weights[i]
-    sums[0] = top
+    add_far(far, b, n, room.query, rule, room.sums[h], room.answers[h], room.weights, room.bits)
 
 
 @compiled
@@ -220,8 +145,8 @@ def _ask_exact(step: Step, exact: Exact, far: Far, rule: Rule, b: int, n: int, h
     for i in range(query.size):
         room.query[i] = query[i] * step.scale
     dot_rows(exact.keys[b, n], room.query, room.scores)
-    _capped(room.scores, rule)
-    top, total, near = _softmax(room.scores, room.shown, rule, h, room.bits)
+    cap_scores(room.scores, rule)
+    top, total, near = softmax_row(room.scores, room.shown, rule, h, room.bits)
     room.sums[h, 0], room.sums[h, 1], room.sums[h, 2] = top, total, near
     room.answers[h] = _ZERO
     sum_rows(room.scores, exact.values[b, n], room.answers[h])
@@ -238,7 +163,7 @@ def _leave_window(step: Step, exact: Exact, far: Far, carried: Carried, recent: 
     present, late, turned = ordinal >= step.sinks, 0, ordinal
     other = False
     if present and far.priorities.shape[2]:
-        taken, present_old, old_at, old_ordinal = _exchange_far(
+        taken, present_old, old_at, old_ordinal = exchange_far(
             far, b, n, priority, at, ordinal, room.keys[n], room.values[n]
         )
         if taken:
@@ -403,6 +328,6 @@ def decode_position(
                 _leave_window(step, exact, far, carried, recent, maps, b, n, priority, origin[b], room)
                 if far.priorities.shape[2]:
                     for h in queries:
-                        _add_far(step, far, b, n, q[b, heads[h]], rule, room.sums[h], room.answers[h], room)
+                        _ask_far(step, far, b, n, h, q[b, heads[h]], rule, room)
             _answer_group(step, carried, recent, maps, readout, b, n, turned[b], ordinals[b], inputs, places, logs,
                           room, out)  # fmt: skip

@@ -186,7 +186,8 @@ def _scores(parts: Parts, q: Tensor, keys: Float[Tensor, "batch kv_head key dim"
 
 
 def _weighted(weights: Tensor, values: Float[Tensor, "batch kv_head key value_dim"]) -> Tensor:
-    return (weights.unflatten(1, (values.shape[1], -1)) @ values).flatten(1, 2)
+    weighted: Tensor = (weights.unflatten(1, (values.shape[1], -1)) @ values).flatten(1, 2)
+    return weighted
 
 
 def _ask_window(parts: Parts, window: Window, q: Tensor) -> tuple[_Sums, Float[Tensor, "batch head ring"]]:

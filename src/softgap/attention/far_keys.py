@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.attention.exact_set import ExactSet, ScoreRule
 from softgap.attention.visible import Visible
+from softgap.attention.window import ExactSums, WindowState
 
 __all__ = ["Dropped", "FarKeys", "Span", "far_priorities", "far_rows"]
 
@@ -187,6 +189,44 @@ class FarKeys:
         self._keep(candidates, members[:, :, -1])
         self.pending = priorities[..., n:].clone()
         return found, candidates.values, dropped
+
+    def take_in_pass(
+        self, q: Float[Tensor, "batch head query dim"], span: Span, window: WindowState
+    ) -> tuple[ExactSums, Dropped]:
+        """Answer queries over all exact keys, and let the keys of the block leave the window, in one compiled pass.
+
+        The window has taken in the block's keys already.
+        """
+        # Here, since these load numba.
+        from softgap.attention.decode_arrays import Far
+        from softgap.attention.exact_kernel import Leaving, Sinks, Sums, Text, ask_exact_keys
+        from softgap.attention.simd import share_out
+
+        batch, heads, n, _ = q.shape
+        kv_heads, buffer, rule = span.k.shape[1], window.buffer, window.rule
+        self.reserve(batch, kv_heads, span.k, span.v)
+        for name in _TENSORS:
+            setattr(self, name, getattr(self, name).contiguous())
+        sink_keys, sink_values = (x[:, :, : span.sinks].contiguous().numpy() for x in buffer.slots)
+        places = buffer.filled_sinks(q.device).expand(batch, -1).contiguous().numpy()
+        logits = q.new_zeros(batch, 0) if rule.sink_logits is None else rule.sink_logits.to(q.dtype).expand(batch, -1)
+        queries, keys, values, ordinals = (x.contiguous().numpy() for x in (q, span.k, span.v, span.ordinals))
+        out = [q.new_empty(batch, heads, n, span.v.shape[-1]), *(q.new_empty(batch, heads, n) for _ in range(3))]
+        left = [span.k.new_empty(batch, kv_heads, n, x.shape[-1]) for x in (span.k, span.v)]
+        left += [torch.empty(batch, kv_heads, n, dtype=torch.bool)]
+        left += [torch.empty(batch, kv_heads, n, dtype=torch.int64) for _ in range(3)]
+        shared = (
+            np.float32(window.scaling(q)),
+            Text(queries, keys, values, ordinals, int(span.positions[0])),
+            Sinks(sink_keys, sink_values, places),
+            Far(*(x.numpy() for x in self._tensors() if x is not None)),
+            np.float32(rule.softcap or 0),
+            logits.contiguous().numpy(),
+            Sums(*(x.numpy() for x in out)),
+            Leaving(*(x.numpy() for x in left)),
+        )
+        share_out(lambda start, stop: ask_exact_keys(*shared, start, stop), batch * kv_heads)
+        return ExactSums(out[0], *(x[..., None] for x in out[1:])), Dropped(*left)
 
     def reserve(self, batch: int, heads: int, k: Tensor, v: Tensor) -> None:
         """Make room for keys and values like these, where there is none yet."""

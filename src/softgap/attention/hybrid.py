@@ -41,8 +41,9 @@ __all__ = ["HybridState"]
 
 # New keys at a time where far keys are chosen: candidates are compared in pairs.
 FAR_POSITIONS = 64
-# Positions that are worth a compiled pass, and features whose state stays in a near cache.
+# Positions that are worth a compiled pass, those of a block of it, and features whose state stays in a near cache.
 FEWEST = 4
+PASS_POSITIONS = 1024
 MOST_FEATURES = 256
 
 
@@ -130,12 +131,16 @@ class HybridState:
         parts = []
         # Blocks are short, so that what their features take does not grow with the text.
         step = BLOCK_POSITIONS if self._far is None else FAR_POSITIONS
+        if (self._far is not None or isinstance(self._tail, _FeatureTail)) and _suits_pass(q, k, v):
+            step = PASS_POSITIONS
         bounds = [*range(0, ahead, step), *range(ahead, k.shape[2], step), k.shape[2]]
         for start, stop in itertools.pairwise(bounds):
             valid = None if key_valid is None else key_valid[:, start:stop]
             queries = q[:, :, max(0, start - ahead) : max(0, stop - ahead)]
             parts.append(self._block(queries, k[:, :, start:stop], v[:, :, start:stop], valid))
-        output, seen, flagged = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
+        output, seen, flagged = (
+            parts[0] if len(parts) == 1 else (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
+        )
         valid_rows = seen.any(dim=1)[..., 0]
         return Attention(output, valid_rows, flagged[..., 0] & valid_rows[:, None])
 
@@ -146,17 +151,21 @@ class HybridState:
         if self._far is None and self.length + k.shape[2] <= self._window.exact.recent:  # nothing has left the window
             return _alone(self._window.sums(q, k, v, key_valid))
         span = self._span(k, v, key_valid)
-        exact = self._window.sums(q, k, v, key_valid)
-        dropped = span.dropped
-        if self._far is not None:
+        in_pass = _suits_pass(q, k, v)
+        if self._far is not None and in_pass:
+            self._window.append(k, v, key_valid)
+            exact, dropped = self._far.take_in_pass(q, span, self._window)
+        else:
+            exact, dropped = self._window.sums(q, k, v, key_valid), span.dropped
+        if self._far is not None and not in_pass:
             total = exact.scale + exact.totals.log()
             scores, values, dropped = self._far.take(q, span, self._window.scores, total)
             exact = _add_exact(exact, scores, values)
         if self._tail is None:
             return _alone(exact)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        if isinstance(self._tail, _FeatureTail) and self._far is None and _suits_pass(q, k, v):
-            joined = self._tail.add_in_pass(q, span, exact, scale, self.mechanism.tail_factor(q))
+        if isinstance(self._tail, _FeatureTail) and in_pass:
+            joined = self._tail.add_in_pass(q, span, dropped, exact, scale, self.mechanism.tail_factor(q))
             if joined is not None:
                 return joined
         far, recent = self._tail.sums(q, span, dropped, scale)
@@ -318,7 +327,7 @@ class _FeatureTail:
         return _per_head(far, q.shape[1]), _per_head(self._recent_sums(features, span), q.shape[1])
 
     def add_in_pass(
-        self, q: Tensor, span: Span, exact: ExactSums, scale: float, factor: float | Tensor
+        self, q: Tensor, span: Span, dropped: Dropped, exact: ExactSums, scale: float, factor: float | Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """What ``_join`` makes of ``sums``, in one compiled pass; None for features that it does not know."""
         # Here, since it loads numba.
@@ -336,13 +345,14 @@ class _FeatureTail:
         state = [x.clone(memory_format=torch.contiguous_format) for x in (carry.sums, carry.totals)]
         state += [x.clone() for x in (carry.scale, carry.age) if x is not None]
         rate = key.new_zeros(batch, key.shape[1], r) if features.rate is None else features.rate.contiguous()
-        enters = (span.ordinals[:, :n] >= span.sinks).expand(batch, -1).contiguous()
+        leaving = key[:, :, :n] if dropped.late is None else self._late(dropped, features.rate, scale)
+        enters = dropped.present.expand(batch, span.k.shape[1], -1)
         flagged = torch.zeros(batch, heads, n, dtype=torch.bool)
         output = exact.values.contiguous()
-        sums = [x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale)]
+        totals, recent, top = (x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale))
         each = torch.as_tensor(factor, dtype=q.dtype).expand(batch, heads, 1, 1).contiguous().flatten(1)
-        block = Block(*(x.numpy() for x in (query, key, span.v.contiguous(), enters, rate)))
-        answers = Answers(output.numpy(), *sums, flagged.numpy())
+        block = Block(*(x.contiguous().numpy() for x in (query, key, leaving, dropped.v, enters, rate)))
+        answers = Answers(output.numpy(), totals, recent, top, flagged.numpy())
         shared = (self._recent, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
         share_out(lambda first, last: add_tail(*shared, first, last), rows)
         self._carry = replace(carry, sums=state[0], totals=state[1], scale=state[2], age=state[3])

@@ -73,7 +73,7 @@ def compiled_with(**options: Any) -> Callable[[Function], Function]:
 
 def _notice_all_sources(dispatcher: Any) -> None:
     """Let code on disk be of these very sources: numba looks at the file of a function, not at what it calls."""
-    kept = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    kept: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(kept, "_source_stamp"):
         kept._source_stamp = (kept._source_stamp, sources(Path(__file__).parent))
 

@@ -31,16 +31,17 @@ _ABSENT, _PRESENT = np.float32(-1e30), np.float32(-5e29)
 
 
 class Block(NamedTuple):
-    """n new positions behind w recent keys: logarithms of features, the values that leave, and who is there.
+    """n new positions behind w recent keys: logarithms of features, and the keys that leave the exact set.
 
-    Key ``w + t`` is the newest at query t, and key t the one that leaves the window; ``enters`` says whether it enters
-    the state: a sink does not.
+    Key ``w + t`` is the newest at query t. ``enters`` says whether a key enters the state with it, ``leaving`` and
+    ``values`` are that key's: of key t, or of a far key that it displaces.
     """
 
     query: Array  # [batch, head, n, feature]
     key: Array  # [batch, key_head, w + n, feature]
-    values: Array  # [batch, kv_head, w + n, value_dim]
-    enters: Array  # [batch, n]
+    leaving: Array  # [batch, key_head, n, feature]
+    values: Array  # [batch, kv_head, n, value_dim]
+    enters: Array  # [batch, kv_head, n]
     rate: Array  # [batch, key_head, feature]
 
 
@@ -294,7 +295,7 @@ def _walk(recent: int, block: Block, answers: Answers, factor: Array, b: int, j:
         elif _take_key(keys, b, j, t + recent, np.float32(i - 1), room):
             _add_key(room.begun, room.key)
         _sum_recent(i, recent, room)
-        _weigh_leaving(keys, b, j, t, block.enters[b, t], room)
+        _weigh_leaving(block.leaving, b, j, t, block.enters[b, j // copies, t], room)
         for e in range(values.shape[3]):
             room.value[e] = values[b, j // copies, t, e]
         for at in range(group):

@@ -74,14 +74,17 @@ class TensorMaps:
             factor = factor * parameters["tail_factor"].float().cpu()
         names = ("key_weight", "key_bias", "rate")
         own = max(len(kv_heads), *(len(parameters[name]) for name in names))
-        queries = [there(parameters[name]) for name in ("query_weight", "query_bias")]
-        keys = [there(parameters[name]) for name in names]
-        keys = [x.expand(own, *x.shape[1:]) for x in keys]
-        queries = [x.expand(len(heads), *x.shape[1:]) for x in queries]
         frequency, turn = parameters.get("frequency"), parameters.get("turn")
+
+        def rows(name: str, count: int) -> Tensor:
+            return there(parameters[name]).expand(count, *parameters[name].shape[1:])
+
         self.fitted = Fitted(
-            *queries,
-            *keys,
+            rows("query_weight", len(heads)),
+            rows("query_bias", len(heads)),
+            rows("key_weight", own),
+            rows("key_bias", own),
+            rows("rate", own),
             None if frequency is None else frequency[0].to(like.device),
             None if turn is None else there(turn[0]),
             there(factor),

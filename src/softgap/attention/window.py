@@ -320,7 +320,7 @@ class WindowState:
         positions = torch.arange(start - before, start + n, device=k.device)
         if self.window is None and self.rule.softcap is None and can_tile(q, keys, values):
             seen = None if buffer.counts is None else ordinals.expand(len(k), -1) >= 0
-            recent = attend_recent(q, keys, values, self.exact.recent, self._scaling(q), seen)
+            recent = attend_recent(q, keys, values, self.exact.recent, self.scaling(q), seen)
             return self._with_sinks(q, positions[before + n - q.shape[2] :], *recent)
         parts = []
         for rows, part in self._pieces(q.shape[2], n, before):
@@ -402,13 +402,16 @@ class WindowState:
         values = torch.addcmul((grouped @ sink_values).view(output.shape), output, near)
         return ExactSums(values, totals, near, top)
 
-    def _scaling(self, q: Tensor) -> float:
+    def scaling(self, q: Tensor) -> float:
+        """What scores are multiplied by."""
         return float(q.shape[-1] ** -0.5) if self._scale is None else self._scale
 
     def scores(self, q: Tensor, keys: Tensor) -> Float[Tensor, "batch head query key"]:
         """Scores after the softcap."""
-        grouped = (q * self._scaling(q)).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-        scores = (grouped @ keys.transpose(-1, -2)).reshape(*q.shape[:3], keys.shape[2])
+        # Of queries and keys, the fewer are scaled: there is a single query, or there are many and a few sinks.
+        scale, few = self.scaling(q), keys.shape[2] < q.shape[2]
+        grouped = (q if few else q * scale).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        scores = (grouped @ (keys * scale if few else keys).transpose(-1, -2)).reshape(*q.shape[:3], keys.shape[2])
         return self.rule.cap(scores)
 
     def _reduce(self, scores: Tensor, values: Tensor, recent: Tensor) -> ExactSums:

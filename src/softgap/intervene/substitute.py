@@ -271,7 +271,7 @@ class SwappedHeads:
         if self.weight is None or self.bias is None:
             return output
         weight, bias = (x.to(output.device, output.dtype) for x in (self.weight, self.bias))
-        return output @ weight.transpose(-1, -2) + bias[:, None]
+        return (output @ weight.transpose(-1, -2)).add_(bias[:, None])
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, rule: ScoreRule) -> Tensor:
         # One row over all keys costs less than the state they would make; and the chunked form writes over what a

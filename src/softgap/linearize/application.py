@@ -233,7 +233,7 @@ class Applied:
             return output.to(query.dtype), None
         remaining = _attend_remaining(split, original, call, args, kwargs)
         output = output.to(remaining.dtype)
-        output[:, :, split.remaining] = remaining
+        _write_heads(output, split.remaining, remaining)
         return output, None
 
     def _updated_layer(self, index: int) -> tuple[StateLayer, tuple[Tensor, Tensor]] | None:
@@ -281,7 +281,7 @@ class Applied:
                 attended = attend(part.mechanism, q, own_k, own_v, dtype=output.dtype, check=False)
             else:
                 attended = state.attend(q, own_k, own_v, valid)
-            output[:, :, part.heads] = part.read_out(attended.output).transpose(1, 2)
+            _write_heads(output, part.heads, part.read_out(attended.output).transpose(1, 2))
 
     def _state(
         self, split: _Split, number: int, states: _States, call: AttentionCall, k: Tensor, v: Tensor,
@@ -316,6 +316,15 @@ class Applied:
         maps = maps if isinstance(maps, TensorMaps) else TensorMaps(*own, like=like)
         split.maps[key] = maps
         return TensorStep(state, maps, scale=scale, rule=rule, backend=self._backend)
+
+
+def _write_heads(output: Tensor, heads: Tensor, part: Float[Tensor, "batch query part value_dim"]) -> None:
+    """Write the outputs of some heads: into a slice where they follow each other, which takes half of the time."""
+    first, count = int(heads[0]), len(heads)
+    if torch.equal(heads, torch.arange(first, first + count)):
+        output[:, :, first : first + count] = part
+    else:
+        output[:, :, heads] = part
 
 
 def _first_position(call: AttentionCall, valid: Tensor | None, n_keys: int) -> Tensor | None:
