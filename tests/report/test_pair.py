@@ -55,6 +55,8 @@ def test_the_map_shows_the_difference_of_the_means(page: Page, report: Path) -> 
     np.testing.assert_allclose(numbers(page, "divergence"), expected.ravel(), atol=2e-5)
     assert "from elu1, wild minus calm" in page.locator("#map-caption").inner_text()
     assert page.evaluate("PAYLOAD.mechanisms") == ["elu1", "uniform"]
+    # The heads that change most, up and down, are chosen at the start.
+    assert page.evaluate("STATE.heads") == [int(expected.argmax()), int(expected.argmin())]
     assert "It changes most in the heads" in page.locator("#headline").inner_text()
     page.locator('#map .cell[data-row="3"]').hover()
     words = page.locator("#head-tip").inner_text()
