@@ -83,7 +83,10 @@ def test_parameters_of_a_head_and_far_keys_of_a_group_are_its_own() -> None:
     model = tiny_with("llama")
     generator = torch.Generator().manual_seed(3)
     heads, groups, d = 4, 2, 16
-    draw = lambda *shape: torch.randn(*shape, generator=generator) * 0.3  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
     fitted = resolve("fitted").with_parameters(
         query_weight=draw(2, heads, 6, d),
         query_bias=draw(2, heads, 6),

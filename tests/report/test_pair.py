@@ -12,9 +12,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from softgap.errors import SoftgapError
+from softgap.linearize import swap
+from softgap.probe import read
 from softgap.report import write_difference
-from softgap.report.pair import pair_names
+from softgap.report.pair import pair_names, pair_payload
+from softgap.trajectories import open_study
 from support.explorer_examples import HOSTILE, labelled_runs, opened, save_study, settle, story, violations
+from support.model_examples import byte_tokenizer, tiny_llama
 
 ONE = story(mechanisms=("elu1", "window", "uniform"))
 # Another prompt: five tokens shorter, so that the same place of the completion is another step.
@@ -51,6 +55,8 @@ def test_the_map_shows_the_difference_of_the_means(page: Page, report: Path) -> 
     np.testing.assert_allclose(numbers(page, "divergence"), expected.ravel(), atol=2e-5)
     assert "from elu1, wild minus calm" in page.locator("#map-caption").inner_text()
     assert page.evaluate("PAYLOAD.mechanisms") == ["elu1", "uniform"]
+    # The heads that change most, up and down, are chosen at the start.
+    assert page.evaluate("STATE.heads") == [int(expected.argmax()), int(expected.argmin())]
     assert "It changes most in the heads" in page.locator("#headline").inner_text()
     page.locator('#map .cell[data-row="3"]').hover()
     words = page.locator("#head-tip").inner_text()
@@ -149,3 +155,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 def test_names_tell_the_paths_apart() -> None:
     assert pair_names("runs/a/fox", "runs/b/fox") == ("a/fox", "b/fox")
     assert pair_names("runs/fox", "runs/wolf/") == ("fox", "wolf")
+
+
+def test_a_model_with_swapped_heads_against_itself(tmp_path: Path) -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    text = "A fox went out at night."
+    read(model, tokenizer, text, mechanisms=["elu1", "uniform"]).save(tmp_path / "original")
+    with swap(model, [(0, 1)], "elu1"):
+        read(model, tokenizer, text, mechanisms=["elu1", "uniform"]).save(tmp_path / "swapped")
+    studies = open_study(tmp_path / "original"), open_study(tmp_path / "swapped")
+    data = pair_payload(*studies, ("original", "swapped"))
+    # A swapped head passes on what its substitute gives.
+    before, after = (entry["divergence"][0] for entry in data.document["samples"])
+    assert after < before
+    assert "It changes most in the heads 0.1 (" in data.document["headline"]

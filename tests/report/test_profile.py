@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page
 
+from softgap.report.figures import dark_is_more
 from support.explorer_examples import chosen, opened, report_of, settle, story
 
 RUN = story()
@@ -75,3 +76,9 @@ def test_more_stands_out_more_from_the_page(browser: Browser, report: Path, sche
         steps = np.diff(lightness)
         # On a light page dark is more; on a dark one light is.
         assert (steps < 0).all() if scheme == "light" else (steps > 0).all()
+
+
+def test_figures_have_the_colours_of_the_page(page: Page) -> None:
+    shown = page.evaluate("d3.range(9).map((i) => d3.rgb(sequential(i / 8))).map(({ r, g, b }) => [r, g, b])")
+    figure = [dark_is_more()(i / 8)[:3] for i in range(9)]
+    np.testing.assert_allclose(np.clip(shown, 0, 255), 255 * np.array(figure), atol=3)

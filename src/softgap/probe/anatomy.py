@@ -362,10 +362,11 @@ def _forward(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 def _pairs(heads: Heads) -> tuple[tuple[int, int], ...]:
-    if isinstance(heads, str) or all(isinstance(head, str) for head in heads):
-        pairs = parse_heads(heads)  # type: ignore[arg-type]
-    else:
-        pairs = tuple((int(layer), int(head)) for layer, head in heads)  # type: ignore[misc]
+    listed: list[Any] = [heads] if isinstance(heads, str) else list(heads)
+    names = [head for head in listed if isinstance(head, str)]
+    if names and len(names) < len(listed):
+        raise ValueInputError("heads must be names such as 18.8, or pairs of layer and head, got both; use one of them")
+    pairs = parse_heads(names) if names else tuple((int(layer), int(head)) for layer, head in listed)
     if not pairs:
         raise ValueInputError("heads must name at least one head, such as 18.8, got none")
     return pairs

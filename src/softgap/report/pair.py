@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from softgap.analysis.headline import FITTED
 from softgap.errors import StoreError, ValueInputError
 from softgap.progress import Progress
 from softgap.report.explorer import Report, check_report_target, write_page
@@ -95,6 +96,8 @@ def pair_payload(first: Study, second: Study, names: tuple[str, str], *, progres
             f"two studies need a mechanism in common, got {', '.join(one.mechanisms)} in '{names[0]}' and "
             f"{', '.join(other.mechanisms)} in '{names[1]}'; measure one of them again"
         )
+    # What the page opens with: a fixed map mostly says how concentrated softmax is.
+    shown = FITTED if FITTED in common else common[0]
     focus = set(one.focus) & set(other.focus)
     with tempfile.TemporaryDirectory(prefix="softgap-") as folder:
         same = first.manifest.weights == second.manifest.weights
@@ -125,9 +128,9 @@ def pair_payload(first: Study, second: Study, names: tuple[str, str], *, progres
     document |= {
         "title": f"{names[1]} minus {names[0]}",
         "model": one.manifest.model if same else f"{first.manifest.model} and {second.manifest.model}",
-        "headline": _sentence(runs, names, common),
+        "headline": _sentence(runs, names, shown),
         "heldOut": "",
-        "opening": {"quantity": "divergence", "mechanism": common[0], "scope": "difference"},
+        "opening": {"quantity": "divergence", "mechanism": shown, "scope": "difference"},
         "compare": {
             "names": list(names),
             # Of single runs token by token, of studies the means over their samples.
@@ -178,9 +181,9 @@ def _settings(first: Study, second: Study, names: tuple[str, str]) -> list[list[
     return rows
 
 
-def _sentence(runs: Sequence[Sequence[Trajectories]], names: tuple[str, str], common: Sequence[str]) -> str:
+def _sentence(runs: Sequence[Sequence[Trajectories]], names: tuple[str, str], mechanism: str) -> str:
     """How far the two are apart, and where most."""
-    key = f"divergence/{common[0]}"
+    key = f"divergence/{mechanism}"
     means = [np.nanmean([head_means(run)[key] for run in several if run.n_steps], axis=0) for several in runs]
     change = means[1] - means[0]
     known = np.flatnonzero(~np.isnan(change))
@@ -192,7 +195,7 @@ def _sentence(runs: Sequence[Sequence[Trajectories]], names: tuple[str, str], co
     largest = ", ".join(f"{heads[i][0]}.{heads[i][1]} ({_signed(change[i], 2)})" for i in order)
     total = float(change[known].mean())
     return (
-        f"The mean divergence from {common[0]} is {np.nanmean(means[0]):.3f} in {names[0]} and "
+        f"The mean divergence from {mechanism} is {np.nanmean(means[0]):.3f} in {names[0]} and "
         f"{np.nanmean(means[1]):.3f} in {names[1]} ({_signed(total, 3)}). It changes most in the heads {largest}."
     )
 

@@ -23,6 +23,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
     (folder / "runs").mkdir()
     save_study(folder / "runs" / "saved-story", [story()])
+    save_study(folder / "runs" / "saved-other", [story(seed=3)])
     with served(folder) as started:
         yield started
 
@@ -91,3 +92,17 @@ def test_bad_requests_get_a_sentence(live: Live, body: dict[str, str], sentence:
     status, answer = live.post("/anatomy", body)
     assert status == 400
     assert sentence in answer["error"]
+
+
+def test_two_saved_studies_are_compared_on_a_page_of_their_own(page: Page, live: Live) -> None:
+    page.get_by_role("button", name="Show the study saved-story", exact=True).click()
+    expect(page.locator("#difference")).to_be_hidden()
+    page.get_by_role("button", name="Show the study saved-other beside the other", exact=True).click()
+    expect(page.locator("#difference")).to_be_visible()
+    address = str(page.locator("#difference").get_attribute("href"))
+    status, headers, body = live.request("GET", address)
+    assert status == 200
+    assert headers["content-security-policy"].startswith("sandbox allow-scripts")
+    assert b"saved-other minus saved-story" in body
+    status, _, body = live.request("GET", "/studies/saved-story/minus/none")
+    assert (status, b"Unknown study 'none'" in body or b"unknown study 'none'" in body) == (404, True)

@@ -131,8 +131,10 @@ async function start() {
 
 function unpackFirst() {
   const keys = [divergenceKey(), divergenceKey(BASELINE)].filter(carries);
-  return Promise.all(keys.map((key) => new Promise((resolve) => {
-    if (arrayAt(current().arrays[key], resolve)) resolve();
+  const samples = (PAYLOAD.compare && PAYLOAD.compare.samples) || [STATE.sample];
+  const indices = samples.flatMap((sample) => keys.map((key) => PAYLOAD.samples[sample].data.arrays[key]));
+  return Promise.all(indices.map((index) => new Promise((resolve) => {
+    if (arrayAt(index, resolve)) resolve();
   })));
 }
 
