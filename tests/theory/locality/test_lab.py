@@ -163,9 +163,12 @@ def test_the_verdicts_follow_the_numbers(found: ModelLocality) -> None:
     assert found.dependence is not None
     rise = np.zeros((8, 3, 8)) + np.array([1.0, 0.0, 0.0])[:, None] + noise((8, 3, 8), 1)
     local = dataclasses.replace(found.dependence, rise=rise, removed=np.zeros_like(rise))
-    assert verdicts(dependence=local)["one head at a time"][0] == "holds"
-    none = dataclasses.replace(local, rise=rise[:, ::-1])
-    assert verdicts(dependence=none)["one head at a time"][0] == "does not hold"
+    for value, verdict in ((1.0, "holds"), (-1.0, "does not hold"), (0.0, "not decided")):
+        excess = ClusterInterval(value, value - 0.1, value + 0.1, 8, 2)
+        assert verdicts(dependence=local, excess=excess)["one head at a time"] == (
+            verdict,
+            "head by head: 8 local, 0 heavy, 0 neither",
+        )
     high, low = (ClusterInterval(x, x - 0.1, x + 0.1, 8, 4) for x in (0.8, 0.2))
     for interval, verdict in ((high, "holds"), (low, "does not hold")):
         residuals = tuple(dataclasses.replace(r, gap_closed=interval) for r in found.residuals)

@@ -269,21 +269,20 @@ def _one_head(lab: ModelLocality) -> Claim:
     dependence, excess = lab.dependence, lab.excess
     if dependence is None or excess is None:
         raise AssertionError("no head was masked alone")  # the caller looks
-    local, heads = dependence.count("local"), len(dependence.heads)
-    verdict: Verdict = "not decided"
-    condition = _ONE_TEXT
-    if len(dependence.rise) > 1:
-        verdict = "holds" if local == heads else "holds only when" if local else "does not hold"
-        condition = f"the head is one of {local} of {heads}" if verdict == "holds only when" else ""
+    verdict: Verdict = "holds" if excess.low > 0 else "does not hold" if excess.high < 0 else "not decided"
+    labels = ", ".join(f"{dependence.count(label)} {label}" for label in ("local", "heavy", "neither"))
+    condition = f"head by head: {labels}"
+    if len(dependence.rise) < 2:
+        verdict, condition = "not decided", _ONE_TEXT
     removed = {kind: float(dependence.removed[:, i].mean()) for i, kind in enumerate(MASKS)}
     return Claim(
         "one head at a time",
         _HAN,
-        f"A head depends on its last {dependence.width} keys as such, and not on heavy keys wherever they are.",
+        f"Over heads, hiding the last {dependence.width} keys of one costs more than hiding far keys of equal mass.",
         verdict,
         condition,
         {
-            "local heads": local,
+            "local heads": dependence.count("local"),
             "heavy heads": dependence.count("heavy"),
             "heads with neither": dependence.count("neither"),
             **{f"mean rise, {kind}": float(dependence.mean(kind).mean()) for kind in MASKS},
