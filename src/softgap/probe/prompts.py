@@ -70,7 +70,9 @@ def as_prompts(given: Any) -> tuple[tuple[Prompt, ...], bool]:
     if isinstance(given, Mapping) or not isinstance(given, Sequence) or isinstance(given, bytes):
         hint = "; give its 'input_ids'" if isinstance(given, Mapping) and "input_ids" in given else ""
         raise ValueInputError(f"a prompt must be {_FORMS}, got {shortened(given)}{hint}")
-    items = [item.tolist() if isinstance(item, Tensor | np.ndarray) and item.ndim == 1 else item for item in given]
+    items: list[Any] = [
+        item.tolist() if isinstance(item, Tensor | np.ndarray) and item.ndim == 1 else item for item in given
+    ]
     if items and all(is_whole(item) for item in items):
         return (tuple(map(int, items)),), True
     if items and all(isinstance(item, Mapping) for item in items):
@@ -127,7 +129,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, chat: 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[Any], chat: bool | None) -> list[int]:
     if chat:
         raise ValueInputError("token ids go to the model as they are, got them with chat=True; leave chat out")
-    most = None if tokenizer is None else len(tokenizer)  # type: ignore[arg-type]
+    most = None if tokenizer is None else len(tokenizer)
     for token in ids:
         if not is_whole(token) or token < 0 or (most is not None and token >= most):
             allowed = "from 0" if most is None else f"from 0 to {most - 1}"
@@ -153,7 +155,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt) -> st
         return prompt
     first = prompt[0]
     if isinstance(first, Mapping):
-        return "\n".join(str(message["content"]) for message in prompt)  # type: ignore[index,call-overload]
+        return "\n".join(str(message["content"]) for message in prompt)  # type: ignore[index]
     return "" if tokenizer is None else decode_tokens(tokenizer, [int(token) for token in prompt])  # type: ignore[arg-type]
 
 
