@@ -18,6 +18,7 @@ __all__ = [
     "check_loaded",
     "completion_ids",
     "decode_tokens",
+    "is_ids",
     "pad_id",
     "prompt_ids",
     "prompt_text",
@@ -100,9 +101,14 @@ def _is_list_of(item: Any, kind: type) -> bool:
     return bool(inside) and all(is_whole(each) if kind is int else isinstance(each, kind) for each in inside)
 
 
+def is_ids(prompt: Prompt) -> bool:
+    """Whether a prompt is token ids."""
+    return not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, chat: bool | None) -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template if asked for; ids stay as they are."""
-    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+    if is_ids(prompt):
         return _checked_ids(tokenizer, prompt, chat)
     if isinstance(prompt, str) and not prompt.strip():
         raise ValueInputError(f"a prompt must hold some text, got {prompt!r}")
