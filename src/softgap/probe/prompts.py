@@ -165,10 +165,12 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt) -> st
     return "" if tokenizer is None else decode_tokens(tokenizer, [int(token) for token in prompt])  # type: ignore[arg-type]
 
 
-def completion_ids(tokenizer: PreTrainedTokenizerBase | None, completion: str | Sequence[int]) -> list[int]:
+def completion_ids(tokenizer: PreTrainedTokenizerBase | None, completion: Prompt) -> list[int]:
     """Token ids of a completion: no special tokens in front; ids stay as they are."""
-    if not isinstance(completion, str):
+    if is_ids(completion):
         return _checked_ids(tokenizer, completion, None)
+    if not isinstance(completion, str):
+        raise ValueInputError("a completion must be a text or token ids, got chat messages; give the answer's text")
     if tokenizer is None:
         raise ValueInputError(
             "text needs a tokenizer, got None; give the model's tokenizer, or token ids as the completion"

@@ -82,7 +82,8 @@ class Recording:
         allow_dropout: bool = False,
     ) -> None:
         check_measurable(model, allow_dropout=allow_dropout)
-        mechanisms = default_mechanisms(model) if mechanisms is None else as_items(mechanisms)
+        given: Any = default_mechanisms(model) if mechanisms is None else mechanisms
+        mechanisms = as_items(given)
         if not mechanisms:
             raise ValueInputError("mechanisms must name at least one, got none; leave it out for the defaults")
         if block < 1:
