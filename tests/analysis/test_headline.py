@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_without_elu1_the_sentence_has_no_control_of_the_fit() -> None:
 def test_the_pages_show_the_sentence_as_it_is_written(page: str) -> None:
     heads = ((18, 6), (23, 3), (5, 6), (23, 1), (13, 7))
     kept = (0.624, 0.571, 0.568, 0.514, 0.510)
-    window = {"window": 0.99, "window_low": 0.98, "window_high": 1.0, "window_keys": 67, "length": 133}
+    window: dict[str, Any] = {"window": 0.99, "window_low": 0.98, "window_high": 1.0, "window_keys": 67, "length": 133}
     shown = Headline(0.82, 0.80, 0.84, 0.03, heads, kept, 270, 0.02, 0.03, 0, 12, 270, **window).sentence
     quoted = {"gap_closed": 0.823, "against_profile": 0.701, "explained": 0.784, "explained_uniform": -1.048}
     text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())

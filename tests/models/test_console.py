@@ -106,8 +106,14 @@ def test_a_command_that_imports_for_long_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "_STARTING", 0.01)
-    written, lines = threading.Event(), []
-    monkeypatch.setattr(progress_module, "_write_line", lambda line: (lines.append(line), written.set()))
+    written = threading.Event()
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        written.set()
+
+    monkeypatch.setattr(progress_module, "_write_line", write)
     there = iter([False, True])
     monkeypatch.setattr(progress_module, "_torch_is_there", lambda: next(there))
     with in_command(announce=True):

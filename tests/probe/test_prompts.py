@@ -20,7 +20,8 @@ IDS = [int(token) for token in TOKENIZER("A fox went out")["input_ids"]]
 
 def test_a_text_and_its_token_ids_are_read_alike() -> None:
     text = softgap.read(MODEL, TOKENIZER, "A fox went out", mechanisms="elu1")
-    for ids in (IDS, tuple(IDS), torch.tensor(IDS), np.array(IDS)):
+    forms: tuple[Any, ...] = (IDS, tuple(IDS), torch.tensor(IDS), np.array(IDS))
+    for ids in forms:
         run = softgap.read(MODEL, TOKENIZER, ids, mechanisms="elu1")
         assert np.array_equal(run.divergence, text.divergence)
         assert run.completion_text == "A fox went out"
@@ -46,7 +47,11 @@ def test_messages_go_through_the_chat_template() -> None:
     same = softgap.generate(MODEL, tokenizer, "A fox", max_new_tokens=2)
     assert np.array_equal(run.divergence, same.divergence)
     assert run.prompt_text == "A fox"
-    assert len(softgap.generate(MODEL, tokenizer, [messages, "A fox"], max_new_tokens=2)) == 2
+    both: Any = [messages, "A fox"]
+    first, second = softgap.generate(MODEL, tokenizer, both, max_new_tokens=2)
+    assert (first.prompt_text, second.prompt_text) == ("A fox", "A fox")
+    with pytest.raises(SoftgapError, match="a completion must be a text or token ids, got chat messages"):
+        softgap.read(MODEL, tokenizer, "A fox", completion=both[0])
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,9 @@ Mechanisms = Annotated[
     list[str] | None,
     typer.Option(
         "--mechanism",
-        help="Mechanism to compare with softmax; may be repeated. The summary shows the first one. Default: elu1, "
-        "and fitted if the model is calibrated. The baseline uniform is always measured.",
+        help="Mechanism to compare with softmax; may be repeated. The summary shows the first one. Default: elu1; if "
+        "the model is calibrated, also fitted and the window that keeps as much. The baseline uniform is always "
+        "measured.",
         show_default=False,
     ),
 ]

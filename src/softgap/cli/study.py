@@ -108,7 +108,7 @@ def _show_result(result: StudyResult, answered: set[str], most: int, *, as_json:
     samples = open_study(result.out).samples()
     labels = {str(name): int(count) for name, count in samples["label"].value_counts().items()}
     answers = samples[samples["sample_id"].isin(answered)]
-    ended = [_cut_off(row.completion, row.tokens, most) for row in answers.itertuples()]
+    ended = [_cut_off(*answer, most) for answer in zip(answers["completion"], answers["tokens"], strict=True)]
     if as_json:
         document: dict[str, Any] = {**asdict(result), "labels": labels, "cut_off": sum(ended)}
         document["failures"] = [failure.to_json() for failure in result.failures]

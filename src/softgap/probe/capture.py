@@ -25,6 +25,7 @@ from softgap.probe.prompts import (
     check_loaded,
     completion_ids,
     decode_tokens,
+    is_ids,
     pad_id,
     prompt_ids,
     prompt_text,
@@ -239,6 +240,7 @@ def generate(
     prompts, single = as_prompts(prompt)
     rows = [prompt_ids(tokenizer, each, chat) for each in prompts]
     texts = [prompt_text(tokenizer, each) for each in prompts]
+    in_template = uses_chat(tokenizer, chat) and not all(is_ids(each) for each in prompts)
     check_lengths(model, rows, max_new_tokens)
     check_sinks(rows, drop_sinks)
     settings = sampling_settings(seed, settings)
@@ -249,7 +251,7 @@ def generate(
             model, tokenizer, rows, {"max_new_tokens": max_new_tokens, **stopping_settings(stop), **settings}
         )
     options = live_options(
-        model, max_new_tokens=max_new_tokens, chat=uses_chat(tokenizer, chat), focus=focus, settings=settings
+        model, max_new_tokens=max_new_tokens, chat=in_template, focus=focus, settings=settings
     ) | dropout_options(model, allow_dropout)
     manifest = manifest_of(
         model, recording.mechanisms, drop_sinks=drop_sinks, seed=seed, inputs=inputs_digest(texts), options=options
@@ -393,7 +395,7 @@ def read(
     followed = None if completion is None else as_prompts(completion)[0]
     if followed is not None and len(followed) != len(prompts):
         raise ValueInputError(f"text and completion must go together, got {len(prompts)} and {len(followed)}")
-    messages = [not isinstance(each, str) and isinstance(each[0], Mapping) for each in prompts]
+    messages = [not isinstance(each, str) and not is_ids(each) for each in prompts]
     rows = [
         prompt_ids(tokenizer, each, chat or None if is_chat else chat)
         for each, is_chat in zip(prompts, messages, strict=True)

@@ -18,6 +18,7 @@ __all__ = [
     "check_loaded",
     "completion_ids",
     "decode_tokens",
+    "is_ids",
     "pad_id",
     "prompt_ids",
     "prompt_text",
@@ -70,7 +71,9 @@ def as_prompts(given: Any) -> tuple[tuple[Prompt, ...], bool]:
     if isinstance(given, Mapping) or not isinstance(given, Sequence) or isinstance(given, bytes):
         hint = "; give its 'input_ids'" if isinstance(given, Mapping) and "input_ids" in given else ""
         raise ValueInputError(f"a prompt must be {_FORMS}, got {shortened(given)}{hint}")
-    items = [item.tolist() if isinstance(item, Tensor | np.ndarray) and item.ndim == 1 else item for item in given]
+    items: list[Any] = [
+        item.tolist() if isinstance(item, Tensor | np.ndarray) and item.ndim == 1 else item for item in given
+    ]
     if items and all(is_whole(item) for item in items):
         return (tuple(map(int, items)),), True
     if items and all(isinstance(item, Mapping) for item in items):
@@ -98,9 +101,14 @@ def _is_list_of(item: Any, kind: type) -> bool:
     return bool(inside) and all(is_whole(each) if kind is int else isinstance(each, kind) for each in inside)
 
 
+def is_ids(prompt: Prompt) -> bool:
+    """Whether a prompt is token ids."""
+    return not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, chat: bool | None) -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template if asked for; ids stay as they are."""
-    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+    if is_ids(prompt):
         return _checked_ids(tokenizer, prompt, chat)
     if isinstance(prompt, str) and not prompt.strip():
         raise ValueInputError(f"a prompt must hold some text, got {prompt!r}")
@@ -127,7 +135,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, chat: 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[Any], chat: bool | None) -> list[int]:
     if chat:
         raise ValueInputError("token ids go to the model as they are, got them with chat=True; leave chat out")
-    most = None if tokenizer is None else len(tokenizer)  # type: ignore[arg-type]
+    most = None if tokenizer is None else len(tokenizer)
     for token in ids:
         if not is_whole(token) or token < 0 or (most is not None and token >= most):
             allowed = "from 0" if most is None else f"from 0 to {most - 1}"
@@ -153,14 +161,16 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt) -> st
         return prompt
     first = prompt[0]
     if isinstance(first, Mapping):
-        return "\n".join(str(message["content"]) for message in prompt)  # type: ignore[index,call-overload]
+        return "\n".join(str(message["content"]) for message in prompt)  # type: ignore[index]
     return "" if tokenizer is None else decode_tokens(tokenizer, [int(token) for token in prompt])  # type: ignore[arg-type]
 
 
-def completion_ids(tokenizer: PreTrainedTokenizerBase | None, completion: str | Sequence[int]) -> list[int]:
+def completion_ids(tokenizer: PreTrainedTokenizerBase | None, completion: Prompt) -> list[int]:
     """Token ids of a completion: no special tokens in front; ids stay as they are."""
-    if not isinstance(completion, str):
+    if is_ids(completion):
         return _checked_ids(tokenizer, completion, None)
+    if not isinstance(completion, str):
+        raise ValueInputError("a completion must be a text or token ids, got chat messages; give the answer's text")
     if tokenizer is None:
         raise ValueInputError(
             "text needs a tokenizer, got None; give the model's tokenizer, or token ids as the completion"

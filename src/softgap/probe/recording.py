@@ -86,7 +86,8 @@ class Recording:
     ) -> None:
         check_measurable(model, allow_dropout=allow_dropout)
         model_fingerprint(model)  # refuses weights that are not finite; the manifest asks for it anyway
-        mechanisms = default_mechanisms(model) if mechanisms is None else as_items(mechanisms)
+        given: Any = default_mechanisms(model) if mechanisms is None else mechanisms
+        mechanisms = as_items(given)
         if not mechanisms:
             raise ValueInputError("mechanisms must name at least one, got none; leave it out for the defaults")
         if block < 1:

@@ -401,8 +401,8 @@ def draw_kinds(
     figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=small)
     if column:
         axes.tick_params(labelsize=small)
-        axes.xaxis.label.set_size(small)
-        axes.yaxis.label.set_size(small)
+        axes.xaxis.label.set_fontsize(small)
+        axes.yaxis.label.set_fontsize(small)
     if title or not column:
         axes.set_title(title or "The cheapest substitute that suffices for each head", fontsize=small + 2)
     return figure
