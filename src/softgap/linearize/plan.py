@@ -53,9 +53,10 @@ class Plan:
         answers whose first token is right.
     recall
         How well recall is known: ``lists`` and ``questions`` that were asked, the ``distance`` in tokens between a list
-        and its questions, and the half-widths of the 95 % intervals
-        of its change (``half_width``) and of the model's own (``half_width_original``); ``decided_on`` other lists,
-        where recall was limited. Empty in plans of version 0.1, whose recall was scored over all tokens of the answers.
+        and its questions (the shortest, with ``farthest``, where there are several), and the half-widths of the 95 %
+        intervals of its change (``half_width``) and of the model's own (``half_width_original``); ``decided_on`` other
+        lists, where recall was limited. Empty in plans of version 0.1, whose recall was scored over all tokens of the
+        answers.
     memory
         Bytes per token of context that the KV cache of the model takes and under the plan, and bytes of all states and
         of the plan's parameters. ``softgap.linearize.plan.cache_bytes_at`` adds them up at a length.
