@@ -66,14 +66,19 @@ def by_blocks(mechanism: Any, sizes: list[int], valid: Tensor | None = None, rul
 def test_the_pass_is_the_formula(mechanism: Any, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     own = FarKeys.take_in_pass
-    monkeypatch.setattr(FarKeys, "take_in_pass", lambda self, q, *args: (passes.append(1), own(self, q, *args))[1])
+
+    def noted(self: Any, q: Tensor, *args: Any) -> Any:
+        passes.append(q.shape[2])
+        return own(self, q, *args)
+
+    monkeypatch.setattr(FarKeys, "take_in_pass", noted)
     valid = torch.arange(T)[None].expand(2, T) >= torch.tensor([[0], [6]]) if padded else None
     truth = by_loops(mechanism, valid)
     shown = torch.ones(2, 1, T, 1) if valid is None else valid[:, None, :, None]
     for sizes in ([T], [5, 1, 20, 2, 1, 9]):
         assert apart(by_blocks(mechanism, sizes, valid) * shown, truth * shown) < ROUNDING
-    # One block, and the four of the others that are long enough.
-    assert len(passes) == 5
+    # One block, and those of the others that are long enough.
+    assert passes == [T, 5, 20, 9, 15]
 
 
 @pytest.mark.parametrize("mechanism", [MECHANISMS[0], MECHANISMS[6]], ids=str)
