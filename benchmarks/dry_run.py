@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import machine, require_quiet_machine, write_section
+from softgap.models.catalogue import EMBEDDED
 
 # Runs the command line; with "cpu" the clock of the probe is that of the processor.
 CHILD = """
@@ -116,7 +117,7 @@ def main() -> None:
     """Compare, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=EMBEDDED, help="each has a table of its own")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--sizes", nargs="*", default=["small", "medium"])
     parser.add_argument("--cpu", action="store_true")
@@ -127,7 +128,7 @@ def main() -> None:
     mode = "cpu" if options.cpu else "wall"
     rows = []
     if options.results and options.results.exists():
-        rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+        rows = [row for row in map(json.loads, options.results.read_text().splitlines()) if row[0] == options.model]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for name, sizes in case_lines(folder, options.text.read_text()).items():
@@ -156,12 +157,15 @@ def main() -> None:
             f"| {c / 1e6:,.0f} | {d / 1e6:,.0f} | {c / d:.2f} | {probe:.0f} s |"
         )
     within = sum(1 / 1.5 <= row[3] / row[4] <= 1.5 for row in rows)
+    model_option = "" if options.model == EMBEDDED else f" --model {options.model}"
     text = (
-        f"`python benchmarks/dry_run.py --text FILE{' --cpu' if options.cpu else ''}`; {machine()}. What `--dry-run` "
-        f"expects beside what the command takes: {within} of {len(rows)} times are within a factor of 1.5. One run of "
-        "each.\n\n"
+        f"`python benchmarks/dry_run.py --text FILE{' --cpu' if options.cpu else ''}{model_option}`; {machine()}. What "
+        f"`--dry-run` expects beside what the command takes: {within} of {len(rows)} times are within a factor of 1.5. "
+        "One run of each.\n\n"
     )
-    write_section("dry-run", "What --dry-run expects", text + "\n".join(table))
+    embedded = options.model == EMBEDDED
+    name, title = ("dry-run", "") if embedded else (f"dry-run-{options.model}", f": {options.model}")
+    write_section(name, f"What --dry-run expects{title}", text + "\n".join(table))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,16 @@ def test_a_step_is_made_once_and_under_the_name_of_earlier_versions(tmp_path: Pa
     assert again.find_or_make(STEP, refuse) == {"loss": [1.5]}
 
 
+def test_what_is_on_disk_is_known_without_reading_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, SETTINGS)
+    assert not checkpoints.has(STEP)
+    checkpoints.find_or_make(STEP, lambda: {"loss": 1})
+    assert checkpoints.has(STEP)
+    assert not checkpoints.has("original")
+    assert not Checkpoints(tmp_path, {**SETTINGS, "seed": 1}).has(STEP)
+    assert not Checkpoints(None, SETTINGS).has(STEP)
+
+
 def test_other_settings_and_other_steps_are_made_anew(tmp_path: Path) -> None:
     Checkpoints(tmp_path, SETTINGS).find_or_make(STEP, lambda: {"loss": 1})
     assert Checkpoints(tmp_path, {**SETTINGS, "seed": 1}).find_or_make(STEP, lambda: {"loss": 2}) == {"loss": 2}

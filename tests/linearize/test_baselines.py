@@ -190,7 +190,7 @@ def test_several_kinds_at_once(small: Any, texts: Any) -> None:
 
 
 def test_lengths_that_cannot_be_evaluated_are_named(small: Any) -> None:
-    ids = token_ids(byte_tokenizer(), [TEXT])[:400]
+    ids = list(token_ids(byte_tokenizer(), [TEXT]))[:400]
     texts, left_out = sequences_by_length(small, ids, [64, 512, 2048, 128], 100)
     assert {length: len(sequences) for length, sequences in texts.items()} == {64: 3, 128: 3}
     assert texts[64].ids.shape == (3, 64)
