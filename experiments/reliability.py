@@ -100,7 +100,15 @@ def ended(child: int) -> int:
 def results(folder: Path) -> dict[str, bytes]:
     """Every file in a folder, without what says when it was made."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOG)
-    return {str(path.relative_to(folder)): _TIMES.sub(b"", path.read_bytes()) for path in files}
+    return {str(path.relative_to(folder)): _TIMES.sub(b"", _without_looks(path)) for path in files}
+
+
+def _without_looks(path: Path) -> bytes:
+    """A file's content; of a comparison's result without the earlier looks at the labels that it lists."""
+    if path.name != "result.json":
+        return path.read_bytes()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return json.dumps({name: value for name, value in document.items() if name != "tried"}).encode()
 
 
 def kills(count: int, seed: int) -> str:
@@ -141,7 +149,7 @@ def kills(count: int, seed: int) -> str:
     return (
         "Each command is killed (`kill -9`) at a random time between its start and the time that it takes, then run "
         "again. *Killed* counts those that had not ended before. *Equal* compares every file with that of an unbroken "
-        "command; times, command lines and the log of looks at the labels, where both looks stand, are aside.\n\n"
+        "command; times, command lines and the list of looks at the labels, where both looks stand, are aside.\n\n"
         "| command | started | killed | resumed | equal |\n|---|---|---|---|---|\n" + "\n".join(rows)
     )
 

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.linearize import Plan
@@ -128,7 +129,8 @@ def _prompt_protocol(seconds: float) -> type[asyncio.Protocol]:
     from uvicorn.protocols.http import h11_impl
 
     # Waiting for the head of a request, and for its body.
-    arriving = (h11_impl.h11.IDLE, h11_impl.h11.SEND_BODY)
+    h11: Any = vars(h11_impl)["h11"]  # a requirement of uvicorn's, and none of ours
+    arriving = (h11.IDLE, h11.SEND_BODY)
 
     class PromptProtocol(h11_impl.H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
