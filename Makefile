@@ -81,6 +81,9 @@ bench: $(BROWSER) ## every benchmark; each writes its own table into docs/benchm
 experiments: $(STAMP) ## the experiments that need no text or calibration; each writes its own section of the docs
 	@for script in $(EXPERIMENTS); do $(BIN)/python $$script || exit 1; done
 
+reliability: $(STAMP) ## faults on purpose (hours); each writes its own section of docs/reliability.md
+	@$(BIN)/python experiments/reliability.py all
+
 screenshots: $(BROWSER) ## pictures of the explorer for the docs, from a run and a study of the embedded model
 	@$(BIN)/python docs/make/screenshots.py
 	@$(BIN)/python docs/make/live_screenshots.py

@@ -48,12 +48,14 @@ COMMANDS = {
     "calibrate": CALIBRATE,
     "linearize": LINEARIZE,
     "report": "report {place}/run --out r.html --overwrite",
-    "compare": "compare {place}/s --by label --permutations 99 --out f",
-    "evaluate": "evaluate {place}/attending --tasks recall --lengths 256 --contexts 2 --no-generation --out e.json",
+    "compare": "compare s --by label --permutations 99 --out f",
+    "evaluate": "evaluate {place}/attending --tasks recall --lengths 448 --contexts 2 --no-generation --out e.json",
 }
 """Every kind of command that writes files, on models small enough that imports are most of the work."""
+LOG = "log.jsonl"
+"""Where a study notes each look at its labels: a look that was killed is one too."""
 # What tells when or how a result came about, and not what it is.
-_TIMES = re.compile(rb'"(started|finished|hash|time|seconds|command)": ?("[^"]*"|null|[\d.e-]+),?')
+_TIMES = re.compile(rb'"(started|finished|hash|time|seconds|command)": ?("[^"]*"|null|[\d.e-]+),?|log has \d+ entr\w+')
 
 
 def prepare(place: Path) -> None:
@@ -71,6 +73,8 @@ def prepare(place: Path) -> None:
 
 def start(line: str, place: Path, folder: Path) -> int:
     """Run a command in a fork of this process, in a folder; the process."""
+    if line.startswith("compare s ") and not (folder / "s").exists():
+        shutil.copytree(place / "s", folder / "s")
     child = os.fork()
     if child:
         return child
@@ -95,8 +99,16 @@ def ended(child: int) -> int:
 
 def results(folder: Path) -> dict[str, bytes]:
     """Every file in a folder, without what says when it was made."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _TIMES.sub(b"", path.read_bytes()) for path in files}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOG)
+    return {str(path.relative_to(folder)): _TIMES.sub(b"", _without_looks(path)) for path in files}
+
+
+def _without_looks(path: Path) -> bytes:
+    """A file's content; of a comparison's result without the earlier looks at the labels that it lists."""
+    if path.name != "result.json":
+        return path.read_bytes()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return json.dumps({name: value for name, value in document.items() if name != "tried"}).encode()
 
 
 def kills(count: int, seed: int) -> str:
@@ -137,7 +149,7 @@ def kills(count: int, seed: int) -> str:
     return (
         "Each command is killed (`kill -9`) at a random time between its start and the time that it takes, then run "
         "again. *Killed* counts those that had not ended before. *Equal* compares every file with that of an unbroken "
-        "command, times and command lines aside.\n\n"
+        "command; times, command lines and the list of looks at the labels, where both looks stand, are aside.\n\n"
         "| command | started | killed | resumed | equal |\n|---|---|---|---|---|\n" + "\n".join(rows)
     )
 

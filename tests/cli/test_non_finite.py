@@ -68,8 +68,10 @@ def test_run_read_study_and_report_count_them_first(
     assert f"greedy {MARK}64 of 128 divergences (50 %) and 4 of 4 log-probabilities (100 %) are not finite" in shown
     shown = said(capsys, "read", "text.txt", *options, "--out", "read")
     assert f"steps {MARK}" in shown
-    shown = said(capsys, "study", "run", "asked.jsonl", *options, "--out", "study", "--max-new-tokens", "4")
+    study = ("study", "run", "asked.jsonl", *options, "--out", "study", "--max-new-tokens", "4")
+    shown = said(capsys, *study)
     assert shown.startswith(MARK)
+    assert said(capsys, *study).startswith(MARK)  # also where all was measured earlier
     document: dict[str, Any] = json.loads(
         said(capsys, "run", "a fox", *options, "--out", "run", "--overwrite", "--max-new-tokens", "4", "--json")
     )

@@ -381,7 +381,7 @@ def test_nothing_run_gives_no_trajectories() -> None:
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
-    model = tiny_llama(max_position_embeddings=64)
+    model: Any = tiny_llama(max_position_embeddings=64)
     with record(model, MEASURED) as recording:
         with pytest.raises(ValueInputError, match=r"^the model's context is 64 tokens, got 200; shorten the text$"):
             model(torch.ones(1, 200, dtype=torch.long))
@@ -391,7 +391,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
 
 
 def test_padding_takes_no_position() -> None:
-    model = tiny_llama(max_position_embeddings=64)
+    model: Any = tiny_llama(max_position_embeddings=64)
     mask = torch.ones(2, 66, dtype=torch.long)
     mask[:, :4] = 0
     with record(model, MEASURED) as recording:
@@ -415,7 +415,7 @@ def test_numbers_that_are_not_finite_are_told() -> None:
 
 
 def test_a_second_thread_is_refused_and_the_first_is_right() -> None:
-    model = tiny_llama(max_position_embeddings=1024)
+    model: Any = tiny_llama(max_position_embeddings=1024)
     tokenizer = byte_tokenizer()
     alone = generate(model, tokenizer, "a fox", 12)
     inside, refused = threading.Event(), threading.Event()
@@ -455,7 +455,7 @@ def test_a_second_thread_is_refused_and_the_first_is_right() -> None:
 
 
 def test_a_thread_of_its_own_may_generate() -> None:
-    model = tiny_llama()
+    model: Any = tiny_llama()
     with record(model, MEASURED) as recording:
         for _ in range(2):
             thread = threading.Thread(target=model.generate, args=(torch.tensor([IDS]),), kwargs={"max_new_tokens": 3})
@@ -465,7 +465,7 @@ def test_a_thread_of_its_own_may_generate() -> None:
 
 
 def test_generate_is_put_back_in_whatever_order_recordings_end() -> None:
-    model = tiny_llama()
+    model: Any = tiny_llama()
     first, second = record(model, MEASURED), record(model, MEASURED)
     outer = first.__enter__()
     inner = second.__enter__()

@@ -45,6 +45,8 @@ def test_a_report_opened_from_disk_shows_everything(page: Page) -> None:
     assert "not hallucination" in page.locator("#guide").inner_text()
     expect(page.locator("#samples-card")).to_be_hidden()
     expect(page.locator("#failure")).to_be_hidden()
+    page.locator("summary", has_text="Licence of D3").click()
+    expect(page.locator(".licence")).to_contain_text("Redistributions in binary form must reproduce")
 
 
 def test_the_numbers_are_those_of_the_run(page: Page) -> None:

@@ -110,7 +110,7 @@ def test_a_killed_study_goes_on_and_equals_an_unbroken_one(folder: Path, here: P
     command += ["--seed", "3", "--out"]
     started = subprocess.Popen([*command, "killed"], cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     samples = here / "killed" / "samples"
-    for _ in range(1200):
+    for _ in range(6000):
         if samples.is_dir() and len(list(samples.glob("part-*.parquet"))) >= 2:
             break
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from softgap.errors import StoreError
 from softgap.trajectories import Manifest, StudyWriter, locks, open_study
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.locks import FolderLock, is_lock, locked
-from softgap.trajectories.writer import label_study
+from softgap.trajectories.writer import label_study, publish_batch
 from support.trajectory_examples import MANIFEST, example_run
 
 BATCHES = [[example_run(sample_id=name, seed=seed)] for seed, name in enumerate("abc")]
@@ -289,3 +289,23 @@ def test_names_of_locks() -> None:
     assert is_lock(".writer.lock")
     assert is_lock(LEASE)
     assert not any(map(is_lock, ("writer.lock", ".lock", ".a.lease", "a.json")))
+
+
+def test_a_publication_that_fails_deletes_no_part_of_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who took over has published the trajectories, and not yet the samples."""
+    folder = Folder.at(tmp_path)
+    for kind in ("samples", "trajectories"):
+        folder.create(kind)
+    theirs = tmp_path / "trajectories" / "part-00000.parquet"
+    theirs.write_bytes(b"theirs")
+
+    def gone(self: Folder, staged: str, name: str) -> None:
+        raise StoreError("the staged part is gone")
+
+    monkeypatch.setattr(Folder, "publish", gone)
+    with pytest.raises(StoreError, match="is gone"):
+        publish_batch(folder, 0, BATCHES[0])
+    assert theirs.read_bytes() == b"theirs"
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["part-00000.parquet"]

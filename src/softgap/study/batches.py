@@ -17,7 +17,7 @@ from softgap.probe.prompts import completion_ids, prompt_ids
 from softgap.progress import Progress, silent
 from softgap.tasks import Prompt, Scorer
 from softgap.tasks.sources import BATCH, PROMPTS, UNPLANNED
-from softgap.trajectories import Trajectories
+from softgap.trajectories import NonFinite, Trajectories
 from softgap.trajectories.folder import Folder, json_lines, read_lines
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "Batch",
     "BatchResult",
     "Failure",
+    "FinishedBatch",
     "Mode",
     "Observer",
     "StudySettings",
@@ -225,6 +226,28 @@ class BatchResult:
 
     runs: tuple[Trajectories, ...]
     failures: tuple[Failure, ...]
+
+    @property
+    def non_finite(self) -> NonFinite:
+        """How many of its numbers are not finite."""
+        return sum((run.non_finite for run in self.runs), NonFinite())
+
+
+@dataclass(frozen=True)
+class FinishedBatch:
+    """A batch that is in the study.
+
+    Attributes
+    ----------
+    ids
+        Names of its samples.
+    non_finite
+        How many of its numbers are not finite; None for a batch that an earlier worker had published.
+    """
+
+    number: int
+    ids: tuple[str, ...]
+    non_finite: NonFinite | None
 
 
 def token_count(loaded: Loaded, prompt: Prompt, settings: StudySettings, *, replay: bool) -> int:

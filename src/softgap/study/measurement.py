@@ -28,6 +28,7 @@ from softgap.study.batches import (
     Batch,
     BatchResult,
     Failure,
+    FinishedBatch,
     Mode,
     Observer,
     StudySettings,
@@ -256,9 +257,10 @@ def measure(
             finished = _write_batches(measured, folder, writer, observer)
             if anatomy:
                 finished = _with_anatomy(finished, writer, loaded, planned, anatomy, observer)
-        seconds = _follow(finished, writer, out, planned, resumed, total, observer)
+        seconds, counts = _follow(finished, writer, out, planned, resumed, total, observer)
         count = sum(len(ids) for ids in writer.ids.values())
-    counts = sum((run.non_finite for run in open_study(out)), NonFinite())
+    if counts is None:
+        counts = sum((run.non_finite for run in open_study(out)), NonFinite())
     return StudyResult(out, len(prompts), count, resumed, tuple(read_failures(folder)), seconds, counts)
 
 
@@ -385,51 +387,56 @@ def _measure_batches(
 
 def _write_batches(
     measured: Iterator[tuple[int, BatchResult]], folder: Folder, writer: StudyWriter, observer: Observer
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Write each batch with its failures; its number and the names of its samples."""
+) -> Iterator[FinishedBatch]:
+    """Write each batch with its failures."""
     for number, batch in measured:
         write_failures(folder, number, batch.failures)
         writer.append(batch.runs, batch=number)
         if observer.on_run is not None:
             for run in batch.runs:
                 observer.on_run(run)
-        yield number, tuple(run.sample_id for run in batch.runs)
+        yield FinishedBatch(number, tuple(run.sample_id for run in batch.runs), batch.non_finite)
 
 
 def _with_anatomy(
-    finished: Iterator[tuple[int, tuple[str, ...]]],
+    finished: Iterator[FinishedBatch],
     writer: StudyWriter,
     loaded: Loaded,
     planned: Planned,
     heads: Sequence[tuple[int, int]],
     observer: Observer,
-) -> Iterator[tuple[int, tuple[str, ...]]]:
+) -> Iterator[FinishedBatch]:
     """Read the text of every batch that is written once more, and store where some heads look in it."""
-    for number, ids in finished:
+    for batch in finished:
         observer.on_progress("listing the keys of heads", len(writer.ids) / max(1, len(planned.batches)))
-        runs = [writer.sample(sample_id) for sample_id in ids]
+        runs = [writer.sample(sample_id) for sample_id in batch.ids]
         parts = [run_anatomy(*loaded, run, heads, planned.settings.mechanisms) for run in runs if run.n_steps]
-        writer.append_anatomy([entry for part in parts for entry in part], batch=number)
-        yield number, ids
+        writer.append_anatomy([entry for part in parts for entry in part], batch=batch.number)
+        yield batch
 
 
 def _follow(
-    finished: Iterator[tuple[int, tuple[str, ...]]],
+    finished: Iterator[FinishedBatch],
     writer: StudyWriter,
     out: str,
     planned: Planned,
     before: int,
     total: int,
     observer: Observer,
-) -> float:
-    """Count the batches as they are finished; the seconds they took. Ctrl-C keeps what is done and says so."""
+) -> tuple[float, NonFinite | None]:
+    """Count the batches as they are finished; the seconds they took, and numbers that are not finite, None if unknown.
+
+    Ctrl-C keeps what is done and says so.
+    """
     start, count = time.monotonic(), before
+    counts = None if before else NonFinite()
     tell = observer.on_progress
     tell("measuring", count / max(total, 1))
     try:
-        for number, ids in finished:
-            writer.adopt(number, ids)
-            count += len(ids)
+        for batch in finished:
+            writer.adopt(batch.number, batch.ids)
+            count += len(batch.ids)
+            counts = None if counts is None or batch.non_finite is None else counts + batch.non_finite
             tell("measuring", count / max(total, 1))
     except KeyboardInterrupt as stop:
         place = f"are saved in '{out}'"
@@ -443,7 +450,7 @@ def _follow(
         else:
             message = f"; {count} of {total} samples {place}" if count else ""
         raise KeyboardInterrupt(f"interrupted{message}") from None
-    return time.monotonic() - start
+    return time.monotonic() - start, counts
 
 
 def _fix_batches(folder: Folder, planned: Planned) -> None:

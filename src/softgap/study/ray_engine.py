@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from softgap.cluster import ClusterLimits, ModelSource, run_tasks
 from softgap.models.loading import quiet_transformers
-from softgap.study.batches import Batch, BatchResult, StudySettings, measure_batch, write_failures
+from softgap.study.batches import Batch, BatchResult, FinishedBatch, StudySettings, measure_batch, write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
 from softgap.trajectories.writer import publish_batch, published_ids
@@ -21,8 +21,8 @@ __all__ = ["publish", "ray_batches"]
 
 def ray_batches(
     planned: Planned, left: Sequence[Batch], out: str, address: str | None, limits: ClusterLimits | None = None
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Number and sample names of each batch, as they are finished; a batch whose worker dies is given to another."""
+) -> Iterator[FinishedBatch]:
+    """Each batch, as it is finished; a batch whose worker dies is given to another."""
     place = out if "://" in out else Folder.at(out).root
     settings = planned.settings
     source = ModelSource(settings.model, settings.dtype, settings.device, settings.attn, planned.manifest.weights)
@@ -34,7 +34,7 @@ def ray_batches(
 
     tasks: dict[int, Callable[[], tuple[Any, ...]]] = {batch.number: partial(arguments, batch) for batch in left}
     advice = "the other batches are saved; run the same command again to resume"
-    for number, ids in run_tasks(
+    for _, finished in run_tasks(
         _measure_on_worker,
         tasks,
         address=address,
@@ -44,25 +44,25 @@ def ray_batches(
         name="batch",
         advice=advice,
     ):
-        yield number, tuple(ids)
+        yield finished
 
 
 def _measure_on_worker(
     prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, source: ModelSource, out: str
-) -> tuple[str, ...]:
+) -> FinishedBatch:
     """On a worker: measure a batch and write it straight into the study."""
     folder = Folder.at(out)
     known = published_ids(folder, batch.number)
     if known is not None:  # the last worker died after it had written all
-        return known
+        return FinishedBatch(batch.number, known, None)
     loaded = source.load()
     scorer = None if settings.scoring is None else resolve_scorer(settings.scoring)
     with quiet_transformers(downloads=False):
         return publish(folder, batch.number, measure_batch(loaded, prompts, batch, settings, scorer))
 
 
-def publish(folder: Folder, number: int, measured: BatchResult) -> tuple[str, ...]:
-    """Write a batch with its failures, and return the names of its samples."""
+def publish(folder: Folder, number: int, measured: BatchResult) -> FinishedBatch:
+    """Write a batch with its failures."""
     write_failures(folder, number, measured.failures)
     publish_batch(folder, number, measured.runs)
-    return tuple(run.sample_id for run in measured.runs)
+    return FinishedBatch(number, tuple(run.sample_id for run in measured.runs), measured.non_finite)

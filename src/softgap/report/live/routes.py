@@ -14,7 +14,7 @@ from typing import IO, Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -302,7 +302,7 @@ def create_app(
             Route("/studies/{name}/study.zip", addresses.zipped),
         ],
         lifespan=lifespan,
-        exception_handlers={SoftgapError: _refused, HTTPException: _missing},
+        exception_handlers={SoftgapError: _refused, HTTPException: _missing, ClientDisconnect: _gone},
     )
     return Guard(app, names, token, limits, None if access is None else Access(f"softgap-{boot}", access))
 
@@ -420,6 +420,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     missing = isinstance(error, UnknownNameError) and bool(request.path_params)
     status = 429 if isinstance(error, TooManyError) else 404 if missing else 400
     return Response(json.dumps({"error": str(error)}), status, media_type="application/json")
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """For nobody: a request whose sender has gone, or was too slow, is no error of ours to write about."""
+    return Response(status_code=400)
 
 
 async def _missing(request: Request, error: Exception) -> Response:

