@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 
 from softgap.analysis.headline import FITTED
 from softgap.errors import StoreError, ValueInputError
@@ -23,6 +24,9 @@ from softgap.trajectories import Study, StudyWriter, Trajectories, open_study
 __all__ = ["pair_names", "pair_payload", "write_difference"]
 
 _SHOWN = 3
+
+# By quantity and mechanism the mean of each head over the steps of a sample.
+Means = Mapping[str, Float64[np.ndarray, " head"]]
 
 
 def write_difference(
@@ -84,11 +88,8 @@ def pair_names(first: str, second: str) -> tuple[str, str]:
 
 def pair_payload(first: Study, second: Study, names: tuple[str, str], *, progress: Progress | None = None) -> Payload:
     """The data of the explorer on the samples of both studies, each labelled by its study."""
-    runs = [list(study) for study in (first, second)]
-    for study, several in zip((first, second), runs, strict=True):
-        if not any(run.n_steps for run in several):
-            raise StoreError(f"a difference needs steps, but no sample of the study at '{study.path}' has any")
-    one, other = runs[0][0], runs[1][0]
+    studies = first, second
+    one, other = (_first_run(study) for study in studies)
     _check_same_heads(one, other, names)
     common = tuple(name for name in one.mechanisms if name in other.mechanisms)
     if not common:
@@ -98,52 +99,67 @@ def pair_payload(first: Study, second: Study, names: tuple[str, str], *, progres
         )
     # What the page opens with: a fixed map mostly says how concentrated softmax is.
     shown = FITTED if FITTED in common else common[0]
-    focus = set(one.focus) & set(other.focus)
     with tempfile.TemporaryDirectory(prefix="softgap-") as folder:
-        same = first.manifest.weights == second.manifest.weights
-        manifest = replace(
-            first.manifest,
-            mechanisms={name: first.manifest.mechanisms.get(name, {}) for name in common},
-            extra=first.manifest.extra if same else {},
-        )
-        with StudyWriter(Path(folder) / "pair", manifest) as writer:
-            for study, several, name in zip((first, second), runs, names, strict=True):
-                labelled = [
-                    replace(_part_of(run, common, focus), sample_id=f"{name}: {run.sample_id}", label=name)
-                    for run in several
-                    if run.n_steps
-                ]
-                batch = writer.append(labelled)
-                heads = [
-                    replace(entry, sample_id=f"{name}: {run.sample_id}")
-                    for run in several
-                    for entry in (study.anatomy(run.sample_id) if study.has_anatomy else ())
-                ]
-                if heads:
-                    writer.append_anatomy(heads, batch=batch)
-        data = payload(open_study(Path(folder) / "pair"), progress=progress)
+        path = Path(folder) / "pair"
+        means = _write_pair(path, studies, names, common, set(one.focus) & set(other.focus))
+        data = payload(open_study(path), progress=progress)
     document = data.document
-    singles = all(len(several) == 1 for several in runs)
-    carried = [entry["data"] is not None for entry in document["samples"]]
+    single = [len(of_study) for of_study in means] == [1, 1]
+    carried = all(entry["data"] is not None for entry in document["samples"])
+    same = first.manifest.weights == second.manifest.weights
     document |= {
         "title": f"{names[1]} minus {names[0]}",
-        "model": one.manifest.model if same else f"{first.manifest.model} and {second.manifest.model}",
-        "headline": _sentence(runs, names, shown),
+        "model": first.manifest.model if same else f"{first.manifest.model} and {second.manifest.model}",
+        "headline": _sentence(means, one, names, shown),
         "heldOut": "",
         "opening": {"quantity": "divergence", "mechanism": shown, "scope": "difference"},
         "compare": {
             "names": list(names),
             # Of single runs token by token, of studies the means over their samples.
-            "samples": [0, 1] if singles and all(carried) else None,
+            "samples": [0, 1] if single and carried else None,
             "groups": [1, 2],
         },
         "about": [
             ["Compared", f"{names[1]} minus {names[0]}: a description of two measurements, not a test."],
-            *([part, *words] for part, *words in _settings(first, second, names)),
+            *_settings(studies, names),
             *([heading, words] for heading, words in document["about"] if heading not in ("Text", "Command", "Time")),
         ],
     }
     return Payload(document, data.arrays)
+
+
+def _first_run(study: Study) -> Trajectories:
+    run = next((run for run in study if run.n_steps), None)
+    if run is None:
+        raise StoreError(f"a difference needs steps, but no sample of the study at '{study.path}' has any")
+    return run
+
+
+def _write_pair(
+    path: Path, studies: tuple[Study, Study], names: tuple[str, str], mechanisms: Sequence[str], focus: set[str]
+) -> list[list[Means]]:
+    """Write the samples of both as one study, one at a time; the means of each, by study."""
+    first, second = (study.manifest for study in studies)
+    manifest = replace(
+        first,
+        mechanisms={name: first.mechanisms.get(name, {}) for name in mechanisms},
+        # Kinds of heads and what a calibration left hold for one model.
+        extra=first.extra if first.weights == second.weights else {},
+    )
+    means: list[list[Means]] = [[], []]
+    with StudyWriter(path, manifest) as writer:
+        for study, name, of_study in zip(studies, names, means, strict=True):
+            for run in study:
+                if not run.n_steps:
+                    continue
+                sample_id = f"{name}: {run.sample_id}"
+                part = replace(_part_of(run, mechanisms, focus), sample_id=sample_id, label=name)
+                batch = writer.append([part])
+                of_study.append(head_means(part))
+                heads = study.anatomy(run.sample_id) if study.has_anatomy else ()
+                if heads:
+                    writer.append_anatomy([replace(entry, sample_id=sample_id) for entry in heads], batch=batch)
+    return means
 
 
 def _check_same_heads(one: Trajectories, other: Trajectories, names: tuple[str, str]) -> None:
@@ -170,10 +186,10 @@ def _part_of(run: Trajectories, mechanisms: Sequence[str], focus: set[str]) -> T
     return replace(run, **fields(run), prompt=prompt)
 
 
-def _settings(first: Study, second: Study, names: tuple[str, str]) -> list[list[str]]:
+def _settings(studies: tuple[Study, Study], names: tuple[str, str]) -> list[list[str]]:
     """What each side is, in a sentence."""
     rows = []
-    for study, name in zip((first, second), names, strict=True):
+    for study, name in zip(studies, names, strict=True):
         manifest = study.manifest
         weights = f" (weights {manifest.weights})" if manifest.weights else ""
         count = f"{len(study)} {'sample' if len(study) == 1 else 'samples'}"
@@ -181,23 +197,28 @@ def _settings(first: Study, second: Study, names: tuple[str, str]) -> list[list[
     return rows
 
 
-def _sentence(runs: Sequence[Sequence[Trajectories]], names: tuple[str, str], mechanism: str) -> str:
+def _sentence(means: Sequence[Sequence[Means]], one: Trajectories, names: tuple[str, str], mechanism: str) -> str:
     """How far the two are apart, and where most."""
-    key = f"divergence/{mechanism}"
-    means = [np.nanmean([head_means(run)[key] for run in several if run.n_steps], axis=0) for several in runs]
-    change = means[1] - means[0]
+    before, after = (_over_samples([sample[f"divergence/{mechanism}"] for sample in side]) for side in means)
+    change = after - before
     known = np.flatnonzero(~np.isnan(change))
     if not len(known):
         return ""
-    one = runs[0][0]
     heads = [(layer, head) for i, layer in enumerate(one.layers) for head in range(one.heads_per_layer[i])]
     order = known[np.argsort(-np.abs(change[known]), kind="stable")][:_SHOWN]
     largest = ", ".join(f"{heads[i][0]}.{heads[i][1]} ({_signed(change[i], 2)})" for i in order)
-    total = float(change[known].mean())
     return (
-        f"The mean divergence from {mechanism} is {np.nanmean(means[0]):.3f} in {names[0]} and "
-        f"{np.nanmean(means[1]):.3f} in {names[1]} ({_signed(total, 3)}). It changes most in the heads {largest}."
+        f"The mean divergence from {mechanism} is {before[known].mean():.3f} in {names[0]} and "
+        f"{after[known].mean():.3f} in {names[1]} ({_signed(float(change[known].mean()), 3)}). It changes most in the "
+        f"heads {largest}."
     )
+
+
+def _over_samples(rows: Sequence[Float64[np.ndarray, " head"]]) -> Float64[np.ndarray, " head"]:
+    """Means over samples, NaN left out."""
+    values = np.array(rows)
+    count = np.count_nonzero(~np.isnan(values), axis=0)
+    return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 
 
 def _signed(number: float, digits: int) -> str:

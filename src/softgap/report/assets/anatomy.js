@@ -133,6 +133,7 @@ function anatomyCaption(entry) {
   if (ANATOMY.asked !== null) return `The server lists the keys of head ${HEADS[ANATOMY.asked].name} …`;
   if (STATE.anatomy === null) {
     if (ANATOMY.host) return 'Select a head in the map to see what it attends to.';
+    if (PAYLOAD.live) return 'When the run has ended and is saved, select a head to see what it attends to.';
     return 'This page holds the anatomy of no head. Measure with softgap run --anatomy 18.8,3.2 to store it for heads that you name, or open the study in softgap serve.';
   }
   if (!entry) return ANATOMY.heads.has(anatomyKey(STATE.anatomy)) ? '' : `The keys of head ${name} are not in this page yet.`;
