@@ -30,7 +30,7 @@ from softgap.theory.locality.ablation import ASSIGNMENTS, Ablation, Assignment, 
 from softgap.theory.locality.claims import claims_of_model, claims_of_synthetic
 from softgap.theory.locality.dependence import MASKS, Dependence, Label, planted_heads
 from softgap.theory.locality.masking import MaskedText
-from softgap.theory.locality.masks import KINDS, Mask
+from softgap.theory.locality.masks import CONTROLS, KINDS, Mask, MaskKind
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, ResidualPlan, measure_residuals
 from softgap.trajectories.run import Displayed
 from softgap.trajectories.validation import BASELINE
@@ -96,6 +96,8 @@ class Residual:
     ----------
     gap_closed
         1 - mean divergence over that of ``uniform``, over heads.
+    of_rest
+        Share of the divergence that the mechanism has alone and that the residual takes away; NaN for ``none``.
     over_uniform
         Its gap closed minus that of ``uniform`` with the same residual: what the mechanism itself adds.
     divergence
@@ -105,6 +107,7 @@ class Residual:
     mechanism: str
     kind: str
     gap_closed: ClusterInterval
+    of_rest: ClusterInterval
     over_uniform: ClusterInterval
     divergence: Float64[np.ndarray, "text head"]
 
@@ -114,6 +117,7 @@ class Residual:
             "mechanism": self.mechanism,
             "residual": self.kind,
             "gap_closed": asdict(self.gap_closed),
+            "of_rest": asdict(self.of_rest),
             "over_uniform": asdict(self.over_uniform),
             "divergence": self.divergence.mean(axis=0).tolist(),
         }
@@ -136,7 +140,7 @@ class ModelLocality(Displayed):
     dependence
         Some heads, one at a time; None where none was asked for.
     excess
-        Mean over those heads of the rise by the local mask minus that by the far mask of equal mass.
+        By kind of far mask: mean over those heads of the rise by the local mask minus that by the far one.
     residuals
         Every mechanism with every residual.
     confusion
@@ -152,7 +156,7 @@ class ModelLocality(Displayed):
     together: Mapping[str, Float64[np.ndarray, "text width 2"]]
     loss: Float64[np.ndarray, " text"]
     dependence: Dependence | None
-    excess: ClusterInterval | None
+    excess: Mapping[MaskKind, ClusterInterval]
     residuals: tuple[Residual, ...]
     confusion: Mapping[str, Float64[np.ndarray, "text head"]]
     confused: Mapping[str, ClusterInterval]
@@ -183,7 +187,7 @@ class ModelLocality(Displayed):
                 for kind, values in self.together.items()
             },
             "one_head": None if self.dependence is None else self.dependence.to_json(),
-            "excess": None if self.excess is None else asdict(self.excess),
+            "excess": {kind: asdict(interval) for kind, interval in self.excess.items()},
             "residuals": [residual.to_json() for residual in self.residuals],
             "confusion": {name: rates.tolist() for name, rates in self.confusion.items()},
             "confused": {name: asdict(interval) for name, interval in self.confused.items()},
@@ -459,10 +463,12 @@ def _assemble(
         return cluster_interval(values[known][None], groups[known], weighted_mean, rng=rng)
 
     share, even = measured["share"], measured["even"]
-    dependence, excess = None, None
+    dependence: Dependence | None = None
+    excess: dict[MaskKind, ClusterInterval] = {}
     if work.heads:
         dependence = Dependence(work.heads, measured["rise"], measured["removed"], work.width, least)
-        excess = mean(dependence.excess, np.array([layer for layer, _ in work.heads]))
+        layers = np.array([layer for layer, _ in work.heads])
+        excess = {kind: mean(dependence.excess(kind), layers) for kind in CONTROLS}
     confusion = {key.partition("/")[2]: rates for key, rates in measured.items() if key.startswith("confusion/")}
     with np.errstate(invalid="ignore"):
         rates = {name: rate.mean(axis=0) for name, rate in confusion.items()}
@@ -494,10 +500,11 @@ def _residuals(
         mechanism, _, kind = name.rpartition("/")
         baseline = ALONE if kind == KEYS else kind
         rival, own = measured[f"divergence/{BASELINE}/{baseline}"].mean(axis=0), divergence.mean(axis=0)
-        closed, over = (
-            cluster_interval(np.stack([gain, uniform]), clusters, ratio, rng=rng)
-            for gain in (uniform - own, rival - own)
+        alone = measured.get(f"divergence/{mechanism}/{ALONE}", np.full_like(divergence, np.nan)).mean(axis=0)
+        closed, rest, over = (
+            cluster_interval(np.stack([gain, whole]), clusters, ratio, rng=rng)
+            for gain, whole in ((uniform - own, uniform), (alone - own, alone), (rival - own, uniform))
         )
-        residuals.append(Residual(mechanism, kind, closed, over, divergence))
+        residuals.append(Residual(mechanism, kind, closed, rest, over, divergence))
     order = (ALONE, VALUES, WINDOW, KEYS)
     return tuple(sorted(residuals, key=lambda residual: order.index(residual.kind)))
