@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from softgap.attention import Visible, attend, resolve
 from softgap.attention.outputs import divergence
@@ -17,10 +18,10 @@ from softgap.attention.rotary import Rotation
 from softgap.cli import main
 from softgap.errors import SoftgapError
 from softgap.intervals import ClusterInterval
-from softgap.probe.layout import LayerTensors
+from softgap.probe.layout import AttentionLayer, LayerTensors
 from softgap.theory.locality.ablation import Ablation, Arm, Assignment, TrainedArm
 from softgap.theory.locality.dependence import Dependence, Label, passing, planted_heads, t_test_p
-from softgap.theory.locality.lab import Locality, ModelLocality, locality_in_model, locality_lab
+from softgap.theory.locality.lab import Locality, ModelLocality, locality_in_model, locality_lab, measured_heads
 from softgap.theory.locality.masking import MaskedText
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, ResidualPlan, measure_residuals
 from support.cli_examples import failure
@@ -153,6 +154,17 @@ def test_a_model_is_measured_head_by_head(found: ModelLocality) -> None:
     assert closed.over_uniform.value == pytest.approx(float(expected), abs=1e-9)
     json.dumps(found.to_json())
     assert {claim.name for claim in found.claims} >= {"local mass", "one head, equal mass", "key convolution"}
+
+
+def test_masked_heads_are_spread_over_layers_and_over_places_in_them() -> None:
+    layers = [AttentionLayer(i, i, nn.Identity(), 9, 3, False) for i in range(30)]
+    for count in (15, 30, 90):
+        heads = measured_heads(layers, count)
+        assert sum(map(len, heads.values())) == count
+        assert len(heads) >= min(count, 15)
+        assert {head for some in heads.values() for head in some} == set(range(9))
+    assert measured_heads(layers, None) == {i: list(range(9)) for i in range(30)} == measured_heads(layers, 1000)
+    assert measured_heads(layers, 0) == {}
 
 
 def test_the_verdicts_follow_the_numbers(found: ModelLocality) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, Resid
 from softgap.trajectories.run import Displayed
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Locality", "ModelLocality", "Residual", "locality_in_model", "locality_lab"]
+__all__ = ["Locality", "ModelLocality", "Residual", "locality_in_model", "locality_lab", "measured_heads"]
 
 
 # The default mechanisms: the classical one, sparse and normalised maps, a polynomial, and the injective one.
@@ -46,6 +47,9 @@ WIDTHS = (1, 4, 16, 64)
 
 
 SINKS = 1
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 # Raised where a number that is stored in a checkpoint is measured in another way.
@@ -317,9 +321,7 @@ def locality_in_model(
         )
     selection = _resolve_mechanisms(model, mechanisms)
     plan = ResidualPlan(tuple(selection), width, queries, near, layer_rotations(model))
-    work = _ModelWork(
-        model, read, layers, sizes, _measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder
-    )
+    work = _ModelWork(model, read, layers, sizes, measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder)
     measured = work.measure(progress or silent)
     settings = {
         **{"tokens": len(read[0]), "texts": len(read), "layers": len(layers), "heads": layers[0].heads},
@@ -359,12 +361,13 @@ def _resolve_mechanisms(model: Any, names: Sequence[str | Mechanism] | None) -> 
     return selection
 
 
-def _measured_heads(layers: Sequence[AttentionLayer], count: int | None) -> dict[int, list[int]]:
+def measured_heads(layers: Sequence[AttentionLayer], count: int | None) -> dict[int, list[int]]:
     """By index of their layer, so many heads spread evenly over the model."""
     every = [(layer.index, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     number = len(every) if count is None else min(count, len(every))
-    # A step that has no factor in common with the heads of a layer visits all of their places.
-    places = sorted({round((i + 0.5) * len(every) / number - 0.5) for i in range(number)}) if number else []
+    # One of each stretch, by the golden ratio: an even step could pick the same place in every layer.
+    stretch = len(every) / number if number else 0.0
+    places = sorted({int((i + i * _GOLDEN % 1) * stretch) for i in range(number)})
     by_layer: dict[int, list[int]] = {}
     for place in places:
         by_layer.setdefault(every[place][0], []).append(every[place][1])
