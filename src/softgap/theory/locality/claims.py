@@ -76,13 +76,15 @@ def _split_claim(name: str, source: str, statement: str, differences: dict[str, 
     verdict = _sign(differences[overall])
     signs = {words: _sign(differences[words]) for words in conditions}
     condition = ""
-    if conditions and len(set(signs.values())) > 1 and "holds" in signs.values():
+    if {"holds", "does not hold"} <= set(signs.values()):
         verdict = "holds only when"
         condition = " or ".join(words for words, sign in signs.items() if sign == "holds")
     elif verdict == "not decided":
         condition = "the interval of the difference holds 0"
         if np.isnan(differences[overall].low):
             condition = "one seed has no interval"
+    elif "not decided" in signs.values():
+        condition = "not decided where " + " or ".join(words for words, sign in signs.items() if sign == "not decided")
     numbers = {
         f"{words}{key}": value
         for words, d in differences.items()
