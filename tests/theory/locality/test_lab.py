@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from softgap.attention import Visible, attend, resolve
 from softgap.attention.outputs import divergence
@@ -17,10 +18,10 @@ from softgap.attention.rotary import Rotation
 from softgap.cli import main
 from softgap.errors import SoftgapError
 from softgap.intervals import ClusterInterval
-from softgap.probe.layout import LayerTensors
+from softgap.probe.layout import AttentionLayer, LayerTensors
 from softgap.theory.locality.ablation import Ablation, Arm, Assignment, TrainedArm
 from softgap.theory.locality.dependence import Dependence, Label, passing, planted_heads, t_test_p
-from softgap.theory.locality.lab import Locality, ModelLocality, locality_in_model, locality_lab
+from softgap.theory.locality.lab import Locality, ModelLocality, locality_in_model, locality_lab, measured_heads
 from softgap.theory.locality.masking import MaskedText
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, ResidualPlan, measure_residuals
 from support.cli_examples import failure
@@ -68,7 +69,7 @@ def test_local_asks_for_more_than_both_far_masks() -> None:
     rise = noise((8, 3, 4), 0) + np.array([[0.0, 3.0, 3.0, 3.0], [0.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.0, 4.0]])
     dependence = Dependence(heads, rise, np.zeros_like(rise), 4, 0.1)
     assert dependence.labels == ("neither", "local", "heavy", "heavy")
-    np.testing.assert_allclose(dependence.excess, (rise[:, 0] - rise[:, 1]).mean(axis=0))
+    np.testing.assert_allclose(dependence.excess("equal mass"), (rise[:, 0] - rise[:, 1]).mean(axis=0))
     assert Dependence(heads, rise[:1], rise[:1], 4, 0.1).labels == ("not decided",) * 4
     assert dataclasses.replace(dependence, least=5.0).labels == ("neither",) * 4
 
@@ -119,13 +120,13 @@ def test_a_head_whose_output_is_the_value_before_is_closed_by_values_alone() -> 
 
 
 def test_a_convolution_on_keys_is_found_where_the_model_has_one() -> None:
-    """Keys that hold half of the key before: the planted weight is recovered, turned by the rotary embedding or not."""
+    """Keys that hold the key before: the planted weight is recovered, turned by the rotary embedding or not."""
     rotation = Rotation.of_pairs(torch.tensor([1.0, 0.1, 0.01, 0.001] * 2), 16)
     layer = layer_of()
     for turn in (None, rotation):
         before = torch.nn.functional.pad(layer.key, (0, 0, 1, 0))[:, :40]
         before = before if turn is None else turn.turned(before, torch.ones(40, dtype=torch.long))
-        mixed = attend("hedgehog", layer.query[None], (layer.key + 0.5 * before)[None], layer.value[None]).output[0]
+        mixed = attend("hedgehog", layer.query[None], (layer.key + before)[None], layer.value[None]).output[0]
         plan = ResidualPlan((resolve("hedgehog"),), 2, 8, 0.2, None if turn is None else (turn,))
         measured = measure_residuals(dataclasses.replace(layer, output=mixed), plan)
         assert measured[f"divergence/hedgehog/{KEYS}"].max() < 1e-5
@@ -145,10 +146,25 @@ def test_a_model_is_measured_head_by_head(found: ModelLocality) -> None:
     assert closed is not None
     baseline = found.residual("uniform", VALUES)
     assert baseline is not None
+    plain = found.residual("elu1", ALONE)
+    assert plain is not None
+    rest = 1 - closed.divergence.mean() / plain.divergence.mean()
+    assert closed.of_rest.value == pytest.approx(float(rest), abs=1e-9)
     expected = (baseline.divergence - closed.divergence).mean() / uniform.divergence.mean()
     assert closed.over_uniform.value == pytest.approx(float(expected), abs=1e-9)
     json.dumps(found.to_json())
-    assert {claim.name for claim in found.claims} >= {"local mass", "one head at a time", "key convolution"}
+    assert {claim.name for claim in found.claims} >= {"local mass", "one head, equal mass", "key convolution"}
+
+
+def test_masked_heads_are_spread_over_layers_and_over_places_in_them() -> None:
+    layers = [AttentionLayer(i, i, nn.Identity(), 9, 3, False) for i in range(30)]
+    for count in (15, 30, 90):
+        heads = measured_heads(layers, count)
+        assert sum(map(len, heads.values())) == count
+        assert len(heads) >= min(count, 15)
+        assert {head for some in heads.values() for head in some} == set(range(9))
+    assert measured_heads(layers, None) == {i: list(range(9)) for i in range(30)} == measured_heads(layers, 1000)
+    assert measured_heads(layers, 0) == {}
 
 
 def test_the_verdicts_follow_the_numbers(found: ModelLocality) -> None:
@@ -164,14 +180,17 @@ def test_the_verdicts_follow_the_numbers(found: ModelLocality) -> None:
     rise = np.zeros((8, 3, 8)) + np.array([1.0, 0.0, 0.0])[:, None] + noise((8, 3, 8), 1)
     local = dataclasses.replace(found.dependence, rise=rise, removed=np.zeros_like(rise))
     for value, verdict in ((1.0, "holds"), (-1.0, "does not hold"), (0.0, "not decided")):
-        excess = ClusterInterval(value, value - 0.1, value + 0.1, 8, 2)
-        assert verdicts(dependence=local, excess=excess)["one head at a time"] == (
-            verdict,
-            "head by head: 8 local, 0 heavy, 0 neither",
-        )
+        interval = ClusterInterval(value, value - 0.1, value + 0.1, 8, 2)
+        for name, kind, other in (
+            ("one head, equal mass", "equal mass", "heaviest"),
+            ("one head, equal number", "heaviest", "equal mass"),
+        ):
+            excess = {kind: interval, other: ClusterInterval(0.0, -1.0, 1.0, 8, 2)}
+            expected = (verdict, "head by head: 8 local, 0 heavy, 0 neither")
+            assert verdicts(dependence=local, excess=excess)[name] == expected
     high, low = (ClusterInterval(x, x - 0.1, x + 0.1, 8, 4) for x in (0.8, 0.2))
     for interval, verdict in ((high, "holds"), (low, "does not hold")):
-        residuals = tuple(dataclasses.replace(r, gap_closed=interval) for r in found.residuals)
+        residuals = tuple(dataclasses.replace(r, of_rest=interval) for r in found.residuals)
         assert verdicts(residuals=residuals)["local residual closes the gap"][0] == verdict
     nothing = tuple(
         dataclasses.replace(r, over_uniform=ClusterInterval(0.0, -0.01, 0.01, 8, 4)) for r in found.residuals
@@ -180,11 +199,15 @@ def test_the_verdicts_follow_the_numbers(found: ModelLocality) -> None:
     confused = {"elu1": high, "inline": high}
     assert verdicts(confused=confused)["confusion of linear attention"][0] == "holds"
     assert verdicts(confused=confused)["confusion of InLine attention"][0] == "does not hold"
-    helped = tuple(
-        dataclasses.replace(r, divergence=r.divergence - 5 - rng(i).random(r.divergence.shape)) if r.kind == KEYS else r
-        for i, r in enumerate(found.residuals)
+    for interval, verdict in ((high, "holds"), (ClusterInterval(0.0, -0.01, 0.01, 8, 4), "does not hold")):
+        helped = tuple(dataclasses.replace(r, of_rest=interval) for r in found.residuals)
+        assert verdicts(residuals=helped)["key convolution"][0] == verdict
+    some = tuple(dataclasses.replace(r, of_rest=high if r.mechanism == "elu1" else low) for r in found.residuals)
+    some = tuple(
+        dataclasses.replace(r, of_rest=ClusterInterval(0.0, -1.0, 0.01, 8, 4)) if r.mechanism == "inline" else r
+        for r in some
     )
-    assert verdicts(residuals=helped)["key convolution"][0] == "holds only when"
+    assert verdicts(residuals=some)["key convolution"] == ("holds only when", "it is elu1")
     together = {kind: np.zeros((3, 2, 2)) for kind in found.together}
     together["local"] = together["local"] + 1 + noise((3, 2, 2), 0) / 10
     assert verdicts(together=together)["all heads at once"][0] == "holds"
@@ -268,11 +291,11 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], sentence: str) -> No
 def test_one_text_decides_nothing_about_heads() -> None:
     lab = locality_in_model(tiny_llama(), TEXTS[:1], rng=rng(), mechanisms=["elu1"], heads=2, queries=8)
     verdicts = {claim.name: claim.verdict for claim in lab.claims}
-    for name in ("local mass", "all heads at once", "one head at a time", "key convolution"):
+    for name in ("local mass", "all heads at once", "one head, equal mass"):
         assert verdicts[name] == "not decided"
     alone = locality_in_model(tiny_llama(), TEXTS[:1], rng=rng(), mechanisms=["elu1"], heads=0, queries=8)
     assert alone.dependence is None
-    assert "one head at a time" not in {claim.name for claim in alone.claims}
+    assert "one head, equal mass" not in {claim.name for claim in alone.claims}
 
 
 def test_the_command_prints_verdicts_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from softgap.intervals import Interval
 from softgap.theory.lab import Claim, Verdict
 from softgap.theory.locality.ablation import Ablation, Arm
 from softgap.theory.locality.dependence import MASKS, passing, t_test_p
+from softgap.theory.locality.masks import MaskKind
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW
 from softgap.trajectories.validation import BASELINE
 
@@ -75,13 +76,15 @@ def _split_claim(name: str, source: str, statement: str, differences: dict[str, 
     verdict = _sign(differences[overall])
     signs = {words: _sign(differences[words]) for words in conditions}
     condition = ""
-    if conditions and len(set(signs.values())) > 1 and "holds" in signs.values():
+    if {"holds", "does not hold"} <= set(signs.values()):
         verdict = "holds only when"
         condition = " or ".join(words for words, sign in signs.items() if sign == "holds")
     elif verdict == "not decided":
         condition = "the interval of the difference holds 0"
         if np.isnan(differences[overall].low):
             condition = "one seed has no interval"
+    elif "not decided" in signs.values():
+        condition = "not decided where " + " or ".join(words for words, sign in signs.items() if sign == "not decided")
     numbers = {
         f"{words}{key}": value
         for words, d in differences.items()
@@ -205,9 +208,7 @@ def _key_convolution(ablation: Ablation) -> Claim:
 def claims_of_model(lab: ModelLocality) -> tuple[Claim, ...]:
     """One claim after the other."""
     claims = [_mass(lab), _together(lab)]
-    if lab.dependence is not None:
-        claims += [_one_head(lab)]
-    claims += [_closes_gap(lab), _adds_to_residual(lab), *_confusion(lab), _keys_in_heads(lab)]
+    claims += [*_one_head(lab), _closes_gap(lab), _adds_to_residual(lab), *_confusion(lab), _keys_in_heads(lab)]
     return tuple(claims)
 
 
@@ -265,50 +266,44 @@ def _together(lab: ModelLocality) -> Claim:
     )
 
 
-def _one_head(lab: ModelLocality) -> Claim:
-    dependence, excess = lab.dependence, lab.excess
-    if dependence is None or excess is None:
-        raise AssertionError("no head was masked alone")  # the caller looks
-    verdict: Verdict = "holds" if excess.low > 0 else "does not hold" if excess.high < 0 else "not decided"
+def _one_head(lab: ModelLocality) -> list[Claim]:
+    dependence = lab.dependence
+    if dependence is None:
+        return []
     labels = ", ".join(f"{dependence.count(label)} {label}" for label in ("local", "heavy", "neither"))
-    condition = f"head by head: {labels}"
-    if len(dependence.rise) < 2:
-        verdict, condition = "not decided", _ONE_TEXT
-    removed = {kind: float(dependence.removed[:, i].mean()) for i, kind in enumerate(MASKS)}
-    return Claim(
-        "one head at a time",
-        _HAN,
-        f"Over heads, hiding the last {dependence.width} keys of one costs more than hiding far keys of equal mass.",
-        verdict,
-        condition,
-        {
-            "local heads": dependence.count("local"),
-            "heavy heads": dependence.count("heavy"),
-            "heads with neither": dependence.count("neither"),
-            **{f"mean rise, {kind}": float(dependence.mean(kind).mean()) for kind in MASKS},
-            **{f"mass removed, {kind}": value for kind, value in removed.items()},
-            "local minus equal mass": excess.value,
-            "at least": excess.low,
-            "at most": excess.high,
-        },
-    )
+    rises = {f"mean rise, {kind}": float(dependence.mean(kind).mean()) for kind in MASKS}
+    removed = {f"mass removed, {kind}": float(dependence.removed[:, i].mean()) for i, kind in enumerate(MASKS)}
+    width = dependence.width
+    statements: dict[MaskKind, str] = {
+        "equal mass": f"Over heads, hiding the last {width} keys of one costs more than hiding far keys of equal mass.",
+        "heaviest": f"Over heads, hiding the last {width} keys of one costs more than its {width} heaviest far keys.",
+    }
+    claims = []
+    for kind, statement in statements.items():
+        excess = lab.excess[kind]
+        verdict: Verdict = "holds" if excess.low > 0 else "does not hold" if excess.high < 0 else "not decided"
+        condition = f"head by head: {labels}"
+        if len(dependence.rise) < 2:
+            verdict, condition = "not decided", _ONE_TEXT
+        numbers = {"difference": excess.value, "at least": excess.low, "at most": excess.high, **rises, **removed}
+        name = "one head, equal mass" if kind == "equal mass" else "one head, equal number"
+        claims.append(Claim(name, _HAN, statement, verdict, condition, numbers))
+    return claims
 
 
 def _closes_gap(lab: ModelLocality) -> Claim:
     numbers, verdicts = {}, {}
     for residual in lab.residuals:
-        if residual.kind == KEYS:
-            continue
-        gap = residual.gap_closed
-        numbers[f"{residual.mechanism} {residual.kind}"] = gap.value
-        if residual.kind != ALONE and residual.mechanism not in (BASELINE, "none"):
-            words = f"{residual.mechanism} {residual.kind}"
-            verdicts[words] = "holds" if gap.low > 0.5 else "does not hold" if gap.high < 0.5 else "not decided"
+        words = f"{residual.mechanism} {residual.kind}"
+        if residual.kind in (VALUES, WINDOW) and residual.mechanism not in (BASELINE, "none"):
+            rest = residual.of_rest
+            verdicts[words] = "holds" if rest.low > 0.5 else "does not hold" if rest.high < 0.5 else "not decided"
+            numbers[words] = rest.value
     verdict, condition = _summary(verdicts)
     return Claim(
         "local residual closes the gap",
         _HAN,
-        f"A local residual of {lab.settings['width']} values or keys closes most of the gap of linear attention.",
+        f"A local residual of {lab.settings['width']} values or keys closes most of what linear attention leaves open.",
         verdict,
         condition,
         numbers,
@@ -322,7 +317,6 @@ def _adds_to_residual(lab: ModelLocality) -> Claim:
             words = f"{residual.mechanism} {residual.kind}"
             verdicts[words] = _sign(residual.over_uniform)
             numbers[words] = residual.over_uniform.value
-            numbers[f"{words}, at least"] = residual.over_uniform.low
     verdict, condition = _summary(verdicts)
     return Claim(
         "linear part beside a residual",
@@ -387,29 +381,25 @@ def _more(interval: Interval) -> Verdict:
 
 def _keys_in_heads(lab: ModelLocality) -> Claim:
     numbers: dict[str, float] = {}
-    helped_by: dict[str, int] = {}
-    heads = 0
+    verdicts: dict[str, Verdict] = {}
     for residual in lab.residuals:
         plain = lab.residual(residual.mechanism, ALONE)
         if residual.kind != KEYS or plain is None:
             continue
         gain = plain.divergence - residual.divergence
-        heads = gain.shape[1]
-        count = int(passing(t_test_p(gain)).sum()) if len(gain) > 1 else 0
-        helped_by[residual.mechanism] = count
+        verdicts[residual.mechanism] = _sign(residual.of_rest)
+        if len(gain) > 1:
+            numbers[f"heads helped, {residual.mechanism}"] = float(passing(t_test_p(gain)).sum())
         numbers |= {
-            f"heads helped, {residual.mechanism}": count,
             f"gap closed without, {residual.mechanism}": plain.gap_closed.value,
             f"with, {residual.mechanism}": residual.gap_closed.value,
         }
-    single = lab.settings["texts"] < 2
-    verdict: Verdict = "not decided" if single else "holds only when" if any(helped_by.values()) else "does not hold"
-    words = ", ".join(f"{count} of {heads} for {name}" for name, count in helped_by.items() if count)
+    verdict, condition = _summary(verdicts)
     return Claim(
         "key convolution",
         "Su, kexue.fm, on short convolutions in linear attention",
-        "A short convolution on the keys brings the linear attention of a head nearer to the model's own.",
+        "A short convolution on the keys brings the linear attention of heads nearer to the model's own.",
         verdict,
-        _ONE_TEXT if single else f"the head is one of {words}" if words else "",
+        condition,
         numbers,
     )

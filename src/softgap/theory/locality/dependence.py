@@ -80,10 +80,9 @@ class Dependence:
         """Mean rise over texts."""
         return np.asarray(self.rise[:, MASKS.index(kind)].mean(axis=0))
 
-    @property
-    def excess(self) -> Float64[np.ndarray, " head"]:
-        """Mean rise of the local mask over that of the far one of equal mass."""
-        return np.asarray(self.mean("local") - self.mean("equal mass"))
+    def excess(self, kind: MaskKind) -> Float64[np.ndarray, " head"]:
+        """Mean rise by the local mask minus that by a far one."""
+        return np.asarray(self.mean("local") - self.mean(kind))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,12 +31,12 @@ from softgap.theory.locality.ablation import ASSIGNMENTS, Ablation, Assignment, 
 from softgap.theory.locality.claims import claims_of_model, claims_of_synthetic
 from softgap.theory.locality.dependence import MASKS, Dependence, Label, planted_heads
 from softgap.theory.locality.masking import MaskedText
-from softgap.theory.locality.masks import KINDS, Mask
+from softgap.theory.locality.masks import CONTROLS, KINDS, Mask, MaskKind
 from softgap.theory.locality.residuals import ALONE, KEYS, VALUES, WINDOW, ResidualPlan, measure_residuals
 from softgap.trajectories.run import Displayed
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["Locality", "ModelLocality", "Residual", "locality_in_model", "locality_lab"]
+__all__ = ["Locality", "ModelLocality", "Residual", "locality_in_model", "locality_lab", "measured_heads"]
 
 
 # The default mechanisms: the classical one, sparse and normalised maps, a polynomial, and the injective one.
@@ -46,6 +47,9 @@ WIDTHS = (1, 4, 16, 64)
 
 
 SINKS = 1
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 # Raised where a number that is stored in a checkpoint is measured in another way.
@@ -96,6 +100,8 @@ class Residual:
     ----------
     gap_closed
         1 - mean divergence over that of ``uniform``, over heads.
+    of_rest
+        Share of the divergence that the mechanism has alone and that the residual takes away; NaN for ``none``.
     over_uniform
         Its gap closed minus that of ``uniform`` with the same residual: what the mechanism itself adds.
     divergence
@@ -105,6 +111,7 @@ class Residual:
     mechanism: str
     kind: str
     gap_closed: ClusterInterval
+    of_rest: ClusterInterval
     over_uniform: ClusterInterval
     divergence: Float64[np.ndarray, "text head"]
 
@@ -114,6 +121,7 @@ class Residual:
             "mechanism": self.mechanism,
             "residual": self.kind,
             "gap_closed": asdict(self.gap_closed),
+            "of_rest": asdict(self.of_rest),
             "over_uniform": asdict(self.over_uniform),
             "divergence": self.divergence.mean(axis=0).tolist(),
         }
@@ -136,7 +144,7 @@ class ModelLocality(Displayed):
     dependence
         Some heads, one at a time; None where none was asked for.
     excess
-        Mean over those heads of the rise by the local mask minus that by the far mask of equal mass.
+        By kind of far mask: mean over those heads of the rise by the local mask minus that by the far one.
     residuals
         Every mechanism with every residual.
     confusion
@@ -152,7 +160,7 @@ class ModelLocality(Displayed):
     together: Mapping[str, Float64[np.ndarray, "text width 2"]]
     loss: Float64[np.ndarray, " text"]
     dependence: Dependence | None
-    excess: ClusterInterval | None
+    excess: Mapping[MaskKind, ClusterInterval]
     residuals: tuple[Residual, ...]
     confusion: Mapping[str, Float64[np.ndarray, "text head"]]
     confused: Mapping[str, ClusterInterval]
@@ -183,7 +191,7 @@ class ModelLocality(Displayed):
                 for kind, values in self.together.items()
             },
             "one_head": None if self.dependence is None else self.dependence.to_json(),
-            "excess": None if self.excess is None else asdict(self.excess),
+            "excess": {kind: asdict(interval) for kind, interval in self.excess.items()},
             "residuals": [residual.to_json() for residual in self.residuals],
             "confusion": {name: rates.tolist() for name, rates in self.confusion.items()},
             "confused": {name: asdict(interval) for name, interval in self.confused.items()},
@@ -313,9 +321,7 @@ def locality_in_model(
         )
     selection = _resolve_mechanisms(model, mechanisms)
     plan = ResidualPlan(tuple(selection), width, queries, near, layer_rotations(model))
-    work = _ModelWork(
-        model, read, layers, sizes, _measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder
-    )
+    work = _ModelWork(model, read, layers, sizes, measured_heads(layers, heads), plan, int(rng.integers(2**31)), folder)
     measured = work.measure(progress or silent)
     settings = {
         **{"tokens": len(read[0]), "texts": len(read), "layers": len(layers), "heads": layers[0].heads},
@@ -355,12 +361,13 @@ def _resolve_mechanisms(model: Any, names: Sequence[str | Mechanism] | None) -> 
     return selection
 
 
-def _measured_heads(layers: Sequence[AttentionLayer], count: int | None) -> dict[int, list[int]]:
+def measured_heads(layers: Sequence[AttentionLayer], count: int | None) -> dict[int, list[int]]:
     """By index of their layer, so many heads spread evenly over the model."""
     every = [(layer.index, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     number = len(every) if count is None else min(count, len(every))
-    # A step that has no factor in common with the heads of a layer visits all of their places.
-    places = sorted({round((i + 0.5) * len(every) / number - 0.5) for i in range(number)}) if number else []
+    # One of each stretch, by the golden ratio: an even step could pick the same place in every layer.
+    stretch = len(every) / number if number else 0.0
+    places = sorted({int((i + i * _GOLDEN % 1) * stretch) for i in range(number)})
     by_layer: dict[int, list[int]] = {}
     for place in places:
         by_layer.setdefault(every[place][0], []).append(every[place][1])
@@ -459,10 +466,12 @@ def _assemble(
         return cluster_interval(values[known][None], groups[known], weighted_mean, rng=rng)
 
     share, even = measured["share"], measured["even"]
-    dependence, excess = None, None
+    dependence: Dependence | None = None
+    excess: dict[MaskKind, ClusterInterval] = {}
     if work.heads:
         dependence = Dependence(work.heads, measured["rise"], measured["removed"], work.width, least)
-        excess = mean(dependence.excess, np.array([layer for layer, _ in work.heads]))
+        layers = np.array([layer for layer, _ in work.heads])
+        excess = {kind: mean(dependence.excess(kind), layers) for kind in CONTROLS}
     confusion = {key.partition("/")[2]: rates for key, rates in measured.items() if key.startswith("confusion/")}
     with np.errstate(invalid="ignore"):
         rates = {name: rate.mean(axis=0) for name, rate in confusion.items()}
@@ -494,10 +503,11 @@ def _residuals(
         mechanism, _, kind = name.rpartition("/")
         baseline = ALONE if kind == KEYS else kind
         rival, own = measured[f"divergence/{BASELINE}/{baseline}"].mean(axis=0), divergence.mean(axis=0)
-        closed, over = (
-            cluster_interval(np.stack([gain, uniform]), clusters, ratio, rng=rng)
-            for gain in (uniform - own, rival - own)
+        alone = measured.get(f"divergence/{mechanism}/{ALONE}", np.full_like(divergence, np.nan)).mean(axis=0)
+        closed, rest, over = (
+            cluster_interval(np.stack([gain, whole]), clusters, ratio, rng=rng)
+            for gain, whole in ((uniform - own, uniform), (alone - own, alone), (rival - own, uniform))
         )
-        residuals.append(Residual(mechanism, kind, closed, over, divergence))
+        residuals.append(Residual(mechanism, kind, closed, rest, over, divergence))
     order = (ALONE, VALUES, WINDOW, KEYS)
     return tuple(sorted(residuals, key=lambda residual: order.index(residual.kind)))
