@@ -188,7 +188,7 @@ class Headline:
             for (layer, head), share in list(zip(self.stubborn, self.gap_left, strict=True))[:NAMED_HEADS]
         ]
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-        keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
+        keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of their gap"
         spread = "" if np.isnan(self.fewest) else f" ({self.fewest:.0f} to {self.most:.0f})"
         first = "most of all " if len(self.stubborn) > 1 else ""
         return f"{len(self.stubborn)} of {self.heads} heads{spread} {keep}{classical}: {first}{listed}"
@@ -301,17 +301,26 @@ class Opening:
         Stricter measures of the calibration on held-out text.
     headline
         The numbers of ``gap``.
+    labelled
+        Whether the kinds are known.
     """
 
     kinds: str
     gap: str = ""
     held_out: str = ""
     headline: Headline | None = None
+    labelled: bool = False
 
     @property
-    def sentence(self) -> str:
-        """``kinds`` and ``gap``."""
-        return f"{self.kinds} {self.gap}".strip()
+    def title(self) -> str:
+        """What a page shows large: the kinds; where these are unknown, the gap; and else why."""
+        return self.kinds if self.labelled or not self.gap else self.gap
+
+    @property
+    def rest(self) -> str:
+        """What it shows below."""
+        left = (self.gap if self.labelled else self.kinds) if self.gap else ""
+        return f"{left} {self.held_out}".strip()
 
 
 def opening(gap: GapSums | None, manifest: Manifest, layers: Sequence[int], kinds: str = "") -> Opening:
@@ -331,8 +340,8 @@ def opening(gap: GapSums | None, manifest: Manifest, layers: Sequence[int], kind
         return Opening(NOT_CALIBRATED if usual else UNMEASURED)
     found = None if gap is None else headline(gap, layers)
     if found is None:
-        return Opening(known or UNKNOWN_KINDS)
-    return Opening(known or UNKNOWN_KINDS, found.sentence, held_out_sentence(held_out), found)
+        return Opening(known or UNKNOWN_KINDS, labelled=bool(known))
+    return Opening(known or UNKNOWN_KINDS, found.sentence, held_out_sentence(held_out), found, bool(known))
 
 
 def _number(held_out: object, name: str) -> float | None:
