@@ -192,7 +192,7 @@ def test_without_a_calibration_the_map_is_that_of_divergences(
     shown = capsys.readouterr().out
     assert KIND_TITLE not in shown
     assert "divergence from elu1 by head (rows) and layer (columns)" in " ".join(shown.split())
-    assert "with 'softgap calibrate'" in " ".join(shown.split())
+    assert "Not calibrated: these numbers show how concentrated each head is. Run `softgap calibrate`" in " ".join(shown.split())
 
 
 def test_the_summary_ends_with_the_place(
