@@ -37,5 +37,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path, monkeypatc
         [home / "bin" / "softgap", "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+    text = "from softgap.calibration.texts import QUICK_TEXT; print(QUICK_TEXT.stat().st_size > 10_000)"
+    assert subprocess.check_output([python, "-c", text], text=True, cwd=tmp_path) == "True\n"
     page = "import softgap.report.page as p; print(p.policy_of(p.REPORT)[:7])"
     assert subprocess.check_output([python, "-c", page], text=True, cwd=tmp_path) == "default\n"

@@ -139,14 +139,16 @@ def test_the_kinds_of_heads_are_counted_where_a_calibration_did() -> None:
 
 def test_the_opening_says_why_a_run_without_a_calibration_has_no_map() -> None:
     plain = Manifest(mechanisms={"elu1": {}, "uniform": {}})
-    assert opening(None, plain, (0,)).sentence == NOT_CALIBRATED
-    assert opening(None, Manifest(mechanisms={"relu": {}, "uniform": {}}), (0,)).sentence == UNMEASURED
-    assert opening(None, plain, (0,), "Of 4 heads, all.").sentence == "Of 4 heads, all."
+    assert opening(None, plain, (0,)).title == NOT_CALIBRATED
+    assert opening(None, Manifest(mechanisms={"relu": {}, "uniform": {}}), (0,)).title == UNMEASURED
+    assert opening(None, plain, (0,), "Of 4 heads, all.").title == "Of 4 heads, all."
     run = measured(200)
     old = opening(gap_sums(run), run.manifest, run.layers)
     assert old.kinds == UNKNOWN_KINDS
     assert old.headline is not None
-    assert old.sentence == f"{UNKNOWN_KINDS} {old.headline.sentence}"
+    assert (old.title, old.rest) == (old.headline.sentence, UNKNOWN_KINDS)
+    known = opening(gap_sums(run), run.manifest, run.layers, "Of 4 heads, all.")
+    assert (known.title, known.rest) == ("Of 4 heads, all.", old.headline.sentence)
 
 
 def test_the_share_of_a_window_stands_beside_it_and_a_short_text_is_said_to_be_short() -> None:

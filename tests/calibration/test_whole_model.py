@@ -33,7 +33,13 @@ from softgap.calibration.texts import Corpus, corpus_of, mix_generated, quick_co
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
 from softgap.kinds import QUICK_CALIBRATION, numbers_of_counts, stored_kinds
-from softgap.models.tensor_files import calibration_path, default_mechanisms, load_calibration, save_calibration
+from softgap.models.tensor_files import (
+    calibration_path,
+    default_mechanisms,
+    load_calibration,
+    quick_calibration_note,
+    save_calibration,
+)
 from softgap.probe import read_ids
 from softgap.report import write_explorer
 from softgap.report.columns import study_calibration
@@ -315,12 +321,14 @@ def test_a_quick_calibration_is_marked_and_gives_way_to_a_full_one() -> None:
     assert again.sufficiency.counts["softmax"].low <= again.sufficiency.counts["softmax"].high
     run = softgap.read(model(), TOKENIZER, written(2))
     held_out = run.manifest.extra["held_out"]
+    assert "come from a quick calibration" in quick_calibration_note(model())
     assert "fitted" in run.mechanisms
     assert kind_counts_sentence(held_out).endswith(QUICK_CALIBRATION)
     assert "the quick calibration closes" in held_out_sentence(held_out)
     full = made()
     assert not full.quick
     assert not path.exists()
+    assert quick_calibration_note(model()) == ""
     held_out = softgap.read(model(), TOKENIZER, written(2)).manifest.extra["held_out"]
     assert "quick" not in kind_counts_sentence(held_out) + held_out_sentence(held_out)
 

@@ -17,6 +17,7 @@ from softgap import probe
 from softgap.attention import resolve
 from softgap.cli import main
 from softgap.cli.options import default_out
+from softgap.kinds import NOT_CALIBRATED
 from softgap.linearize import Substitute, export_plan, load_plan
 from softgap.linearize.plan import plan_of
 from softgap.probe import Interrupted
@@ -192,7 +193,7 @@ def test_without_a_calibration_the_map_is_that_of_divergences(
     shown = capsys.readouterr().out
     assert KIND_TITLE not in shown
     assert "divergence from elu1 by head (rows) and layer (columns)" in " ".join(shown.split())
-    assert "with 'softgap calibrate'" in " ".join(shown.split())
+    assert f" {NOT_CALIBRATED} " in " ".join(shown.split())
 
 
 def test_the_summary_ends_with_the_place(

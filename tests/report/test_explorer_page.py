@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from softgap.analysis import gap_sums
+from softgap.kinds import UNKNOWN_KINDS
 from softgap.signal import permutation_entropy
 from support.explorer_examples import choose, chosen, drag_over_chart, opened, report_of, settle, story, with_fitted
 
@@ -313,13 +314,16 @@ def test_charts_are_saved_as_pictures(page: Page, chart: str) -> None:
 def test_the_page_opens_with_one_sentence(browser: Browser, tmp_path: Path) -> None:
     plain = story(mechanisms=("elu1", "uniform"))
     fitted = with_fitted(plain, 0.2)
-    for run, words in ((fitted, "On this text a fitted linear attention closes 80 %"), (plain, "'softgap calibrate'")):
+    for run, words in ((fitted, "On this text a fitted linear attention closes 80 %"), (plain, "`softgap calibrate`")):
         with opened(browser, report_of(tmp_path / words[:3], run)) as page:
             assert words in page.inner_text("#headline")
             first = page.input_value("#mechanism"), page.inner_text("#map-caption").split(" (")[0]
             expected = ("fitted", "Share of the gap left") if run is fitted else ("elu1", "Mean divergence")
             assert first == expected
-            expect(page.locator("#held-out")).to_be_hidden()
+            if run is fitted:
+                assert page.inner_text("#held-out") == UNKNOWN_KINDS
+            else:
+                expect(page.locator("#held-out")).to_be_hidden()
 
 
 def test_a_share_above_1_is_shown_as_such_in_the_map_and_in_its_picture(browser: Browser, tmp_path: Path) -> None:

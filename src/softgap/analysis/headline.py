@@ -188,7 +188,7 @@ class Headline:
             for (layer, head), share in list(zip(self.stubborn, self.gap_left, strict=True))[:NAMED_HEADS]
         ]
         listed = " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-        keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of theirs"
+        keep = "keeps more than half of its gap" if len(self.stubborn) == 1 else "keep more than half of their gap"
         spread = "" if np.isnan(self.fewest) else f" ({self.fewest:.0f} to {self.most:.0f})"
         first = "most of all " if len(self.stubborn) > 1 else ""
         return f"{len(self.stubborn)} of {self.heads} heads{spread} {keep}{classical}: {first}{listed}"
@@ -301,6 +301,8 @@ class Opening:
         Stricter measures of the calibration on held-out text.
     headline
         The numbers of ``gap``.
+    labelled
+        Whether the kinds are known.
     caution
         What to know before anything else: how many numbers are not finite; empty where all are.
     """
@@ -309,12 +311,19 @@ class Opening:
     gap: str = ""
     held_out: str = ""
     headline: Headline | None = None
+    labelled: bool = False
     caution: str = ""
 
     @property
-    def sentence(self) -> str:
-        """``caution``, ``kinds`` and ``gap``."""
-        return " ".join(filter(None, (self.caution, self.kinds, self.gap)))
+    def title(self) -> str:
+        """What a page shows large: the kinds; where these are unknown, the gap; and else why. A caution comes first."""
+        return f"{self.caution} {self.kinds if self.labelled or not self.gap else self.gap}".strip()
+
+    @property
+    def rest(self) -> str:
+        """What it shows below."""
+        left = (self.gap if self.labelled else self.kinds) if self.gap else ""
+        return f"{left} {self.held_out}".strip()
 
 
 def opening(
@@ -338,8 +347,8 @@ def opening(
         return Opening(NOT_CALIBRATED if usual else UNMEASURED, caution=caution)
     found = None if gap is None else headline(gap, layers)
     if found is None:
-        return Opening(known or UNKNOWN_KINDS, caution=caution)
-    return Opening(known or UNKNOWN_KINDS, found.sentence, held_out_sentence(held_out), found, caution)
+        return Opening(known or UNKNOWN_KINDS, labelled=bool(known), caution=caution)
+    return Opening(known or UNKNOWN_KINDS, found.sentence, held_out_sentence(held_out), found, bool(known), caution)
 
 
 def _number(held_out: object, name: str) -> float | None:

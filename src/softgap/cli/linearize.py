@@ -371,10 +371,13 @@ def _search(
     from softgap.linearize.search import find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
+    from softgap.models.tensor_files import quick_calibration_note
     from softgap.probe.layout import attention_layers
     from softgap.progress import show_progress
 
     loaded, tokenizer = load_model(model, **options)
+    if note := quick_calibration_note(loaded):
+        output.warn(note)
     parts = checkpoint_folder(out)
     with one_writer(out), quiet_transformers(downloads=False), show_progress("preparing the search") as report:
         chosen, settings = _for_model(loaded, mechanisms, window, size, settings, several=several)

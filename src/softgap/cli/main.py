@@ -97,11 +97,11 @@ _COMPLETING = "_SOFTGAP_COMPLETE"
 _GREETING = """\
 softgap measures the gap between softmax and linear attention, per head and per token. Three things to try:
 
-  softgap run "Tell me a story about a fox." --out runs/fox    measure a model while it answers
+  softgap calibrate --quick                                    which heads of the embedded model need softmax (a minute)
+  softgap run "Tell me a story about a fox." --out runs/fox    measure every head while the model answers
   softgap report runs/fox                                      explore every head and token in a browser
-  softgap doctor                                               check this installation
 
-All commands: softgap --help
+Is everything installed: softgap doctor. All commands: softgap --help
 """
 
 

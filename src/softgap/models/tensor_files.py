@@ -38,6 +38,7 @@ __all__ = [
     "find_calibration",
     "held_out_summary",
     "load_calibration",
+    "quick_calibration_note",
     "save_calibration",
 ]
 
@@ -345,6 +346,14 @@ def _equal_window(path: Path) -> tuple[str, ...]:
 def calibrated_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
     """``fitted`` where the model has a calibration, else nothing."""
     return () if find_calibration(model_fingerprint(model)) is None else ("fitted",)
+
+
+def quick_calibration_note(model: PreTrainedModel) -> str:
+    """What a command says where the model's fitted maps come from a quick calibration; else nothing."""
+    path = find_calibration(model_fingerprint(model))
+    if path is None or not _description(path).get("quick"):
+        return ""
+    return "the fitted maps of this model come from a quick calibration; 'softgap calibrate' makes better ones"
 
 
 def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:

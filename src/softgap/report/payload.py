@@ -267,8 +267,8 @@ def payload(
     kinds = kinds_of_page(first, sufficiency)
     document = {
         **_frame(study, first, selection),
-        "headline": sentences.sentence,
-        "heldOut": sentences.held_out if has_gap else "",
+        "headline": sentences.title,
+        "heldOut": sentences.rest,
         "opening": opening_view(kinds, view),
         "kinds": kinds,
         "samples": lines,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from softgap.kinds import NOT_CALIBRATED
 from softgap.report.live.requests import _move
 from support.cli_examples import tiny_folder
 from support.explorer_examples import save_study, story
@@ -55,8 +56,8 @@ def test_a_calibrated_model_opens_with_kinds_and_ends_with_the_share_of_the_gap(
         run = ask(live, mechanisms=["elu1", "fitted"])
         end = next(data for kind, _, data in live.events(run) if kind == "end")
         assert end["headline"].startswith("Of 8 heads, 1 need only a constant")
-        assert "On this text a fitted linear attention closes" in end["headline"]
-        assert end["heldOut"].startswith("On held-out text the calibration closes")
+        assert end["heldOut"].startswith("On this text a fitted linear attention closes")
+        assert "On held-out text the calibration closes" in end["heldOut"]
         page = live.request("GET", f"/runs/{run}")[2]
         assert b'"opening":{"quantity":"kind","mechanism":"fitted","ranking":"gap"}' in page
         assert b'"labels":[2,5,3,4,0,1,2,2],"left":{"window":' in page
@@ -75,7 +76,7 @@ def test_a_stream_tells_a_run_from_its_beginning_and_after_what_was_seen(live: L
             break
     assert [kind for kind, _, _ in told] == ["begin", *["step"] * 5, "end"]
     assert told[-1][2]["state"] == "finished"
-    assert told[-1][2]["headline"].endswith("with 'softgap calibrate'.")
+    assert told[-1][2]["headline"] == NOT_CALIBRATED
     assert told[-1][2]["heldOut"] == ""
     assert [data["step"] for kind, _, data in told if kind == "step"] == [4, 5, 6, 7, 8]
     seen = told[3][1]

@@ -118,6 +118,7 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     from softgap.attention import resolve
     from softgap.cli.options import plain_text, read_text_argument
     from softgap.models import load_model
+    from softgap.models.tensor_files import quick_calibration_note
     from softgap.probe.prompts import prompt_ids
     from softgap.probe.recording import prepare_mechanism
     from softgap.theory.lab import PASSAGE
@@ -126,6 +127,8 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     for mechanism in mechanisms or ():
         resolve(mechanism.partition("@")[0])
     model, tokenizer = load_model(name)
+    if note := quick_calibration_note(model):
+        output.warn(note)
     for mechanism in mechanisms or ():
         prepare_mechanism(mechanism, model)  # its parameters, if it needs any, are those of a calibration
     return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)

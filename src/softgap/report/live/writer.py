@@ -199,8 +199,7 @@ def _findings(measured: Trajectories, out: Path, whole: bool) -> dict[str, Any]:
     values: dict[str, Any] = {"dynamics": dynamics(study, measured.mechanisms)} if whole else {}
     values["about"] = about(study, measured, 1, (), whole=True)
     sentences = opening_of([gap_sums(measured)], measured, measured.non_finite)
-    values["headline"] = sentences.sentence
-    values["heldOut"] = sentences.held_out
+    values["headline"], values["heldOut"] = sentences.title, sentences.rest
     return values
 
 
