@@ -38,6 +38,7 @@ from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"
 FIT_LISTS = 8
+ORDERS = ["gradient+fisher", "divergence", "random"]
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
 SWEEP = 270 * REUSE
@@ -204,6 +205,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
         for n, seed, part in ((FIT_LISTS, 1, text[0]), (options.lists, 5, text[1]))
     )  # fmt: skip
     flags = ("" if options.greedy else " --no-greedy") + ("" if options.correct else " --no-correct")
+    flags += "" if options.orders == ORDERS else f" --orders {' '.join(options.orders)}"
     for length in options.lengths:
         held = split_sequences(model, options.tokenizer, text[1:], length=length, tokens=options.tokens)
         for by in options.by:
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--distance", type=int, default=600, help="tokens between a recall list and its questions")
     parser.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--correct", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--orders", nargs="+", default=["gradient+fisher", "divergence", "random"])
+    parser.add_argument("--orders", nargs="+", default=ORDERS)
     options = parser.parse_args()
     options.parts.mkdir(parents=True, exist_ok=True)
     IMAGES.mkdir(parents=True, exist_ok=True)
