@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softgap.errors import ValueInputError
+from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute
 from softgap.intervene.swap import swap
