@@ -209,7 +209,7 @@ def test_other_devices_take_tensor_operations(mechanism: Any) -> None:
         for t in range(30):
             out = torch.zeros(2, 4, 5, device=device)
             newest: Any = [x[:, :, t : t + 1] for x in there]
-            step(*newest, out)
+            step(newest[0], newest[1], newest[2], out)
             parts.append(out.to("cpu"))
     assert apart(torch.stack(parts, dim=2), by_loops(mechanism, None)[:, :, :30]) < ROUNDING
 
@@ -224,7 +224,7 @@ def test_what_was_made_in_inference_mode_is_copied_outside() -> None:
         out = torch.zeros(2, 4, 5, dtype=torch.float64)
         with torch.inference_mode(t < 30), torch.no_grad():
             newest: Any = [x[:, :, t : t + 1] for x in (q, k, v)]
-            step(*newest, out)
+            step(newest[0], newest[1], newest[2], out)
         found.append(out)
     assert apart(torch.stack(found, dim=2), by_loops(mechanism, None)) < DOUBLE
 
@@ -263,7 +263,7 @@ def test_groups_of_any_size_share_their_keys(heads: int, kv_heads: int) -> None:
         found, exact = torch.empty(2, heads, 5), torch.empty(2, heads, 5, dtype=torch.float64)
         own_q, own_k, own_v = (x.float() for x in newest)
         compiled(own_q, own_k, own_v, found)
-        in_tensors(*newest, exact)
+        in_tensors(newest[0], newest[1], newest[2], exact)
         assert apart(found, truth[:, :, t]) < ROUNDING
         assert apart(exact, truth[:, :, t]) < DOUBLE
 

@@ -48,7 +48,7 @@ def test_a_text_of_just_enough_tokens_is_enough() -> None:
 def test_recall_lists_begin_with_the_first_token_and_have_it_nowhere_else() -> None:
     model = tiny_llama(max_position_embeddings=1024)
     text = split_text(split_sequences(model, WITH_FIRST, [TEXT], length=64))
-    lists = _RecallLists(model, WITH_FIRST, 3, 0, text, 100).fit()
+    lists = _RecallLists(model, WITH_FIRST, 3, 0, text, (100,)).fit()
     assert lists.ids[:, 0].tolist() == [FIRST] * 3
     assert not bool((lists.ids[:, 1:] == FIRST).any())
     bare = recall_sequences(model, PLAIN, 3, seed=5)

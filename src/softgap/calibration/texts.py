@@ -146,8 +146,7 @@ def quick_corpus(model: Model, tokenizer: Tokenizer, texts: Sequence[str] | None
     """The few sequences of a quick calibration, from the beginning of given texts or of the text in ``QUICK_TEXT``."""
     positions = min(QUICK_POSITIONS, context_of(model))
     check_positions(model, positions)
-    given = [QUICK_TEXT.read_text(encoding="utf-8")] if texts is None else as_items(texts)
-    ids = [token for text in given for token in tokenizer(text, verbose=False)["input_ids"]]
+    ids = token_ids(tokenizer, QUICK_TEXT.read_text(encoding="utf-8") if texts is None else texts)
     if len(ids) < FEWEST_TOKENS:
         raise ValueInputError(
             f"a quick calibration needs at least {FEWEST_TOKENS} tokens of text, got {len(ids)}; give more text, or "
@@ -156,7 +155,7 @@ def quick_corpus(model: Model, tokenizer: Tokenizer, texts: Sequence[str] | None
     near = min(QUICK_NEAR, positions)
     ids = ids[: 2 * positions + QUICK_HELD_OUT * near]
     split = len(ids) - near * max(1, min(QUICK_HELD_OUT, len(ids) // (2 * near)))
-    held_out = (tuple(ids[start : start + near]) for start in range(split, len(ids) - near + 1, near))
+    held_out = (ids.sequence(start, near) for start in range(split, len(ids) - near + 1, near))
     return Corpus(_fit_sequences(ids[:split], min(positions, split)), tuple(held_out))
 
 

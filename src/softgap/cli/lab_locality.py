@@ -10,8 +10,16 @@ import typer
 from rich.table import Table
 
 from softgap.cli.options import Json, Model
-from softgap.cli.render import output
-from softgap.cli.render.lab import LabOut, LabText, check_out, choose_model, model_and_texts, present_lab, run_lab
+from softgap.cli.render.lab import (
+    Full,
+    LabOut,
+    LabText,
+    check_out,
+    choose_model,
+    model_and_texts,
+    present_lab,
+    run_lab,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +72,7 @@ def locality_command(
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="With --train: models per arm.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for heads, random keys and bootstrap.")] = 0,
     out: LabOut = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Test how local attention is: mass near the query, masks of single heads, and what local residuals close."""
@@ -80,18 +89,17 @@ def locality_command(
         trained: dict[str, Any] = {"train": train, "tasks": task, "seeds": seeds, "steps": steps}
         result = _synthetic(sizes, trained, seed, folder)
         draw = partial(_draw_synthetic, result)
-        present_lab(result, draw, title=f"Locality in planted heads over {tokens} keys", out=out, as_json=as_json)
-        if not as_json and result.trained:
-            output.console().print(_arms_table(result))
+        title = f"Locality in planted heads over {tokens} keys"
+        arms = partial(_arms_table, result) if result.trained else None
+        present_lab(result, draw, title=title, out=out, as_json=as_json, full=full, table=arms)
         return
     masked = None if all_heads else 30 if heads is None else heads
     lab = _in_model(name, text, texts, tokens, mechanism, {"width": width, "heads": masked}, seed, folder)
     count = lab.settings["texts"]
     many = "1 text" if count == 1 else f"{count} texts"
     title = f"Locality in {name} over {many} of {lab.settings['tokens']} tokens"
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json)
-    if not as_json:
-        output.console().print(_residual_table(lab))
+    table = partial(_residual_table, lab)
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full, table=table)
 
 
 def _synthetic(sizes: dict[str, Any], trained: dict[str, Any], seed: int, folder: Path | None) -> Locality:

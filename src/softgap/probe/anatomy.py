@@ -26,7 +26,8 @@ from softgap.errors import ModelError, ValueInputError
 from softgap.inputs import as_items
 from softgap.models.placement import input_device
 from softgap.models.support import check_measurable, layer_numbers
-from softgap.probe.capture import check_lengths, check_sinks, prompt_ids
+from softgap.probe.capture import check_lengths, check_sinks
+from softgap.probe.prompts import prompt_ids
 from softgap.probe.recording import instrument_arithmetic, prepare_mechanism
 from softgap.probe.softmax import softmax_rows
 from softgap.probe.tap import AttentionCall, observe_attention, takes_positions
