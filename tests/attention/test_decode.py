@@ -208,8 +208,8 @@ def test_other_devices_take_tensor_operations(mechanism: Any) -> None:
         step, parts = TensorStep(state, maps, scale=8**-0.5), []
         for t in range(30):
             out = torch.zeros(2, 4, 5, device=device)
-            newest: Any = [x[:, :, t : t + 1] for x in there]
-            step(newest[0], newest[1], newest[2], out)
+            own_q, own_k, own_v = (x[:, :, t : t + 1] for x in there)
+            step(own_q, own_k, own_v, out)
             parts.append(out.to("cpu"))
     assert apart(torch.stack(parts, dim=2), by_loops(mechanism, None)[:, :, :30]) < ROUNDING
 
@@ -223,8 +223,8 @@ def test_what_was_made_in_inference_mode_is_copied_outside() -> None:
     for t in range(T):
         out = torch.zeros(2, 4, 5, dtype=torch.float64)
         with torch.inference_mode(t < 30), torch.no_grad():
-            newest: Any = [x[:, :, t : t + 1] for x in (q, k, v)]
-            step(newest[0], newest[1], newest[2], out)
+            own_q, own_k, own_v = (x[:, :, t : t + 1] for x in (q, k, v))
+            step(own_q, own_k, own_v, out)
         found.append(out)
     assert apart(torch.stack(found, dim=2), by_loops(mechanism, None)) < DOUBLE
 
@@ -259,11 +259,10 @@ def test_groups_of_any_size_share_their_keys(heads: int, kv_heads: int) -> None:
     state = new_state(mechanism, dtype=torch.float64)
     in_tensors = TensorStep(state, TensorMaps(mechanism, *places, like=q), scale=8**-0.5)
     for t in range(40):
-        newest: Any = [x[:, :, t : t + 1].contiguous() for x in (q, k, v)]
+        own_q, own_k, own_v = (x[:, :, t : t + 1].contiguous() for x in (q, k, v))
         found, exact = torch.empty(2, heads, 5), torch.empty(2, heads, 5, dtype=torch.float64)
-        own_q, own_k, own_v = (x.float() for x in newest)
-        compiled(own_q, own_k, own_v, found)
-        in_tensors(newest[0], newest[1], newest[2], exact)
+        compiled(own_q.float(), own_k.float(), own_v.float(), found)
+        in_tensors(own_q, own_k, own_v, exact)
         assert apart(found, truth[:, :, t]) < ROUNDING
         assert apart(exact, truth[:, :, t]) < DOUBLE
 
