@@ -141,7 +141,9 @@ def kills(count: int, seed: int) -> str:
                 counts[name][i] += value
             print(f"{number + 1} of {count}: {name}, killed {killed}, resumed {whole}, equal {same}", flush=True)
             if not (whole and same):
-                print(log_of(folder), file=sys.stderr)
+                expected = results(place / f"whole-{name}").items()
+                differing = sorted({path for path, _ in results(folder).items() ^ expected})
+                print(f"different: {', '.join(differing)}\n{log_of(folder)}", file=sys.stderr)
             shutil.rmtree(folder)
     rows = [f"| `softgap {name}` | {a} | {b} | {c} | {d} |" for name, (a, b, c, d) in counts.items()]
     total = [sum(column) for column in zip(*counts.values(), strict=True)]

@@ -291,6 +291,18 @@ def test_names_of_locks() -> None:
     assert not any(map(is_lock, ("writer.lock", ".lock", ".a.lease", "a.json")))
 
 
+def test_overwriting_clears_what_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "study"
+    write(path)
+    folder = Folder.at(path)
+    for name in ("samples/part-00000.parquet", "trajectories/part-00000.parquet", "manifest.json"):
+        (path / folder.temporary(name)).write_bytes(b"half")
+    with StudyWriter(path, MANIFEST, overwrite=True) as writer:
+        writer.append(BATCHES[0])
+    assert hidden(path) == []
+    assert open_study(path).ids == ("a",)
+
+
 def test_a_publication_that_fails_deletes_no_part_of_another_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

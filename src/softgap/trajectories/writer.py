@@ -207,7 +207,10 @@ class StudyWriter:
             self._folder.discard_partial("", *_FILES)
             if holds_study and resume:
                 self._take_over()
-            elif not self._replaces:
+            elif self._replaces:
+                for kind in KINDS:
+                    self._folder.discard_partial(kind)
+            else:
                 self._start()
         except BaseException:
             self._release()
