@@ -10,6 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Literal
+
     from softgap import (
         analysis,
         attention,
@@ -127,6 +129,13 @@ if not TYPE_CHECKING:
             globals()[name] = value
             return value
         raise AttributeError(f"module 'softgap' has no attribute '{name}'")
+
+
+def _print_run(run: Trajectories, map_of: Literal["kinds", "divergence", "both"]) -> None:
+    """What ``Trajectories.summary`` prints: the terminal lies below the layer of trajectories."""
+    from softgap.cli.render.run import print_run
+
+    print_run(run, map_of)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -223,8 +222,9 @@ class Trajectories(Displayed):
         >>> softgap.load("runs/fox").summary()  # doctest: +ELLIPSIS
         tiny-llama · float32 · ...
         """
-        # The terminal lies below this layer, so it is asked for by name.
-        import_module("softgap.cli.render.run").print_run(self, map_of)
+        # The terminal lies below this layer, so the package is asked for it.
+        package: Any = sys.modules["softgap"]
+        package._print_run(self, map_of)
 
     def to_xarray(self) -> xr.Dataset:
         """An xarray Dataset with dimensions mechanism, layer, head, step.
