@@ -181,7 +181,9 @@ def disk(count: int, seed: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         prepare(place)
-        for name, line in COMMANDS.items():
+        for name, given in COMMANDS.items():
+            # The study that is compared lies on a disk with room.
+            line = given.replace("compare s ", "compare {place}/s ")
             whole = place / f"whole-{name}"
             whole.mkdir()
             if ended(start(line, place, whole)) != 0:
@@ -224,7 +226,7 @@ def lines(count: int, seed: int) -> str:
         )
         (place / "big.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         before, begin = resident(), time.process_time()
-        read = len(read_prompts(str(place / "big.jsonl")))
+        prompts = read_prompts(str(place / "big.jsonl"))
         seconds, grown = time.process_time() - begin, resident() - before
         line = "study run {place}/big.jsonl --model {place}/tiny --raw --max-new-tokens 2 --limit 8 --threads 1 --out a"
         begin, code = time.monotonic(), ended(start(line, place, place))
@@ -233,8 +235,8 @@ def lines(count: int, seed: int) -> str:
         refused = ended(start(line.replace("--limit 8", "--limit 100001"), place, place))
         said = next(text for text in log_of(place).splitlines() if text.startswith("softgap: "))
     return (
-        f"{read:,} prompts are read in {seconds:.1f} seconds of processor time and {grown / 2**20:.0f} MB. A study of "
-        f"the first 8 ends with code {code}. With one more line whose id is known it ends with code {refused}: "
+        f"{len(prompts):,} prompts are read in {seconds:.1f} s of processor time and {grown / 2**20:.0f} MB. Of "
+        f"the first 8 a study ends with code {code}. With one more line whose id is known it ends with code {refused}: "
         f"`{said.removeprefix('softgap: ').replace(str(place), '...')}`."
     )
 
