@@ -31,7 +31,7 @@ from softgap.linearize import (
     recall_sequences,
     split_sequences,
 )
-from softgap.probe import read_ids
+from softgap.probe import head_anatomy, read_ids, run_anatomy
 from softgap.report import Table, write_explorer
 from softgap.stats import confirmation_split
 from softgap.study import StudySettings, plan_study, run_study
@@ -47,8 +47,8 @@ RNG = np.random.default_rng(0)
 UNTYPED: Any = softgap  # for calls that the type checker would refuse
 # Made by softgap out of what it measured: nobody types these.
 RESULTS = {
-    "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity", "Study",
-    "unknown_name", "Document", "Evaluation", "Export", "Sufficiency",
+    "Anatomy", "ComparisonFindings", "Contrast", "Impact", "Kappa", "LabelNoise", "ModelFocus", "ModelInjectivity",
+    "Study", "unknown_name", "Document", "Evaluation", "Export", "Sufficiency",
 }  # fmt: skip
 
 
@@ -58,7 +58,10 @@ class _Reached(Exception):
 
 def sequences_of_strings() -> set[tuple[str, str]]:
     """Every parameter of a public function or class that takes several strings, by what its annotation says."""
-    several = re.compile(r"(Sequence|Iterable|Collection|list|tuple|set|frozenset)\[[^\]]*\bstr\b|\bMechanisms\b")
+    several = re.compile(
+        r"(Sequence|Iterable|Collection|list|tuple|set|frozenset)\[[^\]]*\bstr\b|\bMechanisms\b"
+        r"|Prompt \| Sequence\[Prompt\]"
+    )
     packages = [
         *softgap._PACKAGES,
         *(f"theory.{lab}" for lab in ("focus", "injectivity", "separation", "position", "locality")),
@@ -115,6 +118,14 @@ def named(model: Any, mechanisms: Any) -> Any:
 
 def numbers(run: Any) -> Any:
     return run.mechanisms, run.divergence.tolist(), run.tokens
+
+
+def _weights(heads: Any) -> Any:
+    return [(head.mechanisms, head.weights.tolist()) for head in heads]
+
+
+def _read(model: Any) -> Any:
+    return softgap.read(model, byte_tokenizer(), "Boat", mechanisms=["elu1"])
 
 
 def runs(found: Any) -> Any:
@@ -265,6 +276,9 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: runs(UNTYPED.generate(model, byte_tokenizer(), given, 2)), "Boat"
     ),
     ("head_scores", "names"): wrong(lambda model: lambda given: head_scores(model, passages(), "elu1", names=given)),
+    ("head_anatomy", "mechanisms"): same(
+        lambda model: lambda given: _weights(head_anatomy(model, IDS, "0.0", given)), "elu1"
+    ),
     ("impact", "baselines"): wrong(
         lambda model: lambda given: impact(model, byte_tokenizer(), [TEXT], length=64, baselines=given)
     ),
@@ -303,6 +317,9 @@ CASES: dict[tuple[str, str], Callable[[Any], None]] = {
         lambda model: lambda given: numbers(softgap.read(model, byte_tokenizer(), "Boat", mechanisms=given)), "elu1"
     ),
     ("read", "text"): same(lambda model: lambda given: runs(UNTYPED.read(model, byte_tokenizer(), given)), "Boat"),
+    ("run_anatomy", "mechanisms"): same(
+        lambda model: lambda given: _weights(run_anatomy(model, byte_tokenizer(), _read(model), "0.0", given)), "elu1"
+    ),
     ("read_ids", "mechanisms"): same(
         lambda model: lambda given: numbers(read_ids(model, [IDS], mechanisms=given)[0]), "elu1"
     ),

@@ -23,7 +23,8 @@ GROUPS = ((0, 0), (1, 0), (1, 1))
 
 
 def plan_of(model: Any, name: str = "window:w=5,sinks=2", heads: Any = HEADS, groups: Any = GROUPS) -> Plan:
-    return Plan("tiny", model_fingerprint(model), heads, groups, (1,), Substitute(resolve(name)))
+    layers = (1,) if heads == HEADS else ()
+    return Plan("tiny", model_fingerprint(model), heads, groups, layers, Substitute(resolve(name)))
 
 
 def test_a_pattern_returns_as_the_same_plan(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_sampling_follows_the_seed_and_leaves_the_global_state() -> None:
     )
     assert torch.equal(torch.random.get_rng_state(), before)
     assert first.token_ids == again.token_ids != other.token_ids
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         tokens, _ = own_call(model, plan, "A fox", 10, do_sample=True, temperature=0.9)
     assert first.token_ids == (tuple(tokens),)

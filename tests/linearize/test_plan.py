@@ -32,7 +32,11 @@ IDS = torch.randint(3, 100, (2, 19), generator=torch.Generator().manual_seed(3))
 
 
 def plan_for(model: Any, chosen: Substitute, heads: Any = HEADS) -> Plan:
-    return Plan("tiny", model_fingerprint(model), tuple(heads), ((0, 1), (1, 0), (1, 1)), (1,), chosen)
+    """Two query heads share each KV head: a group is freed with both, a layer with all."""
+    swapped = set(heads)
+    groups = [(layer, g) for layer in (0, 1) for g in (0, 1) if {(layer, 2 * g), (layer, 2 * g + 1)} <= swapped]
+    layers = tuple(layer for layer in (0, 1) if {(layer, 0), (layer, 1)} <= set(groups))
+    return Plan("tiny", model_fingerprint(model), tuple(heads), tuple(groups), layers, chosen)
 
 
 def substitutes() -> list[Any]:

@@ -170,7 +170,7 @@ def test_a_gguf_file_is_converted_once(own_cache: Path, monkeypatch: pytest.Monk
     stages: list[tuple[str, float]] = []
     load_model(path, progress=lambda stage, fraction: stages.append((stage, fraction)))
     names = list(dict.fromkeys(stage for stage, _ in stages))
-    assert names[:2] == ["checking the GGUF file", "reading the GGUF file"]
+    assert names[:3] == [f"loading {path}", "checking the GGUF file", "reading the GGUF file"]
     assert {"dequantising", "saving the converted model", "verifying the converted model"} <= set(names)
     fractions = [fraction for _, fraction in stages]
     assert fractions == sorted(fractions)

@@ -314,13 +314,14 @@ def test_a_model_in_parts_is_joined_once_and_leaves_no_joined_file(
     model, _ = load_model("tiny", progress=lambda stage, _: stages.append(stage))
     assert torch.equal(model.get_parameter("lm_head.weight"), examples.tiny_llama().lm_head.weight)
     assert model.name_or_path == "tiny"
-    assert stages[0] == "checking the GGUF file (Tiny Terms, https://tiny.example apply)"
+    assert stages[0] == "loading tiny"
+    assert stages[1] == "checking the GGUF file (Tiny Terms, https://tiny.example apply)"
     (copy,) = (cache / "models").glob("tiny-*")
     assert copy == three_parts.copy()
     assert [file.name for file in (cache / "models").rglob("*.gguf")] == []
     stages.clear()
     load_model("tiny", progress=lambda stage, _: stages.append(stage))
-    assert stages == []
+    assert stages == ["loading tiny"]
     (info, *_) = catalogue.available_models()
     assert (info.origin, info.install, info.terms) == ("converted copy", INSTALL, three_parts.terms)
 

@@ -170,7 +170,7 @@ def test_settings_given_as_a_generation_config() -> None:
 
 def test_two_answers_to_one_prompt_are_two_runs() -> None:
     model = tiny_with("llama")
-    with torch.random.fork_rng(), record(model, MEASURED) as recording:
+    with torch.random.fork_rng(devices=[]), record(model, MEASURED) as recording:
         torch.manual_seed(3)
         sequences = written(model, PROMPTS[0], NEW, do_sample=True, num_return_sequences=2)
     runs = recording.trajectories()

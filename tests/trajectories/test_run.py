@@ -166,7 +166,8 @@ def test_copies_and_pickles_are_equal() -> None:
 
 
 def test_repr_is_one_line() -> None:
-    assert repr(example_run(prompt_steps=3)) == (
+    assert repr(example_run(prompt_steps=3)).endswith("; not all numbers are finite, see non_finite>")
+    assert repr(example_run(prompt_steps=3, missing=0.0)) == (
         "<Trajectories 'fox' (completion): elu1, uniform; 3 layers x 4 heads x 5 steps, "
         "prompt of 3 steps, model 'tiny'>"
     )

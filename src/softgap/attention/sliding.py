@@ -117,7 +117,7 @@ def recent_feature_sums(
     ``key`` holds logarithms. None where the decay over a window leaves the range of float64.
     """
     n = key.shape[2] - recent
-    fastest = 0.0 if rate is None else float(rate.max()) * recent
+    fastest = 0.0 if rate is None else float(rate.detach().max()) * recent
     if fastest > WIDEST:
         return None
     count = -(-n // recent) + 1
@@ -153,4 +153,4 @@ def _sum_blocks(
 
 def _smallest(x: Tensor) -> float:
     """The smallest of the logarithms that belong to keys that are there."""
-    return float(x.masked_fill(x < LOG_ZERO / 100, 0).amin())
+    return float(x.detach().masked_fill(x < LOG_ZERO / 100, 0).amin())

@@ -66,9 +66,6 @@ def carry_out(
     from softgap.progress import show_progress
     from softgap.study import run_study
 
-    if source and not options.as_json:
-        # Before the work: a layout that was taken for another one shows at once.
-        output.console().print(f"{source}: {len(prompts):,} prompts", soft_wrap=True)
     with show_progress("measuring", items=len(prompts), unit="samples") as report:
         result = run_study(
             prompts,
@@ -80,7 +77,8 @@ def carry_out(
             progress=report,
         )
     answered = {prompt.sample_id for prompt in prompts if prompt.completion is None}
-    _show_result(result, answered, settings.max_new_tokens, as_json=options.as_json)
+    read = f"{source}: {len(prompts):,} prompts" if source else ""
+    _show_result(result, answered, settings.max_new_tokens, read, as_json=options.as_json)
     if not result.measured:
         raise typer.Exit(1)
 
@@ -102,7 +100,7 @@ def _show_cost(prompts: list[Prompt], out: str, settings: StudySettings, *, as_j
         )
 
 
-def _show_result(result: StudyResult, answered: set[str], most: int, *, as_json: bool) -> None:
+def _show_result(result: StudyResult, answered: set[str], most: int, read: str, *, as_json: bool) -> None:
     from softgap.trajectories import open_study
 
     samples = open_study(result.out).samples()
@@ -117,6 +115,8 @@ def _show_result(result: StudyResult, answered: set[str], most: int, *, as_json:
     console = output.console()
     if result.non_finite:
         console.print(result.non_finite.sentence, soft_wrap=True)
+    if read:
+        console.print(read, soft_wrap=True)
     before = f", {result.resumed:,} of them earlier" if result.resumed else ""
     new = result.measured - result.resumed
     speed = f"; {60 * new / result.seconds:,.1f} samples per minute" if new > 0 and result.seconds > 0 else ""

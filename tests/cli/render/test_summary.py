@@ -197,7 +197,9 @@ def test_a_run_shows_the_kinds_of_its_own_layers_or_says_how_to_get_them() -> No
     letters = {str(layer): "whfS"[i % 4] * 9 for i, layer in enumerate(run.layers)}
     # Kinds of a layer that the run does not have.
     letters[str(max(run.layers) + 1)] = "c" * 9
-    known = shown(replace(run, manifest=replace(run.manifest, extra={"held_out": {"kinds": letters}})))
+    counts = {f"need_{kind}{end}": 9.0 for kind in ("window", "hybrid", "softmax") for end in ("", "_low", "_high")}
+    known = shown(replace(run, manifest=replace(run.manifest, extra={"held_out": {"kinds": letters, **counts}})))
+    assert "Of 27 heads" in known
     line = known.splitlines()[known.splitlines().index(KIND_TITLE) + 1]
     assert line == "  0 " + "".join("whfS"[i % 4] for i in range(len(run.layers)))
     assert "share of the gap that the fitted map leaves" not in known

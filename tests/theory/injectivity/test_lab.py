@@ -293,7 +293,7 @@ def test_the_command_prints_verdicts_and_saves_both(tmp_path: Path, capsys: pyte
         "--mechanism",
         "inline",
     ]
-    assert main(["lab", "injectivity", *small, "--out", str(out)]) == 0
+    assert main(["lab", "injectivity", *small, "--full", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     for part in ("holds only when", "does not hold", "inline *", "none found", "saved"):
         assert part in shown

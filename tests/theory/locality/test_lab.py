@@ -299,7 +299,7 @@ def test_one_text_decides_nothing_about_heads() -> None:
 
 
 def test_the_command_prints_verdicts_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["lab", "locality", "--heads", "2", "--tokens", "64", "--texts", "3"]
+    small = ["lab", "locality", "--full", "--heads", "2", "--tokens", "64", "--texts", "3"]
     train = ["--train", "--task", "mixed", "--steps", "1", "--seeds", "1", "--out", str(tmp_path / "lab")]
     assert main([*small, *train]) == 0
     shown = capsys.readouterr().out
@@ -312,7 +312,7 @@ def test_the_command_prints_verdicts_saves_and_resumes(tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out) == document
     folder = save_folder(tmp_path / "model", tiny_llama())
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog and runs away. " * 4)
-    base = ["lab", "locality", "--model", str(folder), "--text", str(tmp_path / "text.txt"), "--mechanism", "elu1"]
+    base = ["lab", "locality", "--full", "--model", str(folder), "--text", str(tmp_path / "text.txt"), "--mechanism", "elu1"]
     given = [*base, "--tokens", "48", "--heads", "2", "--out", str(tmp_path / "inside")]
     assert main(given) == 0
     shown = capsys.readouterr().out

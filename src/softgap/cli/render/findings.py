@@ -158,7 +158,7 @@ def _show_map(console: Console, findings: Findings) -> None:
     picture, meaning = heat_map(values, layers, width=console.width, colour=has_colour(console))
     console.print()
     of = f"permutation entropy of the divergence from {findings.settings['mechanism']}"
-    console.print(f"{of}, by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}", soft_wrap=True)
+    console.print(f"{of}, by head (rows) and layer (columns); 0 is {low:.4f} and 1 is {high:.4f}")
     console.print(picture)
     if meaning:
         console.print(Text(meaning, "dim"))
