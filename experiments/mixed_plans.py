@@ -298,7 +298,8 @@ def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> Non
     header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * n_columns}---|\n"
     write_section(
         f"mixed_plans-longer-{share}" + ("" if not own else f"-{options.order}"),
-        f"Plans at {share:.0%} of the KV cache, with longer windows" + ("" if not own else f", order by {options.order}"),
+        f"Plans at {share:.0%} of the KV cache, with longer windows"
+        + ("" if not own else f", order by {options.order}"),
         f"`{command}{own} --contexts {options.contexts}` on the embedded model, calibrated on the text of the fit with "
         f"the default recipe; {machine()}. KV groups of a budget (share of the model's KV cache at 8,192 tokens) are "
         "allocated among all kinds, or among one kind alone with no more bytes, by the Fisher curvature over "

@@ -312,7 +312,8 @@ def test_the_command_prints_verdicts_saves_and_resumes(tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out) == document
     folder = save_folder(tmp_path / "model", tiny_llama())
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog and runs away. " * 4)
-    base = ["lab", "locality", "--full", "--model", str(folder), "--text", str(tmp_path / "text.txt"), "--mechanism", "elu1"]
+    base = ["lab", "locality", "--full", "--model", str(folder), "--mechanism", "elu1"]
+    base += ["--text", str(tmp_path / "text.txt")]
     given = [*base, "--tokens", "48", "--heads", "2", "--out", str(tmp_path / "inside")]
     assert main(given) == 0
     shown = capsys.readouterr().out
