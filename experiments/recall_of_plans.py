@@ -110,8 +110,8 @@ def main() -> None:
     octaves = [f"{low} to {high}" for low, high in (row.distance for row in distances if row.distance)]
     header = f"| plan | cache | metric | original | all distances | {' | '.join(octaves)} |"
     write_section(
-        f"recall_of_plans-{options.length}",
-        f"Recall of plans by distance, contexts of {options.length:,} tokens",
+        f"recall_of_plans-longer-{options.length}",
+        f"Recall of plans with longer windows, contexts of {options.length:,} tokens",
         f"`python experiments/recall_of_plans.py PLAN ... --parts FOLDER --length {options.length} --contexts "
         f"{options.contexts}` on the embedded model; {machine()}. The plans are those of `experiments/mixed_plans.py "
         "--plans`, without output correction, each in its own cache. Change from the original model in the share of "
