@@ -1,6 +1,6 @@
 """How the recipe of the calibration was found: one thing changed at a time, in a few layers of the embedded model.
 
-Run: python experiments/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes]
+Run: python experiments/recipe.py --text FILE [--layers 5 14 22] [--only recipe|minutes|division]
      python experiments/recipe.py --text FILE --only pace --model gemma-3-270m --layers 5 14 17
 
 The first half of the file is fitted on, the second half is held out.
@@ -25,7 +25,7 @@ import torch
 from harness import FINDINGS, machine, write_section
 from held_out import halves, sequences
 from softgap.attention import ExactSet, Mechanism, resolve
-from softgap.attention.memory import equal_window, halve_features
+from softgap.attention.memory import divide_features, equal_window, keys_per_feature
 from softgap.attention.rotary import Rotation
 from softgap.calibration import Recipe, fit_maps
 from softgap.calibration import fit as fit_of_layers
@@ -47,13 +47,14 @@ SHORT = Recipe(steps=300, learning_rate=0.05)
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe, and what it starts from and fits to besides."""
+    """A recipe, what it starts from and fits to besides, and the exact set of a hybrid."""
 
     name: str
     recipe: Recipe = SHORT
     start: str = "landmarks"
     decay: bool = True
     longest: int = 8192
+    exact: ExactSet | None = None
 
 
 VARIANTS = (
@@ -76,6 +77,10 @@ VARIANTS = (
     Variant("64 features", replace(SHORT, features=64)),
     Variant("256 features", replace(SHORT, features=256)),
 )
+
+
+# Shares of a hybrid's memory that go to features, and sinks.
+DIVISIONS = ((0.125, 4), (0.25, 4), (0.5, 4), (0.75, 4), (0.25, 1), (0.25, 16))
 
 
 def started(variant: Variant, texts: Sequence[LayerText], scale: float) -> Maps:
@@ -110,16 +115,61 @@ def table_row(
         begun = time.process_time()
         start = started(variant, texts, scale)
         window = layer.texts[0].visible.window
-        maps = fit_maps(texts, variant.recipe, scale=scale, window=window, layer=number, start=start, rotation=rotation)
+        maps = fit_maps(
+            texts, variant.recipe, scale=scale, window=window, layer=number, start=start, rotation=rotation,
+            exact=variant.exact,
+        )  # fmt: skip
         seconds.append(time.process_time() - begun)
-        for divergence, uniform in zip(divergences(maps.mechanism(rotation), layer.texts), layer.uniform, strict=True):
-            for i, bounds in enumerate(BINS):
-                # Long texts judge far positions only, so that near ones weigh equally in all rows.
-                if (divergence.shape[-1] >= bounds.stop) and (divergence.shape[-1] <= 2048 or bounds.start >= 2048):
-                    part = slice(bounds.start, bounds.stop)
-                    sums[i] += divergence[:, part].sum().item(), uniform[:, part].sum().item()
-    cells = " | ".join(f"{1 - top / bottom:.3f}" for top, bottom in sums)
-    return f"| {variant.name} | {cells} |"
+        sums += left_by_position(maps.mechanism(rotation, variant.exact), layer)
+    return row_of(variant.name, sums)
+
+
+def left_by_position(mechanism: str | Mechanism, layer: HeldLayer) -> np.ndarray:
+    """Sums of the divergence of a mechanism and of the mean of values in a layer, by range of positions."""
+    sums = np.zeros((len(BINS), 2))
+    for divergence, uniform in zip(divergences(mechanism, layer.texts), layer.uniform, strict=True):
+        for i, bounds in enumerate(BINS):
+            # Long texts judge far positions only, so that near ones weigh equally in all rows.
+            if (divergence.shape[-1] >= bounds.stop) and (divergence.shape[-1] <= 2048 or bounds.start >= 2048):
+                part = slice(bounds.start, bounds.stop)
+                sums[i] += divergence[:, part].sum().item(), uniform[:, part].sum().item()
+    return sums
+
+
+def row_of(name: str, sums: np.ndarray) -> str:
+    """A row of a table, from such sums over layers."""
+    return f"| {name} | {' | '.join(f'{1 - top / bottom:.3f}' for top, bottom in sums)} |"
+
+
+def write_division(layers: Layers, model: Model, options: argparse.Namespace) -> None:
+    """How a hybrid divides its memory between features and exact keys, beside fitted map and window of that memory."""
+    recipe = replace(Recipe(), rows=replace(Recipe().rows, generated=0.0))
+    rotations, dim = layer_rotations(model), layers[0][1].texts[0].key.shape[-1]
+    keys = round(recipe.features * keys_per_feature(dim))
+    rows = []
+
+    def tell(row: str) -> None:
+        rows.append(row)
+        print(row, flush=True)
+
+    for share, sinks in DIVISIONS:
+        features, exact = divide_features(recipe.features, dim, share=share, sinks=sinks)
+        name = f"hybrid, {features} features, {exact.sinks} sinks and {exact.recent} recent keys"
+        tell(table_row(Variant(name, replace(recipe, features=features), exact=exact), layers, [], rotations))
+    tell(table_row(Variant(f"fitted, {recipe.features} features", recipe), layers, [], rotations))
+    for sinks in (1, 4, 16):
+        window = f"window:w={keys - sinks},sinks={sinks}"
+        tell(row_of(window, np.sum([left_by_position(window, layer) for _, layer in layers], axis=0)))
+    write_section(
+        "recipe-division",
+        "How a hybrid divides its memory",
+        "`python experiments/recipe.py --text FILE --only division` on layers "
+        f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
+        f"held-out text by positions; every row keeps as much as {keys} keys with their values. The default recipe, "
+        "but without generated text.\n\n"
+        "| what | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n|---|---|---|---|---|\n" + "\n".join(rows),
+        page=FINDINGS,
+    )
 
 
 def write_minutes(layers: Layers, model_layers: Layers, model: Model, options: argparse.Namespace) -> None:
@@ -155,7 +205,7 @@ def write_pace(model: Model, tokenizer: Tokenizer, options: argparse.Namespace) 
     corpus = corpus_of(model, tokenizer, [fit_text], positions=PACE_POSITIONS)
     fitted, held_out = (held_layers(model, of, options.layers) for of in (corpus.fitted, texts))
     rotations, dim = layer_rotations(model), fitted[0].texts[0].key.shape[-1]
-    tail, exact = halve_features(Recipe().features, dim)
+    tail, exact = divide_features(Recipe().features, dim)
     default = min(1.0, fit_of_layers.TUNED_DIM / dim)
     sides: dict[str, tuple[float, Recipe, ExactSet | None]] = {
         f"fitted, pace {pace:g}": (pace, Recipe(), None) for pace in sorted({*options.paces, default}, reverse=True)
@@ -218,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[5, 14, 22])
-    parser.add_argument("--only", choices=["recipe", "minutes", "pace"], default="recipe")
+    parser.add_argument("--only", choices=["recipe", "minutes", "pace", "division"], default="recipe")
     parser.add_argument("--paces", type=float, nargs="+", default=[1.0], help="compared with the recipe's own")
     parser.add_argument("--model", default=EMBEDDED, help="of the pace alone; the other tables are of the embedded one")
     options = parser.parse_args()
@@ -237,6 +287,9 @@ def main() -> None:
             for fit_layer, (_, held_out_layer) in zip(fit_layers, layers, strict=True)
         ]
         write_minutes(layers, model_layers, model, options)
+        return
+    if options.only == "division":
+        write_division(layers, model, options)
         return
     rows = []
     for variant in VARIANTS:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from softgap.attention import resolve
+from softgap.attention.memory import keys_per_feature
 from softgap.calibration import Recipe
 from softgap.calibration.activations import Activations, gather
 from softgap.calibration.held_out import HeldLayer, divergences, gap_closed, held_layers
-from softgap.calibration.memory_ladder import SINKS, SUBSTITUTES, MemoryLadder, climb_memory
+from softgap.calibration.memory_ladder import (
+    OWN_SHARES,
+    SINKS,
+    SUBSTITUTES,
+    Division,
+    MemoryLadder,
+    choose_division,
+    climb_memory,
+)
 from softgap.calibration.texts import Corpus, corpus_of
 from softgap.errors import ValueInputError
 from softgap.probe.layout import layer_rotations
@@ -109,6 +119,45 @@ def test_the_same_settings_give_the_same_ladder_whatever_the_workers(
 def test_a_ladder_is_read_back_whole(ladder: MemoryLadder) -> None:
     assert MemoryLadder.from_json(json.loads(json.dumps(ladder.to_json()))) == ladder
     assert ladder.curve == {str(rung.fitted.features): rung.fitted.gap_closed for rung in ladder.rungs}
+
+
+def test_a_calibration_divides_its_memory_as_text_of_the_fit_does_best(
+    layers: tuple[tuple[HeldLayer, ...], tuple[HeldLayer, ...]], gathered: Activations
+) -> None:
+    _, fit_text = layers
+    recipe = replace(RECIPE, features=32)
+    division = choose_division(fit_text, gathered, recipe)
+    keys = round(32 * keys_per_feature(gathered.sites[0].dim))
+    assert {int(n) for n in division.by_sinks} == {n for n in SINKS if n <= keys // 2}
+    assert division.sinks == max(map(int, division.by_sinks), key=lambda n: division.by_sinks[str(n)])
+    assert {float(share) for share in division.by_share} == set(OWN_SHARES)
+    assert division.share == max(map(float, division.by_share), key=lambda share: division.by_share[f"{share:g}"])
+    left = sum(
+        float(x[:, 64:].sum())
+        for layer in fit_text
+        for x in divergences(f"window:w={keys - division.sinks},sinks={division.sinks}", layer.texts)
+    )
+    gap = sum(float(x[:, 64:].sum()) for layer in fit_text for x in layer.uniform)
+    assert division.by_sinks[str(division.sinks)] == pytest.approx(1 - left / gap)
+    assert Division.from_json(json.loads(json.dumps(division.to_json()))) == division
+
+
+@pytest.mark.parametrize("share", [0.125, 0.25, 0.5])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 16])
+def test_a_divided_memory_stays_what_it_was(share: float, sinks: int) -> None:
+    features, exact = Division(sinks, share).hybrid(128, 64, 64)
+    assert features * keys_per_feature(64) + exact.size == pytest.approx(67, abs=0.5)
+    assert features == pytest.approx(128 * share, abs=1)
+    assert exact.sinks == min(sinks, exact.size // 2)
+
+
+def test_a_memory_too_small_to_divide_keeps_the_usual_share(
+    layers: tuple[tuple[HeldLayer, ...], tuple[HeldLayer, ...]], gathered: Activations
+) -> None:
+    division = choose_division(layers[1], gathered, replace(RECIPE, features=2))
+    assert division.by_share == {}
+    assert division.share == 0.5
+    assert division.hybrid(2, 64, 64)[0] == 2
 
 
 @pytest.mark.parametrize("keys", [(), (1, 16)])

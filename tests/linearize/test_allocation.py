@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softgap.attention import resolve
+from softgap.attention import ExactSet, resolve
 from softgap.attention.memory import kept_numbers, trade_for_far_keys
 from softgap.errors import SoftgapError
 from softgap.linearize import Mixture, Substitute, find_plan, head_scores, load_plan, split_sequences
 from softgap.linearize.allocation import (
     SOFTMAX,
     Menu,
+    calibrated_options,
     cheapest_path,
     default_options,
     larger_rank,
@@ -25,7 +26,7 @@ from softgap.linearize.allocation import (
 )
 from softgap.linearize.candidates import CandidateCosts
 from softgap.linearize.frontier import units_of
-from softgap.linearize.plan import cache_bytes_at
+from softgap.linearize.plan import cache_bytes_at, kind_of
 from softgap.linearize.scores import unit_scores
 from support.linearize_cases import sharp_llama
 from support.model_examples import byte_tokenizer
@@ -123,6 +124,19 @@ def test_the_default_options_need_no_calibration(small: Any) -> None:
     assert menu.sizes[5] <= menu.sizes[3]
     plan = find_plan(small, byte_tokenizer(), [TEXT], budget=3.0, length=128, recalls=0, baselines=False)
     assert set(plan.kinds().values()) <= {"constant", "window"}
+
+
+def test_windows_have_the_sinks_that_the_calibration_chose(small: Any) -> None:
+    calibrated = {name: resolve(name) for name in ("constant", "elu1", "hybrid:w=30,sinks=9")}
+    constant, elu1, hybrid = calibrated.values()
+    options = calibrated_options(small, {"constant": constant, "fitted": elu1, "hybrid": hybrid}.__getitem__, 256)
+    exact: dict[str, list[ExactSet]] = {"window": [], "hybrid": []}
+    for option in options:
+        if kind_of(option.mechanism) in exact:
+            exact[kind_of(option.mechanism)].append(ExactSet.of(option.mechanism.options))
+    assert [kept.sinks for kept in exact["window"]] == [min(9, (kept.size - kept.far) // 2) for kept in exact["window"]]
+    assert max(kept.sinks for kept in exact["window"]) == 9
+    assert {kept.sinks for kept in exact["hybrid"]} == {9}
 
 
 @given(st.integers(3, 300), st.sampled_from([8, 64, 128]))

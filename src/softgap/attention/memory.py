@@ -22,10 +22,11 @@ from softgap.errors import UnsupportedError, ValueInputError
 __all__ = [
     "SINKS",
     "derived_numbers",
+    "divide_features",
     "equal_window",
     "features_worth",
-    "halve_features",
     "kept_numbers",
+    "keys_per_feature",
     "keys_worth",
     "split_keys",
     "split_memory",
@@ -123,8 +124,7 @@ def features_worth(keys: float, dim: int, value_dim: int | None = None) -> int:
     >>> features_worth(64, 64), features_worth(67, 64)
     (122, 128)
     """
-    value_dim = dim if value_dim is None else value_dim
-    return max(1, round(keys * (dim + value_dim) / _per_feature(value_dim)))
+    return max(1, round(keys / keys_per_feature(dim, value_dim)))
 
 
 def split_memory(
@@ -150,33 +150,46 @@ def split_memory(
     """
     if not 0 < share < 1:
         raise ValueInputError(f"the share of features must be above 0 and below 1, got {share:g}; 0.5 is usual")
-    value_dim = dim if value_dim is None else value_dim
     features = features_worth(share * keys, dim, value_dim)
-    exact = round(keys - features * _per_feature(value_dim) / (dim + value_dim))
+    exact = round(keys - features * keys_per_feature(dim, value_dim))
     recent, first = split_keys(max(1, exact), sinks=sinks)
     return features, ExactSet(recent, first)
 
 
-def _per_feature(value_dim: int) -> int:
-    """Numbers per feature that is a logarithm: a sum of values and of ones, a scale and an age."""
-    return value_dim + 3
-
-
-def halve_features(features: int, dim: int, value_dim: int | None = None) -> tuple[int, ExactSet]:
-    """Features of a hybrid, and its exact set, that together keep as much as a fitted map with so many features.
-
-    Half of the memory goes to either.
+def keys_per_feature(dim: int, value_dim: int | None = None) -> float:
+    """What a feature that is a logarithm keeps, in keys with their values: sums of values and ones, a scale, an age.
 
     Examples
     --------
-    >>> halve_features(128, 64)
-    (64, ExactSet(recent=30, sinks=4))
+    >>> round(128 * keys_per_feature(64))
+    67
     """
     value_dim = dim if value_dim is None else value_dim
-    tail = max(1, features // 2)
-    keys = max(1, round((features - tail) * _per_feature(value_dim) / (dim + value_dim)))
-    recent, sinks = split_keys(keys)
-    return tail, ExactSet(recent, sinks)
+    return (value_dim + 3) / (dim + value_dim)
+
+
+def divide_features(
+    features: int, dim: int, value_dim: int | None = None, *, share: float = 0.5, sinks: int = SINKS
+) -> tuple[int, ExactSet]:
+    """Features of a hybrid, and its exact set, that together keep as much as a fitted map with so many features.
+
+    Parameters
+    ----------
+    features
+        Of the fitted map.
+    dim, value_dim
+        Dimensions of keys and of values; None for equal ones.
+    share
+        The part of the memory that features get, above 0 and below 1.
+    sinks
+        First tokens that stay exact, at most half of the exact keys.
+
+    Examples
+    --------
+    >>> divide_features(128, 64)
+    (64, ExactSet(recent=30, sinks=4))
+    """
+    return split_memory(features * keys_per_feature(dim, value_dim), share, dim, value_dim, sinks=sinks)
 
 
 def equal_window(

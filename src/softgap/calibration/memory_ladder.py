@@ -1,16 +1,18 @@
-"""The ladder at equal memory: window, fitted map and hybrid at 16 to 256 keys' worth per KV head, in a few layers.
+"""Equal memory: how a calibration divides its own, and a ladder of substitutes at 16 to 256 keys' worth per KV head.
 
 Two choices are free at a given memory: how many sinks a window keeps, and how a hybrid divides its memory between
-features and exact keys. Both are made on text of the fit, for all layers and heads together. The share of the gap that
-the chosen substitutes close is then measured on held-out text. Fits are short, so the ladder compares substitutes with
-each other, not with the fit of the whole model.
+features and exact keys. Both are made in a few layers, on text of the fit, for all layers and heads together.
+``choose_division`` makes them for the window and the hybrid of a calibration, by fits as long as its own.
+``climb_memory`` makes them at each memory of the ladder, and measures the share of the gap that the chosen substitutes
+close on held-out text. The fits of the ladder are short, so it compares substitutes with each other, not with the fit
+of the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -18,14 +20,33 @@ import numpy as np
 from jaxtyping import Float
 
 from softgap.attention import ExactSet, Mechanism, resolve
-from softgap.attention.memory import features_worth, keys_worth, split_keys, split_memory
+from softgap.attention.memory import SINKS as USUAL_SINKS
+from softgap.attention.memory import (
+    divide_features,
+    features_worth,
+    keys_per_feature,
+    keys_worth,
+    split_keys,
+    split_memory,
+)
 from softgap.calibration.activations import Activations
 from softgap.calibration.fit import FEWEST_FEATURES, Recipe, fit_maps
 from softgap.calibration.held_out import FIRST, HeldLayer, divergences, gap_closed
 from softgap.errors import ValueInputError
 from softgap.intervals import Interval
 
-__all__ = ["KEYS", "SUBSTITUTES", "MemoryEntry", "MemoryLadder", "MemoryRung", "climb_memory", "features_tried"]
+__all__ = [
+    "KEYS",
+    "OWN_SHARES",
+    "SUBSTITUTES",
+    "Division",
+    "MemoryEntry",
+    "MemoryLadder",
+    "MemoryRung",
+    "choose_division",
+    "climb_memory",
+    "features_tried",
+]
 
 # Keys with their values that every substitute of a rung is worth.
 KEYS = (16, 32, 64, 128, 256)
@@ -36,7 +57,47 @@ SHARES = (0.25, 0.5, 0.75)
 
 STEPS = 75
 
+# Shares of a calibration's own memory that are tried for the features of its hybrid.
+OWN_SHARES = (0.125, 0.25, 0.5)
+
 SUBSTITUTES = ("window", "fitted", "hybrid")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the window and the hybrid of a calibration divide their memory.
+
+    Attributes
+    ----------
+    sinks
+        First tokens that both keep exactly.
+    share
+        The part of the hybrid's memory that goes to features.
+    by_sinks, by_share
+        Share of the gap that each choice closes on text of the fit, in a few layers; empty where nothing was tried.
+    """
+
+    sinks: int = USUAL_SINKS
+    share: float = 0.5
+    by_sinks: Mapping[str, float] = field(default_factory=dict)
+    by_share: Mapping[str, float] = field(default_factory=dict)
+
+    def hybrid(self, features: int, dim: int, value_dim: int) -> tuple[int, ExactSet]:
+        """Features and exact set of the hybrid that keeps as much as a fitted map with so many features."""
+        tail, exact = divide_features(features, dim, value_dim, share=self.share, sinks=self.sinks)
+        return max(FEWEST_FEATURES, tail), exact
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Division:
+        """From plain data."""
+        by_sinks, by_share = (
+            {str(choice): float(closed) for choice, closed in data[name].items()} for name in ("by_sinks", "by_share")
+        )
+        return cls(int(data["sinks"]), float(data["share"]), by_sinks, by_share)
 
 
 @dataclass(frozen=True)
@@ -191,6 +252,47 @@ def climb_memory(
     return MemoryLadder(rungs, tuple(layer.number for layer in held_out), comparison.steps, comparison.texts)
 
 
+def choose_division(
+    fit_text: Sequence[HeldLayer],
+    gathered: Activations,
+    recipe: Recipe,
+    *,
+    workers: int = 1,
+    report: Callable[[float], None] = lambda share: None,
+) -> Division:
+    """Sinks and share of features that close most of the gap on text of the fit, at the memory of a recipe.
+
+    Parameters
+    ----------
+    fit_text
+        A few layers on text of the fit.
+    gathered
+        What the layers' maps are fitted on.
+    recipe
+        Of the fits; its number of features sets the memory.
+    workers
+        Fits that run at a time.
+    report
+        Called with the share of the work that is done.
+    """
+    dim, value_dim = gathered.sites[0].dim, gathered.mean.shape[-1]
+    comparison = _Comparison(fit_text, fit_text, gathered, recipe, workers)
+    keys = max(1, round(recipe.features * keys_per_feature(dim, value_dim)))
+    windows = _windows(keys)
+    comparison.try_all(windows, lambda share: report(0.1 * share))
+    sinks = comparison.best(windows).sinks
+    hybrids = []
+    for share in OWN_SHARES:
+        features, exact = divide_features(recipe.features, dim, value_dim, share=share, sinks=sinks)
+        if features >= FEWEST_FEATURES:
+            hybrids.append(_Candidate(keys, f"{share:g}", features, exact))
+    if not hybrids:
+        return Division(sinks, by_sinks=comparison.closed(windows))
+    comparison.try_all(hybrids, lambda share: report(0.1 + 0.9 * share))
+    share = float(comparison.best(hybrids).choice)
+    return Division(sinks, share, comparison.closed(windows), comparison.closed(hybrids))
+
+
 def features_tried(dim: int, value_dim: int) -> list[int]:
     """Features of every map that a ladder fits in each of its layers, with the usual number of sinks."""
     maps = [(_fitted(n, dim, value_dim), *_hybrids(n, min(4, n // 4), dim, value_dim)) for n in KEYS]
@@ -276,8 +378,12 @@ class _Comparison:
             sinks=chosen.sinks,
             keys_worth=keys_worth(mechanisms[0], site.dim, self._gathered.mean.shape[-1], kv_heads=site.kv_heads),
             gap_closed=closed,
-            choices={each.choice: 1 - self._left[each] / self._gap for each in candidates},
+            choices=self.closed(candidates),
         )
+
+    def closed(self, candidates: Sequence[_Candidate]) -> dict[str, float]:
+        """The share of the gap that each of these candidates closes on text of the fit, by choice."""
+        return {each.choice: 1 - self._left[each] / self._gap for each in candidates}
 
     def _map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], report: Callable[[float], None]

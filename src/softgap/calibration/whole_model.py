@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
-from softgap.attention.memory import equal_window, halve_features
+from softgap.attention.memory import SINKS, equal_window
 from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, LayerSite, gather
 from softgap.calibration.conditions import evaluate_conditions
-from softgap.calibration.fit import FEWEST_FEATURES, Maps, Recipe, RowPlan
+from softgap.calibration.fit import Maps, Recipe, RowPlan
 from softgap.calibration.held_out import HeldOut, evaluate_held_out, some_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
-from softgap.calibration.memory_ladder import MemoryLadder, climb_memory
+from softgap.calibration.memory_ladder import Division, MemoryLadder, choose_division, climb_memory
 from softgap.calibration.rank_floor import Ladders, ladders
 from softgap.calibration.sufficiency import LIMIT, Sufficiency, check_limit, label_heads
 from softgap.calibration.texts import (
@@ -269,6 +269,10 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
+# Text of the fit on which window and hybrid divide their memory.
+DIVISION_TEXTS, DIVISION_TOKENS = 4, 2048
+
+
 REFERENCE_MECHANISMS = ("elu1", BASELINE)
 
 
@@ -437,18 +441,20 @@ def _calibrate(
         if task.minutes is not None:
             recipe = replace(recipe, steps=layers.steps(partial(steps_within, task.minutes, gathered, recipe)))
         fit = partial(fit_layers, gathered, engine=task.engine, address=task.address)
-        fitted = fit(recipe, layers, partial_progress(progress, 0.2, 0.5))
-        features, exact = halve_features(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
-        tail_recipe = replace(recipe, features=max(FEWEST_FEATURES, features))
+        fitted = fit(recipe, layers, partial_progress(progress, 0.2, 0.48))
+        division = _division(model, gathered, recipe, corpus, task, settings, partial_progress(progress, 0.48, 0.55))
+        features, exact = division.hybrid(recipe.features, gathered.sites[0].dim, gathered.mean.shape[-1])
         tails = FittedLayers(target, {**settings, "exact": asdict(exact)}, "tail")
-        hybrid = fit(tail_recipe, tails, partial_progress(progress, 0.5, 0.7), exact=exact)
+        tail_progress = partial_progress(progress, 0.55, 0.7)
+        hybrid = fit(replace(recipe, features=features), tails, tail_progress, exact=exact)
         tensors = calibration_tensors(gathered, fitted, hybrid)
         memory_ladder = (
             None
             if task.quick
             else _memory_ladder(model, gathered, recipe, corpus, partial_progress(progress, 0.7, 0.82))
         )
-    metadata = {**metadata, "recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
+    metadata |= {"recipe": asdict(recipe), "hybrid": {"w": exact.recent, "sinks": exact.sinks}}
+    metadata["division"] = division.to_json()
     metadata["windows"] = [site.window for site in gathered.sites]
     metadata["digest"] = digest_of(tensors)
     calibration = _evaluate(model, tokenizer, corpus, tensors, gathered.sites, metadata, task, progress)
@@ -553,7 +559,8 @@ def _evaluate(
             seed=seed,
             report=lambda share: progress("reading other text", 0.87 + 0.03 * share),
         )
-    window = resolve(equal_window(fitted, tensors["constant.mean"].shape[-1]))
+    sinks = int(metadata.get("division", {}).get("sinks", SINKS))
+    window = resolve(equal_window(fitted, tensors["constant.mean"].shape[-1], sinks=sinks))
     kinds = {"window": window, **{name: stored.equip(name) for name in ("constant", "profile", "fitted", "hybrid")}}
     suffices = label_heads(
         model,
@@ -576,6 +583,32 @@ def _evaluate(
         report=lambda n: progress("comparing weights", 0.94 + 0.06 * n / layers),
     )
     return Calibration(tensors, metadata, held_out, conditions, rank_ladders, {}, suffices)
+
+
+def _division(
+    model: Model,
+    gathered: Activations,
+    recipe: Recipe,
+    corpus: Corpus,
+    task: _Task,
+    settings: Mapping[str, Any],
+    progress: Progress,
+) -> Division:
+    """How window and hybrid divide their memory; a calibration that resumes finds it beside its target."""
+    if task.quick:
+        return Division()
+    stage = "dividing the memory of window and hybrid"
+
+    def choose() -> dict[str, Any]:
+        progress(stage, 0.0)
+        windows = [site.window for site in gathered.sites]
+        fit_text = some_layers(model, corpus.fitted, windows, n_texts=DIVISION_TEXTS, tokens=DIVISION_TOKENS)
+        with single_threaded_torch() as workers:
+            told = partial(progress, stage)
+            return choose_division(fit_text, gathered, recipe, workers=workers, report=told).to_json()
+
+    checkpoints = Checkpoints(checkpoint_folder(task.target), {**settings, "steps": recipe.steps})
+    return Division.from_json(checkpoints.find_or_make(["division"], choose))
 
 
 def _memory_ladder(

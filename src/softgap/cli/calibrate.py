@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -249,6 +250,8 @@ def _show(calibration: Calibration, path: Path) -> None:
     console.print(_table(calibration))
     if calibration.memory_ladder is not None:
         console.print(_memory_table(calibration.memory_ladder))
+    if division := _division_sentence(calibration.metadata):
+        console.print(division, width=min(console.width, 100))
     if calibration.quick:
         console.print(_LEFT_OUT, width=min(console.width, 100))
         console.print(f"Saved to {path}", soft_wrap=True)
@@ -293,6 +296,23 @@ def _table(calibration: Calibration) -> Table:
         for name, closed in calibration.curve.items():
             table.add_row(f"{name} features, short fits in a few layers", *_cells(closed))
     return table
+
+
+def _division_sentence(metadata: Mapping[str, Any]) -> str:
+    """How window and hybrid divide their memory, and what else was tried; nothing where nothing was."""
+    division = metadata.get("division") or {}
+
+    def tried(choices: Mapping[str, float]) -> str:
+        return ", ".join(f"{choice}: {closed:.3f}" for choice, closed in choices.items())
+
+    if not division.get("by_sinks"):
+        return ""
+    sentence = f"Window and hybrid keep {division['sinks']} sinks"
+    if division["by_share"]:
+        sentence += f", and {division['share']:.3g} of the hybrid's memory goes to features"
+    sentence += " (chosen in a few layers, by the share of the gap that is closed on text of the fit; by sinks of a "
+    sentence += f"window {tried(division['by_sinks'])}"
+    return f"{sentence}; by share {tried(division['by_share'])})." if division["by_share"] else f"{sentence})."
 
 
 def _memory_table(ladder: MemoryLadder) -> Table:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from softgap.attention import ExactSet, Mechanism, resolve
-from softgap.attention.memory import equal_window, halve_features
+from softgap.attention.memory import equal_window
 from softgap.calibration import Recipe
 from softgap.calibration.activations import Activations, gather
 from softgap.calibration.conditions import DOMAINS, SEQUENCES
 from softgap.calibration.conditions import LONGEST as LONGEST_CONDITION
-from softgap.calibration.fit import FEWEST_FEATURES, Maps, fit_maps
+from softgap.calibration.fit import Maps, fit_maps
 from softgap.calibration.held_out import LAYERS, TEXTS, TOKENS, measure_sequence
 from softgap.calibration.layers import single_threaded_torch
-from softgap.calibration.memory_ladder import STEPS, features_tried
+from softgap.calibration.memory_ladder import OWN_SHARES, STEPS, Division, features_tried
 from softgap.calibration.rank_floor import ladders
 from softgap.calibration.sufficiency import LAST, measure_kinds
 from softgap.calibration.texts import (
@@ -89,6 +89,8 @@ def calibration_cost(
     layers, rounds = len(gathered.sites), -(-len(gathered.sites) // workers)
     fitting = sum(fit.seconds(recipe.steps) for fit in (fits.fitted, fits.tail))
     stages["fitting"] = rounds * fitting if minutes is None else 2 * 60 * minutes
+    if not quick:
+        stages["dividing memory"] = LAYERS * len(OWN_SHARES) * fits.tail.seconds(recipe.steps) / workers
     kinds = {name: fits.mechanisms[name] for name in KINDS if name in fits.mechanisms}
     ids = corpus.fitted[0]
     lengths = [min(n, len(ids)) for n in (SHORT, LONG)]
@@ -207,10 +209,10 @@ class _Fits:
 
 def _time_fits(gathered: Activations, recipe: Recipe, probe: Probe) -> _Fits:
     dim, value_dim = gathered.sites[0].dim, gathered.mean.shape[-1]
-    features, exact = halve_features(recipe.features, dim, value_dim)
+    features, exact = Division().hybrid(recipe.features, dim, value_dim)
     with single_threaded_torch():
         maps, fitted = _time_fit(gathered, recipe, None, probe)
-        tail_maps, tail = _time_fit(gathered, replace(recipe, features=max(FEWEST_FEATURES, features)), exact, probe)
+        tail_maps, tail = _time_fit(gathered, replace(recipe, features=features), exact, probe)
     layers = len(gathered.sites)
     tensors = calibration_tensors(gathered, [maps] * layers, [tail_maps] * layers)
     stored = StoredCalibration(tensors, {"hybrid": {"w": exact.recent, "sinks": exact.sinks}}, "")

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import rankdata
 
-from softgap.attention import Mechanism, resolve
+from softgap.attention import ExactSet, Mechanism, resolve
 from softgap.attention.memory import SINKS, keys_worth, split_keys, trade_for_far_keys
 from softgap.checkpoints import Checkpoints
 from softgap.errors import UnsupportedError, ValueInputError
@@ -281,20 +281,21 @@ def calibrated_options(model: Model, equip: Callable[[str], Mechanism], longest:
     sizes = _sizes(worth, longest)
     own = int(hybrid.options["w"])
     hybrids = [hybrid.configure(w=own + keys - worth) for keys in sizes if keys >= worth]
-    windows = _and_far_keys(model, [_window_of(keys) for keys in sizes])
+    sinks = int(hybrid.options["sinks"])
+    windows = _and_far_keys(model, [_window_of(keys, sinks) for keys in sizes])
     return [Substitute(constant), *windows, Substitute(fitted), *_and_far_keys(model, hybrids)]
 
 
-def _window_of(keys: int) -> Mechanism:
+def _window_of(keys: int, sinks: int = SINKS) -> Mechanism:
     """The window that keeps so many keys, a few of them at the beginning of the text."""
-    recent, sinks = split_keys(keys)
+    recent, sinks = split_keys(keys, sinks=sinks)
     return resolve(f"window:w={recent},sinks={sinks}")
 
 
 def _and_far_keys(model: Model, mechanisms: Sequence[Mechanism]) -> list[Substitute]:
     """Windows or hybrids, and those of them with far keys that keep as much."""
     dim = head_dim(model)
-    wide = [mechanism for mechanism in mechanisms if mechanism.options["w"] >= FEWEST_TO_TRADE - SINKS]
+    wide = [mechanism for mechanism in mechanisms if ExactSet.of(mechanism.options).size >= FEWEST_TO_TRADE]
     return [Substitute(mechanism) for mechanism in (*mechanisms, *(trade_for_far_keys(each, dim) for each in wide))]
 
 

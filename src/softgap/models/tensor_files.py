@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
-from softgap.attention.memory import split_keys
+from softgap.attention.memory import SINKS, split_keys
 from softgap.checkpoints import written_whole
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.intervals import Interval
@@ -336,8 +336,9 @@ def default_mechanisms(model: PreTrainedModel) -> tuple[str, ...]:
 def _equal_window(path: Path) -> tuple[str, ...]:
     """The window that the labels of a calibration are about; nothing where it has no labels."""
     try:
-        keys = _description(path)["sufficiency"]["keys_worth"]["window"]
-        recent, sinks = split_keys(round(keys))
+        description = _description(path)
+        keys = description["sufficiency"]["keys_worth"]["window"]
+        recent, sinks = split_keys(round(keys), sinks=int(description.get("division", {}).get("sinks", SINKS)))
     except (LookupError, TypeError, ValueInputError):
         return ()
     return (resolve(f"window:w={recent},sinks={sinks}").label,)
