@@ -28,7 +28,7 @@ import torch
 from scipy.stats import spearmanr
 
 from harness import FINDINGS, machine, write_section
-from softgap.attention import Mechanism, add_window, resolve
+from softgap.attention import ExactSet, Mechanism, add_window, resolve
 from softgap.attention.memory import keys_worth
 from softgap.calibration import Calibration
 from softgap.calibration.sufficiency import LIMIT, KindErrors, measure_kinds
@@ -62,6 +62,7 @@ def say(*words: object) -> None:
 def substitutes(calibration: Calibration) -> dict[str, Mechanism]:
     """What is compared, from one unit of memory (64 keys' worth) to two."""
     fitted, hybrid = calibration.mechanism(), calibration.mechanism("hybrid")
+    own, sinks = ExactSet.of(hybrid.options).recent, f"{ExactSet.of(hybrid.options).sinks} sinks"
     names = {
         "profile": calibration.mechanism("profile"),
         "64 recent keys": resolve("window:w=64,sinks=0"),
@@ -73,11 +74,13 @@ def substitutes(calibration: Calibration) -> dict[str, Mechanism]:
         "64 recent / fitted": add_window(fitted, w=64, sinks=0),
         "4 sinks + 60 recent / fitted": add_window(fitted, w=60, sinks=4),
         "4 sinks + 60 recent / fitted, f = 0.7": add_window(fitted, w=60, sinks=4, f=0.7),
-        "hybrid, 4 sinks + 94 recent": hybrid.configure(w=94),
+        f"hybrid, {sinks} + {own + 64} recent": hybrid.configure(w=own + 64),
         "4 sinks + 30 recent + 32 far": resolve("window:w=30,sinks=4,far=32"),
         "4 sinks + 60 recent + 62 far": resolve("window:w=60,sinks=4,far=62"),
-        "hybrid, 4 sinks + 62 recent + 32 far": hybrid.configure(w=62, far=32),
-        "hybrid, 4 sinks + 30 recent + 62 far": hybrid.configure(w=30, far=62),
+        f"hybrid, {kept.sinks} sinks + {kept.recent + 32} recent + 32 far": hybrid.configure(
+            w=kept.recent + 32, far=32
+        ),
+        f"hybrid, {sinks} + {own} recent + 62 far": hybrid.configure(w=own, far=62),
     }
     return names
 

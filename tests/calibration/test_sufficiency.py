@@ -12,7 +12,7 @@ import torch
 
 from softgap.attention import Mechanism, Visible, add_window, attend, resolve
 from softgap.calibration import sufficiency as module
-from softgap.calibration.sufficiency import KindErrors, Sufficiency, label_heads, measure_kinds
+from softgap.calibration.sufficiency import KindErrors, Sufficiency, far_lengths, label_heads, measure_kinds
 from softgap.errors import ValueInputError
 from softgap.kinds import KINDS, counts_from_numbers, kinds_sentence, numbers_of_counts
 from softgap.probe.layout import LayerTensors
@@ -82,6 +82,7 @@ def test_the_result_counts_kinds_and_survives_json() -> None:
     assert {kind: count.value for kind, count in result.counts.items()} == dict.fromkeys(KINDS, 1.0)
     assert all(count.low <= count.value <= count.high for count in result.counts.values())
     assert result.stability["two halves of the text"] == 1.0
+    assert {"2,048 tokens", "3,000 tokens"} <= set(result.stability)
     assert result.keys_worth["constant"] == 0
     assert result.keys_worth["profile"] is None
     assert result.sentence == (
@@ -93,6 +94,11 @@ def test_the_result_counts_kinds_and_survives_json() -> None:
     assert kinds_sentence(*counts_from_numbers(numbers)) == result.sentence
     assert counts_from_numbers({"need_window": 3.0}) == ({}, None)
     assert label_heads(tiny_llama(), texts(2), kinds(), stability=False).stability == {}
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(1000, []), (1500, [1500]), (2048, [2048]), (8192, [2048, 8192])])
+def test_long_texts_are_labelled_at_two_thousand_tokens_and_at_their_end(tokens: int, lengths: list[int]) -> None:
+    assert far_lengths(tokens) == lengths
 
 
 def errors_of(divergence: list[float], error: list[float], uniform: float = 1.0) -> KindErrors:

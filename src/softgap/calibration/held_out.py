@@ -362,16 +362,9 @@ def held_layers(model: Model, texts: Sequence[Sequence[int]], layers: Sequence[i
     return tuple(layer_list)
 
 
-def some_layers(
-    model: Model,
-    texts: Sequence[Sequence[int]],
-    windows: Sequence[int | None],
-    *,
-    n_texts: int = TEXTS,
-    tokens: int = TOKENS,
-) -> tuple[HeldLayer, ...]:
+def some_layers(model: Model, texts: Sequence[Sequence[int]], windows: Sequence[int | None]) -> tuple[HeldLayer, ...]:
     """Layers spread evenly over a model, on the beginnings of a few texts; ``windows`` are those of all layers."""
-    return held_layers(model, [ids[:tokens] for ids in texts[:n_texts]], spread_layers(windows))
+    return held_layers(model, [ids[:TOKENS] for ids in texts[:TEXTS]], spread_layers(windows))
 
 
 def spread_layers(windows: Sequence[int | None]) -> list[int]:

@@ -30,13 +30,14 @@ from softgap.models.loading import Model
 from softgap.probe.layout import LayerTensors, head_dim, visit_layers
 from softgap.trajectories.validation import BASELINE
 
-__all__ = ["LIMIT", "KindErrors", "Sufficiency", "check_limit", "label_heads", "measure_kinds"]
+__all__ = ["LIMIT", "KindErrors", "Sufficiency", "check_limit", "far_lengths", "label_heads", "measure_kinds"]
 
 LIMIT = 0.1
 SHORT = 512
 RESAMPLES = 999
 # Of a long text only so many last positions are compared: a profile takes time in proportion to their number.
 LAST = 1024
+MIDDLE = 2048
 EVERYWHERE = range(FIRST, 2**62)
 
 
@@ -288,7 +289,8 @@ def label_heads(
     mechanisms
         A mechanism for each kind of ``softgap.kinds.KINDS`` but softmax, in that order; some may be left out.
     far
-        Long texts, whose last 1,024 positions show whether labels hold there.
+        Long texts. The labels at their last 1,024 positions, and at the last 1,024 of their first 2,048, are compared
+        with those of all sequences.
     limit
         The share of gap and energy that a kind may leave.
     stability
@@ -299,8 +301,8 @@ def label_heads(
         Called with the share of the work that is done.
     """
     check_limit(limit)
-    far = [ids for ids in far if len(ids) > LAST] if stability else []
-    total = len(sequences) + len(far)
+    distances = [ids[:length] for ids in far for length in far_lengths(len(ids))] if stability else []
+    total = len(sequences) + len(distances)
     ranges = (EVERYWHERE, range(FIRST, SHORT)) if stability else (EVERYWHERE,)
     errors, *short = measure_kinds(model, sequences, mechanisms, positions=ranges, report=lambda n: report(n / total))
     labels = errors.labels(limit=limit)
@@ -308,7 +310,8 @@ def label_heads(
     agreement = _halves(errors, limit) if stability else {}
     if short and max(map(len, sequences)) > SHORT:
         agreement[f"{SHORT} tokens"] = _agreement(short[0].labels(limit=limit), labels)
-    for ids in far:
+    for done, ids in enumerate(distances, start=len(sequences)):
+        report(done / total)
         (distant,) = measure_kinds(model, [ids], mechanisms, positions=[range(len(ids) - LAST, len(ids))])
         agreement[f"{len(ids):,} tokens"] = _agreement(distant.labels(limit=limit), labels)
     report(1.0)
@@ -331,6 +334,11 @@ def label_heads(
         texts=errors.texts,
         tokens=sum(map(len, sequences)),
     )
+
+
+def far_lengths(tokens: int) -> list[int]:
+    """Lengths at whose last 1,024 positions a long text is labelled; none for a shorter one."""
+    return [length for length in sorted({min(MIDDLE, tokens), tokens}) if length > LAST]
 
 
 def _halves(errors: KindErrors, limit: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from softgap.attention.rotary import Rotation
 from softgap.calibration.activations import Activations, LayerSite, gather
 from softgap.calibration.conditions import evaluate_conditions
 from softgap.calibration.fit import Maps, Recipe, RowPlan
-from softgap.calibration.held_out import HeldOut, evaluate_held_out, some_layers
+from softgap.calibration.held_out import HeldOut, evaluate_held_out, held_layers, some_layers, spread_layers
 from softgap.calibration.layers import FittedLayers, fit_layers, single_threaded_torch, steps_within
 from softgap.calibration.memory_ladder import Division, MemoryLadder, choose_division, climb_memory
 from softgap.calibration.rank_floor import Ladders, ladders
@@ -269,7 +269,7 @@ LADDER_TOKENS = 512
 SHOWN_TOKENS = 256
 
 
-# Text of the fit on which window and hybrid divide their memory.
+# Short texts of the fit on which window and hybrid divide their memory, besides the longest one.
 DIVISION_TEXTS, DIVISION_TOKENS = 4, 2048
 
 
@@ -602,7 +602,9 @@ def _division(
     def choose() -> dict[str, Any]:
         progress(stage, 0.0)
         windows = [site.window for site in gathered.sites]
-        fit_text = some_layers(model, corpus.fitted, windows, n_texts=DIVISION_TEXTS, tokens=DIVISION_TOKENS)
+        # Near and far positions weigh about equally.
+        texts = [*(ids[:DIVISION_TOKENS] for ids in corpus.fitted[:DIVISION_TEXTS]), max(corpus.fitted, key=len)]
+        fit_text = held_layers(model, texts, spread_layers(windows))
         with single_threaded_torch() as workers:
             told = partial(progress, stage)
             return choose_division(fit_text, gathered, recipe, workers=workers, report=told).to_json()

@@ -22,7 +22,7 @@ from softgap.calibration.held_out import LAYERS, TEXTS, TOKENS, measure_sequence
 from softgap.calibration.layers import single_threaded_torch
 from softgap.calibration.memory_ladder import OWN_SHARES, STEPS, Division, features_tried
 from softgap.calibration.rank_floor import ladders
-from softgap.calibration.sufficiency import LAST, measure_kinds
+from softgap.calibration.sufficiency import far_lengths, measure_kinds
 from softgap.calibration.texts import (
     BEGINNINGS,
     FEWEST_NEW,
@@ -98,7 +98,7 @@ def calibration_cost(
     longest = max(map(len, (*corpus.fitted, *corpus.held_out, *corpus.far)))
     held_out = [len(ids) for ids in corpus.held_out]
     sums = probe.curve(lambda n: measure_kinds(model, [ids[:n]], kinds), lengths, longest)
-    stages["labelling heads"] = sums.over([*held_out, *(n for n in far if stability and n > LAST)])
+    stages["labelling heads"] = sums.over([*held_out, *(length for n in far if stability for length in far_lengths(n))])
     pair: list[Any] = [fits.mechanisms["fitted"], BASELINE]
     every: list[Any] = [pair[0], *REFERENCE_MECHANISMS, *(fits.mechanisms[name] for name in BASELINES)]
     by_all, by_pair = (
