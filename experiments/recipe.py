@@ -163,8 +163,8 @@ def write_division(layers: Layers, model: Model, options: argparse.Namespace) ->
     write_section(
         "recipe-division",
         "How a hybrid divides its memory",
-        "`python experiments/recipe.py --text FILE --only division` on layers "
-        f"{', '.join(map(str, options.layers))} of the embedded model; {machine()}. Share of the gap closed on "
+        f"`python experiments/recipe.py --text FILE --layers {' '.join(map(str, options.layers))} --only division` on "
+        f"these layers of the embedded model; {machine()}. Share of the gap closed on "
         f"held-out text by positions; every row keeps as much as {keys} keys with their values. The default recipe, "
         "but without generated text.\n\n"
         "| what | 64-512 | 512-1024 | 1024-2048 | 4096-8192 |\n|---|---|---|---|---|\n" + "\n".join(rows),
