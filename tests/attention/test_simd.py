@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from softgap.attention import simd
 from softgap.attention.decode_kernel import decode_position
-from softgap.attention.simd import LANES, compiled, fill, larger, largest, load, multiply_add, store, total
+from softgap.attention.simd import LANES, compiled, fill, larger, largest, load, multiply_add, spread, store, total
 
 
 @compiled
@@ -26,6 +27,7 @@ def _reduced(source: Any, target: Any) -> None:
     store(target, 0, multiply_add(a, b, fill(source[0])))
     store(target, LANES, larger(a, b))
     target[2 * LANES], target[2 * LANES + 1] = total(a), largest(a)
+    store(target, 3 * LANES, spread(source, LANES + 1))
 
 
 def applied(name: int, values: np.ndarray) -> np.ndarray:
@@ -61,13 +63,14 @@ def test_elu1_is_its_formula() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_products_and_reductions(seed: int) -> None:
     source = np.random.default_rng(seed).normal(size=2 * LANES + 1).astype(np.float32)
-    target = np.empty(2 * LANES + 2, np.float32)
+    target = np.empty(4 * LANES, np.float32)
     _reduced(source, target)
     a, b = source[:LANES], source[LANES + 1 :]
     np.testing.assert_allclose(target[:LANES], a.astype(float) * b + source[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(target[LANES : 2 * LANES], np.maximum(a, b))
     assert target[2 * LANES] == pytest.approx(a.astype(float).sum(), rel=1e-5, abs=1e-5)
     assert target[2 * LANES + 1] == a.max()
+    assert (target[3 * LANES :] == source[LANES + 1]).all()
 
 
 def test_compiled_code_on_disk_is_of_all_sources(tmp_path: Path) -> None:
@@ -109,3 +112,30 @@ def test_a_task_that_fails_is_heard_of() -> None:
             simd.share_out(fail, 3)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(simd._openmp_team() is None, reason="torch runs its operations on other threads than OpenMP's")
+def test_units_run_on_the_threads_of_torch() -> None:
+    """Other threads would share the cores with those of torch, which wait actively after each operation."""
+    threads, own = torch.get_num_threads(), set[int]()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(2**20).add(1)
+        before = {task.name for task in Path("/proc/self/task").iterdir()}
+        simd.share_out(lambda first, last: own.add(threading.get_native_id()), 200)
+    finally:
+        torch.set_num_threads(threads)
+    assert {str(thread) for thread in own} <= before
+    assert str(threading.get_native_id()) in {str(thread) for thread in own}
+
+
+def test_without_openmp_units_run_on_threads_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simd, "_openmp_team", lambda: None)
+    simd._team.cache_clear()
+    try:
+        test_every_unit_is_computed_once(2, 5)
+        test_a_task_that_fails_is_heard_of()
+        assert simd._team() is simd._python_team
+    finally:
+        monkeypatch.undo()
+        simd._team.cache_clear()

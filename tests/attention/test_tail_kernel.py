@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,11 +71,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "segment"), [(False, 1), (False, 20), (True, 1), (True, 282)])
 @pytest.mark.parametrize(("heads", "kv_heads", "w", "sinks", "features", "maps"), CASES)
 def test_the_pass_is_the_formula(
-    heads: int, kv_heads: int, w: int, sinks: int, features: int, maps: Any, padded: bool, passes: list[int]
+    heads: int,
+    kv_heads: int,
+    w: int,
+    sinks: int,
+    features: int,
+    maps: Any,
+    padded: bool,
+    segment: int,
+    passes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(hybrids, "SEGMENT_POSITIONS", segment)
     x = tensors(heads, kv_heads)
     mechanism = add_window(fitted(heads, kv_heads, features, **maps), w=w, sinks=sinks, f=0.7)
     valid = torch.arange(T)[None].expand(2, T) >= torch.tensor([[0], [6]]) if padded else None
@@ -98,11 +109,12 @@ def test_the_pass_is_the_formula(
     group=st.integers(1, 4),
     decay=st.sampled_from([0.0, 0.05, 3.0]),
     spread=st.sampled_from([0.3, 6.0]),
+    segment=st.integers(1, 60),
 )
 def test_blocks_of_any_size_are_the_quadratic_form(
-    w: int, sinks: int, sizes: list[int], start: int, group: int, decay: float, spread: float
+    w: int, sinks: int, sizes: list[int], start: int, group: int, decay: float, spread: float, segment: int
 ) -> None:
-    """Also where features of one key are e^30 times those of another."""
+    """Also where features of one key are e^30 times those of another, and in segments of any size."""
     x = tensors(2 * group, 2)
     own = fitted(2 * group, 2)
     maps = {name: own.parameters[name] * spread for name in ("query_weight", "key_weight")}
@@ -111,7 +123,9 @@ def test_blocks_of_any_size_are_the_quadratic_form(
     valid = torch.arange(T)[None].expand(2, T) >= torch.tensor([[0], [start]])
     truth = attend(mechanism, *x, visible=Visible(key_valid=valid), form="quadratic", dtype=torch.float64, check=False)
     rows = valid[:, None, :, None]
-    error = apart(by_blocks(mechanism, x, sizes, valid) * rows, truth.output * rows)
+    with patch.object(hybrids, "SEGMENT_POSITIONS", segment):
+        found = by_blocks(mechanism, x, sizes, valid)
+    error = apart(found * rows, truth.output * rows)
     # Logarithms of size 100 have digits down to 1e-5 in float32.
     assert error < ROUNDING * (1 if spread < 1 else 20)
 

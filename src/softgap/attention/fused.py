@@ -19,7 +19,7 @@ from torch import Tensor
 
 from softgap.attention import feature_maps
 from softgap.attention.mechanism import Mechanism
-from softgap.attention.simd import LANES, compiled, elu1, fill, load, multiply_add, store, total
+from softgap.attention.simd import LANES, compiled, elu1, fill, load, multiply_add, spread, store, total
 
 __all__ = [
     "GIVEN",
@@ -101,11 +101,11 @@ def _append_and_ask(k: Array, v: Array, q: Array, at: int, state: Array, answers
         value = load(v, e)
         first, second, third = fill(np.float32(0)), fill(np.float32(0)), fill(np.float32(0))
         for i in range(r):
-            row = multiply_add(fill(k[i]), value, load(state, i * wide + e))
+            row = multiply_add(spread(k, i), value, load(state, i * wide + e))
             store(state, i * wide + e, row)
-            first = multiply_add(fill(q[at * long + i]), row, first)
-            second = multiply_add(fill(q[(at + 1) * long + i]), row, second)
-            third = multiply_add(fill(q[(at + 2) * long + i]), row, third)
+            first = multiply_add(spread(q, at * long + i), row, first)
+            second = multiply_add(spread(q, (at + 1) * long + i), row, second)
+            third = multiply_add(spread(q, (at + 2) * long + i), row, third)
         store(answers, at * wide + e, first)
         store(answers, (at + 1) * wide + e, second)
         store(answers, (at + 2) * wide + e, third)
@@ -120,9 +120,9 @@ def _ask(q: Array, at: int, state: Array, wide: int, answers: Array) -> None:
         first, second, third = fill(np.float32(0)), fill(np.float32(0)), fill(np.float32(0))
         for i in range(r):
             row = load(state, i * wide + e)
-            first = multiply_add(fill(q[at * long + i]), row, first)
-            second = multiply_add(fill(q[(at + 1) * long + i]), row, second)
-            third = multiply_add(fill(q[(at + 2) * long + i]), row, third)
+            first = multiply_add(spread(q, at * long + i), row, first)
+            second = multiply_add(spread(q, (at + 1) * long + i), row, second)
+            third = multiply_add(spread(q, (at + 2) * long + i), row, third)
         store(answers, at * wide + e, first)
         store(answers, (at + 1) * wide + e, second)
         store(answers, (at + 2) * wide + e, third)
@@ -199,8 +199,12 @@ def compare_positions(
     sums: Array,
     totals: Array,
     out: Array,
+    first: int,
+    last: int,
 ) -> None:
     """Walk through the positions of every batch row and KV head, and move the state on.
+
+    Of these units those from ``first`` to before ``last`` are computed; threads may share them out.
 
     The state is sums ``[batch * kv_head, r, e]`` and totals ``[batch * kv_head, r]``; valid is ``[batch, time]``, out
     ``[quantity, batch, head, time]``. Each KV head is asked with so many queries: as many as it serves heads, or one
@@ -214,7 +218,7 @@ def compare_positions(
     state, seen = np.zeros(r * wide, np.float32), np.zeros(long, np.float32)
     key, value, output = np.zeros(long, np.float32), np.zeros(wide, np.float32), np.zeros(wide, np.float32)
     queries, answers = np.zeros(3 * threes * long, np.float32), np.zeros(3 * threes * wide, np.float32)
-    for unit in range(units):
+    for unit in range(first, last):
         b, g = unit // groups, unit % groups
         state.reshape(r, wide)[:, :e] = sums[unit]
         seen[:r] = totals[unit]
@@ -242,14 +246,15 @@ def compare_positions(
 
 
 @compiled
-def compare_with_mean(v: Rows, o: Rows, valid: Array, sums: Array, totals: Array, out: Array) -> None:
+def compare_with_mean(v: Rows, o: Rows, valid: Array, sums: Array, totals: Array, out: Array, first: int,
+                      last: int) -> None:  # fmt: skip
     """The same for the one feature 1: S is the sum of the values, z their number, and every query gets their mean."""
     _, batch, heads, time = out.shape
     units, e = sums.shape[0], sums.shape[2]
     groups = units // batch
     per_group, wide = heads // groups, _padded(e)
     state, value, output = np.zeros(wide, np.float32), np.zeros(wide, np.float32), np.zeros(wide, np.float32)
-    for unit in range(units):
+    for unit in range(first, last):
         b, g = unit // groups, unit % groups
         state[:e] = sums[unit, 0]
         count = totals[unit, 0]

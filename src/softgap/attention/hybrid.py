@@ -44,6 +44,8 @@ FAR_POSITIONS = 64
 # Positions that are worth a compiled pass, those of a block of it, and features whose state stays in a near cache.
 FEWEST = 4
 PASS_POSITIONS = 1024
+# Positions of a segment of the pass: some of them for each of few KV heads, so that all threads have work.
+SEGMENT_POSITIONS = 282
 MOST_FEATURES = 256
 
 
@@ -342,20 +344,21 @@ class _FeatureTail:
         batch, heads, n, _ = q.shape
         rows, r, e = batch * key.shape[1], key.shape[-1], span.v.shape[-1]
         carry = self._carry or empty_carry(rows, r, e, key, log=True)
-        state = [x.clone(memory_format=torch.contiguous_format) for x in (carry.sums, carry.totals)]
-        state += [x.clone() for x in (carry.scale, carry.age) if x is not None]
         rate = key.new_zeros(batch, key.shape[1], r) if features.rate is None else features.rate.contiguous()
         leaving = key[:, :, :n] if dropped.late is None else self._late(dropped, features.rate, scale)
         enters = dropped.present.expand(batch, span.k.shape[1], -1)
+        length = self._recent * max(1, SEGMENT_POSITIONS // self._recent)
+        state = _states_before(carry, leaving, dropped.v, enters, rate.flatten(0, 1), length)
         flagged = torch.zeros(batch, heads, n, dtype=torch.bool)
         output = exact.values.contiguous()
         totals, recent, top = (x[..., 0].contiguous().numpy() for x in (exact.totals, exact.recent, exact.scale))
         each = torch.as_tensor(factor, dtype=q.dtype).expand(batch, heads, 1, 1).contiguous().flatten(1)
         block = Block(*(x.contiguous().numpy() for x in (query, key, leaving, dropped.v, enters, rate)))
         answers = Answers(output.numpy(), totals, recent, top, flagged.numpy())
-        shared = (self._recent, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
-        share_out(lambda first, last: add_tail(*shared, first, last), rows)
-        self._carry = replace(carry, sums=state[0], totals=state[1], scale=state[2], age=state[3])
+        shared = (self._recent, length, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
+        share_out(lambda first, last: add_tail(*shared, first, last), rows * len(state[0]))
+        sums, totals, top, age = (x[-1].clone() for x in state)
+        self._carry = replace(carry, sums=sums, totals=totals, scale=top, age=age)
         return output, exact.totals > 0, flagged[..., None]
 
     def _late(self, dropped: Dropped, rate: Tensor | None, scale: float) -> Tensor:
@@ -423,6 +426,35 @@ class _FeatureTail:
     def split_into(self, tails: Sequence[Any]) -> None:
         for i, tail in enumerate(tails):
             tail._carry = None if self._carry is None else split_carry(self._carry, i, len(tails))
+
+
+def _states_before(
+    carry: Carry,
+    leaving: Float[Tensor, "batch key_head key feature"],
+    values: Float[Tensor, "batch kv_head key value_dim"],
+    enters: Bool[Tensor, "batch kv_head key"],
+    rate: Float[Tensor, "row feature"],
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums, totals, scale and age of a state before each segment of so many keys, of which some enter it."""
+    if carry.scale is None or carry.age is None:
+        raise AssertionError("the pass has logarithms of features")
+    copies = leaving.shape[1] // values.shape[1]
+    values, enters = (x.repeat_interleave(copies, dim=1).flatten(0, 1) for x in (values, enters))
+    leaving = leaving.flatten(0, 1)
+    states = [(carry.sums, carry.totals, carry.scale, carry.age)]
+    for start in range(0, leaving.shape[1] - length, length):
+        part = slice(start, start + length)
+        # How long before the segment's end each key has entered.
+        since = torch.arange(length, 0, -1, dtype=leaving.dtype)[:, None]
+        logs = (leaving[:, part] - rate[:, None] * since).masked_fill_(~enters[:, part, None], LOG_ZERO)
+        sums, totals, scale, age = states[-1]
+        carried = scale - rate * (age + length)
+        top = torch.maximum(carried, logs.amax(dim=1))
+        own, weights = (carried - top).exp_(), (logs - top[:, None]).exp_().mul_(logs > PRESENT)
+        sums = torch.baddbmm(sums * own[:, :, None], weights.transpose(1, 2), values[:, part])
+        states.append((sums, totals * own + weights.sum(dim=1), top, torch.zeros_like(top)))
+    return tuple(torch.stack(column) for column in zip(*states, strict=True))  # type: ignore[return-value]
 
 
 def _per_head(sums: Sums, heads: int) -> Sums:

@@ -7,8 +7,10 @@ where the registers of the processor are shorter, so the code runs everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +41,7 @@ __all__ = [
     "multiply_add",
     "share_out",
     "sources",
+    "spread",
     "store",
     "sum_rows",
     "total",
@@ -91,14 +94,58 @@ def compiled(function: Function) -> Function:
 
 
 def share_out(task: Callable[[int, int], None], units: int) -> None:
-    """Run a compiled task over units from a first to before a last, on as many threads as torch may use."""
+    """Run a compiled task over units from a first to before a last, on as many threads as torch may use.
+
+    The threads are torch's own where they are those of OpenMP. After each of its operations they wait actively for the
+    next one, 300,000 spins by default (GCC's manual, GOMP_SPINCOUNT): other threads would share the cores with them.
+    """
     threads = min(units, torch.get_num_threads())
     if threads <= 1:
         task(0, units)
         return
     # One unit at a time: a thread that was late takes fewer. Compiled code lets go of Python's lock.
+    remaining, failures = iter(range(units)), list[BaseException]()
+
+    def work() -> None:
+        try:
+            for unit in remaining:
+                task(unit, unit + 1)
+        except BaseException as error:
+            failures.append(error)
+
+    _team()(work, threads)
+    if failures:
+        raise failures[0]
+
+
+@functools.cache
+def _team() -> Callable[[Callable[[], None], int], None]:
+    """What calls a function on so many threads at once."""
+    return _openmp_team() or _python_team
+
+
+def _openmp_team() -> Callable[[Callable[[], None], int], None] | None:
+    """The threads that torch's operations use; None where torch does not use OpenMP by this interface."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    try:
+        # Looked up in torch's library, the function is that of the very OpenMP that torch is linked with.
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes, parallel.restype = [entry, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+
+    def run(work: Callable[[], None], threads: int) -> None:
+        parallel(entry(lambda _: work()), None, threads, 0)
+
+    return run
+
+
+def _python_team(work: Callable[[], None], threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(task, unit, unit + 1) for unit in range(units)]:
+        for done in [pool.submit(work) for _ in range(threads)]:
             done.result()
 
 
@@ -160,16 +207,27 @@ def store(typing: Any, array: Any, index: Any, a: Any) -> tuple[Any, _Code]:
     return types.none(array, types.intp, a), code
 
 
+def _repeat(builder: Any, number: Any) -> Any:
+    nothing = ir.Constant(_FLOATS, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, nothing, _word(0))
+
+
 @_operation
 def fill(typing: Any, value: Any) -> tuple[Any, _Code]:
     """A vector of one number."""
+    return _lanes(types.float32), lambda context, builder, signature, values: _repeat(builder, values[0])
+
+
+@_operation
+def spread(typing: Any, array: Any, index: Any) -> tuple[Any, _Code]:
+    """A vector of the one number at an index of a flat array, which is not checked for counting from the end."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        nothing = ir.Constant(_FLOATS, ir.Undefined)
-        first = builder.insert_element(nothing, values[0], ir.IntType(32)(0))
-        return builder.shuffle_vector(first, nothing, _word(0))
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        return _repeat(builder, builder.load(builder.gep(data, [values[1]]), align=4, typ=ir.FloatType()))
 
-    return _lanes(types.float32), code
+    return _lanes(array, types.intp), code
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -189,6 +189,7 @@ class LinearState:
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, key_valid: Bool[Tensor, "batch time"] | None
     ) -> Float[Tensor, "quantity batch head time"]:
         from softgap.attention.fused import GIVEN, ONES, Rows, compare_positions, compare_with_mean, map_in_pass
+        from softgap.attention.simd import share_out
 
         feature_map = map_in_pass(self.mechanism)
         if feature_map == GIVEN:
@@ -204,10 +205,10 @@ class LinearState:
         state = (valid.numpy(), carry.sums.numpy(), carry.totals.numpy(), quantities.numpy())
         values, outputs = Rows.of(v), Rows.of(output)
         if feature_map == ONES:
-            compare_with_mean(values, outputs, *state)
+            share_out(lambda a, b: compare_with_mean(values, outputs, *state, a, b), batch * kv_heads)
         else:
-            asked = q.shape[1] // kv_heads
-            compare_positions(feature_map, asked, Rows.of(q), Rows.of(k), values, v.shape[1], outputs, *state)
+            place = (feature_map, q.shape[1] // kv_heads, Rows.of(q), Rows.of(k), values, v.shape[1], outputs)
+            share_out(lambda a, b: compare_positions(*place, *state, a, b), batch * kv_heads)
         self._advance(batch, t, key_valid, k.device)
         return quantities
 

@@ -10,6 +10,9 @@ The factor c_t asks for sum_j phi(k_j) exp(-rate (t - j)) over the w recent keys
 every window is the end of one block and the beginning of the next (van Herk 1992), so nothing is subtracted. The sums
 over all ends of a block are computed when it is complete.
 
+Positions are cut into segments of whole such blocks. What the state holds where a segment begins is a product of
+matrices, so the segments have nothing in common, and threads share them out.
+
 Everything is float32; rows of features and values are padded to whole vectors (``softgap.attention.simd``).
 """
 
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softgap.attention.simd import LANES, compiled, exp, fill, larger, largest, load, multiply_add, store, total
+from softgap.attention.simd import LANES, compiled, exp, fill, larger, largest, load, multiply_add, spread, store, total
 
 __all__ = ["Answers", "Block", "TailState", "add_tail"]
 
@@ -46,12 +49,15 @@ class Block(NamedTuple):
 
 
 class TailState(NamedTuple):
-    """The state of the keys that have left, relative to exp(scale - rate * age) per feature; it is moved on."""
+    """The state of the keys that have left before each segment, relative to exp(scale - rate * age) per feature.
 
-    sums: Array  # [batch * key_head, feature, value_dim]
-    totals: Array  # [batch * key_head, feature]
-    scale: Array  # [batch * key_head, feature]
-    age: Array  # [batch * key_head, feature]
+    It is moved on to the end of its segment.
+    """
+
+    sums: Array  # [segment, batch * key_head, feature, value_dim]
+    totals: Array  # [segment, batch * key_head, feature]
+    scale: Array  # [segment, batch * key_head, feature]
+    age: Array  # [segment, batch * key_head, feature]
 
 
 class Answers(NamedTuple):
@@ -79,7 +85,8 @@ class _Room(NamedTuple):
     keep: Array  # [feature]: what remains of the old sums
     new: Array  # [feature]: the weight of the new key
     near: Array  # [2 * feature]: sums over the recent keys, and their scale
-    row: Array  # [feature]
+    carried: Array  # [feature]: the state's scale at the query
+    row: Array  # [feature]: what a query's features are
     queries: Array  # [asked, feature]: what each query asks of the state
     value: Array  # [value_dim]
     answers: Array  # [asked * value_dim]
@@ -104,6 +111,7 @@ def _room(recent: int, features: int, value_dim: int, asked: int) -> _Room:
         np.zeros(long, single),
         np.zeros(2 * long, single),
         np.zeros(long, single),
+        np.full(long, 2 * _ABSENT, single),
         np.zeros(asked * long, single),
         np.zeros(wide, single),
         np.zeros(asked * wide, single),
@@ -196,68 +204,62 @@ def _weigh_leaving(keys: Array, b: int, j: int, at: int, enters: bool, room: _Ro
 def _ask_state(first: int, append: bool, room: _Room) -> None:
     """The answers of three queries; with ``append`` the sums are weighed anew and the new value is added before."""
     wide, long = room.value.size, room.key.size
-    sums, queries, answers = room.sums, room.queries, room.answers
+    sums, answers = room.sums, room.answers
+    one, two, three = first * long, (first + 1) * long, (first + 2) * long
     for e in range(0, wide, LANES):
         value = load(room.value, e)
         a, b, c = fill(_ZERO), fill(_ZERO), fill(_ZERO)
         for i in range(long):
             row = load(sums, i * wide + e)
             if append:
-                row = multiply_add(row, fill(room.keep[i]), multiply_add(value, fill(room.new[i]), fill(_ZERO)))
+                new = multiply_add(value, spread(room.new, i), fill(_ZERO))
+                row = multiply_add(row, spread(room.keep, i), new)
                 store(sums, i * wide + e, row)
-            a = multiply_add(fill(queries[first * long + i]), row, a)
-            b = multiply_add(fill(queries[(first + 1) * long + i]), row, b)
-            c = multiply_add(fill(queries[(first + 2) * long + i]), row, c)
+            a = multiply_add(spread(room.queries, one + i), row, a)
+            b = multiply_add(spread(room.queries, two + i), row, b)
+            c = multiply_add(spread(room.queries, three + i), row, c)
         store(answers, first * wide + e, a)
         store(answers, (first + 1) * wide + e, b)
         store(answers, (first + 2) * wide + e, c)
 
 
 @compiled
-def _weigh_query(query: Array, place: tuple[int, int, int], at: int, recent: int, room: _Room, weights: Array) -> None:
+def _scale_state(recent: int, room: _Room) -> None:
+    """The scale of every feature of the state, at the position of the query."""
+    long, state = room.key.size, room.state
+    for i in range(0, long, LANES):
+        # The state's age was raised by one already.
+        age = multiply_add(load(state, 2 * long + i), fill(_ONE), fill(np.float32(recent - 1)))
+        store(room.carried, i, _less(load(state, long + i), multiply_add(load(room.rate, i), age, fill(_ZERO))))
+
+
+@compiled
+def _weigh_query(query: Array, place: tuple[int, int, int], at: int, room: _Room, weights: Array) -> None:
     """What a query asks of the state: its weights' sum and scale, then those of the recent keys."""
     b, h, t = place
     long, n = room.key.size, query.shape[3]
-    state, terms, near = room.state, room.row, room.near
-    for i in range(n):
-        # The state's age was raised by one already.
-        age = state[2 * long + i] - _ONE + np.float32(recent)
-        terms[i] = query[b, h, t, i] + state[long + i] - room.rate[i] * age
-    top = _largest(terms, n)
-    _exp_below(terms, n, top)
-    far = fill(_ZERO)
+    state, row, near = room.state, room.row, room.near
+    first = ((b * query.shape[1] + h) * query.shape[2] + t) * n
+    whole = n - n % LANES
+    for i in range(0, whole, LANES):
+        store(row, i, load(query, first + i))
+    for i in range(whole, n):
+        row[i] = query[b, h, t, i]
+    tops, near_tops = fill(_ABSENT), fill(_ABSENT)
     for i in range(0, long, LANES):
-        term = load(terms, i)
+        tops = larger(tops, multiply_add(load(row, i), fill(_ONE), load(room.carried, i)))
+        near_tops = larger(near_tops, multiply_add(load(row, i), fill(_ONE), load(near, long + i)))
+    top, near_top = largest(tops), largest(near_tops)
+    far, mass = fill(_ZERO), fill(_ZERO)
+    for i in range(0, long, LANES):
+        logs = load(row, i)
+        term = exp(_less(multiply_add(logs, fill(_ONE), load(room.carried, i)), fill(top)))
         store(room.queries, at * long + i, term)
         far = multiply_add(term, load(state, i), far)
-    for i in range(n):
-        terms[i] = query[b, h, t, i] + near[long + i]
-    near_top = _largest(terms, n)
-    _exp_below(terms, n, near_top)
-    mass = fill(_ZERO)
-    for i in range(0, long, LANES):
-        mass = multiply_add(load(terms, i), load(near, i), mass)
+        own = exp(_less(multiply_add(logs, fill(_ONE), load(near, long + i)), fill(near_top)))
+        mass = multiply_add(own, load(near, i), mass)
     weights[4 * at], weights[4 * at + 1] = total(far), top
     weights[4 * at + 2], weights[4 * at + 3] = total(mass), near_top
-
-
-@compiled
-def _largest(terms: Array, n: int) -> Any:
-    """The largest of the first n numbers; those behind become absent."""
-    for i in range(n, terms.size):
-        terms[i] = _ABSENT * np.float32(2)
-    top = load(terms, 0)
-    for i in range(LANES, terms.size, LANES):
-        top = larger(top, load(terms, i))
-    return largest(top)
-
-
-@compiled
-def _exp_below(terms: Array, n: int, top: Any) -> None:
-    for i in range(0, terms.size, LANES):
-        store(terms, i, exp(multiply_add(load(terms, i), fill(_ONE), fill(-top))))
-    for i in range(n, terms.size):
-        terms[i] = _ZERO
 
 
 @compiled
@@ -283,12 +285,14 @@ def _join(answers: Answers, place: tuple[int, int, int], weights: Array, factor:
 
 
 @compiled
-def _walk(recent: int, block: Block, answers: Answers, factor: Array, b: int, j: int, room: _Room) -> None:
-    """All positions of one key head, whose state is at hand."""
+def _walk(recent: int, block: Block, answers: Answers, factor: Array, place: tuple[int, int, int, int],
+          room: _Room) -> None:  # fmt: skip
+    """The positions of a segment for one key head, whose state is at hand."""
+    b, j, start, stop = place
     group, copies = block.query.shape[1] // block.key.shape[1], block.key.shape[1] // block.values.shape[1]
     keys, values = block.key, block.values
     weights = np.zeros(4 * group, np.float32)
-    for t in range(block.query.shape[2]):
+    for t in range(start, stop):
         i = t % recent
         if i == 0:
             _sum_ends(keys, b, j, t + 1, room)
@@ -298,8 +302,9 @@ def _walk(recent: int, block: Block, answers: Answers, factor: Array, b: int, j:
         _weigh_leaving(block.leaving, b, j, t, block.enters[b, j // copies, t], room)
         for e in range(values.shape[3]):
             room.value[e] = values[b, j // copies, t, e]
+        _scale_state(recent, room)
         for at in range(group):
-            _weigh_query(block.query, (b, j * group + at, t), at, recent, room, weights)
+            _weigh_query(block.query, (b, j * group + at, t), at, room, weights)
         for first in range(0, group, 3):
             _ask_state(first, first == 0, room)
         for at in range(group):
@@ -308,25 +313,29 @@ def _walk(recent: int, block: Block, answers: Answers, factor: Array, b: int, j:
 
 
 @compiled
-def add_tail(
-    recent: int, block: Block, state: TailState, answers: Answers, factor: Array, first: int, last: int
-) -> None:
+def add_tail(recent: int, length: int, block: Block, state: TailState, answers: Answers, factor: Array, first: int,
+             last: int) -> None:  # fmt: skip
     """Let the keys that leave the window enter the state, and add the state to every query's sums over exact keys.
 
-    factor [batch, head] is that of the tail, f. Of the units, which are key heads of rows of the batch, those from
-    ``first`` to before ``last`` are computed: they have nothing in common, so threads may share them out.
+    ``length`` is that of a segment, a multiple of ``recent``. factor [batch, head] is that of the tail, f. Of the
+    units, which are segments of key heads of rows of the batch, those from ``first`` to before ``last`` are computed:
+    they have nothing in common, so threads may share them out.
     """
-    key_heads, r, e = block.key.shape[1], state.sums.shape[1], state.sums.shape[2]
+    key_heads, n = block.key.shape[1], block.query.shape[2]
+    rows, r, e = state.sums.shape[1], state.sums.shape[2], state.sums.shape[3]
     group = block.query.shape[1] // key_heads
     room = _room(recent, r, e, (group + 2) // 3 * 3)
     long, wide = room.key.size, room.value.size
     for unit in range(first, last):
-        b, j = unit // key_heads, unit % key_heads
-        room.sums.reshape(long, wide)[:r, :e] = state.sums[unit]
-        room.state[:r] = state.totals[unit]
-        room.state[long : long + r], room.state[2 * long : 2 * long + r] = state.scale[unit], state.age[unit]
+        segment, row = unit // rows, unit % rows
+        b, j = row // key_heads, row % key_heads
+        sums, totals = state.sums[segment, row], state.totals[segment, row]
+        scale, age = state.scale[segment, row], state.age[segment, row]
+        room.sums.reshape(long, wide)[:r, :e] = sums
+        room.state[:r] = totals
+        room.state[long : long + r], room.state[2 * long : 2 * long + r] = scale, age
         room.rate[:r] = block.rate[b, j]
-        _walk(recent, block, answers, factor, b, j, room)
-        state.sums[unit] = room.sums.reshape(long, wide)[:r, :e]
-        state.totals[unit] = room.state[:r]
-        state.scale[unit], state.age[unit] = room.state[long : long + r], room.state[2 * long : 2 * long + r]
+        _walk(recent, block, answers, factor, (b, j, segment * length, min(n, (segment + 1) * length)), room)
+        sums[:] = room.sums.reshape(long, wide)[:r, :e]
+        totals[:] = room.state[:r]
+        scale[:], age[:] = room.state[long : long + r], room.state[2 * long : 2 * long + r]
