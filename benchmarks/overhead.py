@@ -110,10 +110,10 @@ def report_peak(mode: str, size: int, side: str) -> None:
     print(peak_of_process())
 
 
-def measure(mode: str, size: int, pairs: int) -> str:
+def measure(mode: str, size: int, pairs: int, clock: Callable[[], float]) -> str:
     """One line of the table."""
     # The longest runs warm up within their first second.
-    plain, recorded = interleaved(sides_of(mode, size), pairs, warm_up=0 if size >= 1000 else 1)
+    plain, recorded = interleaved(sides_of(mode, size), pairs, warm_up=0 if size >= 1000 else 1, clock=clock)
     peaks = [peak_memory(__file__, "--peak", mode, str(size), side) or 0 for side in ("plain", "recorded")]
     milliseconds = [statistics.median(times) / size * 1e3 for times in (plain, recorded)]
     return (
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", choices=("live", "replay", "offloaded"))
     parser.add_argument("--profile", action="store_true", help="only measure where the time of recording goes")
-    parser.add_argument("--loaded", action="store_true", help="measure on a busy machine; nothing is written")
+    parser.add_argument("--loaded", action="store_true", help="a busy machine: one thread, processor time")
     parser.add_argument("--sizes", type=int, nargs="+", help="only these numbers of tokens; nothing is written")
     parser.add_argument("--peak", nargs=3, metavar=("MODE", "SIZE", "SIDE"), help="only report one process's peak")
     arguments = parser.parse_args()
@@ -201,27 +201,34 @@ def main() -> None:
         return
     if not arguments.loaded:
         require_quiet_machine()
-    unwritten = arguments.loaded or arguments.sizes
+    unwritten = bool(arguments.sizes)
+    clock = time.process_time if arguments.loaded else time.perf_counter
+    if arguments.loaded:
+        torch.set_num_threads(1)
     if arguments.profile:
         text = profile((("live", 100), ("replay", 512), ("replay", 2048)))
-        if not unwritten:
+        if not (unwritten or arguments.loaded):
             write_section("overhead-profile", "Where the time of recording goes", text)
         return
     for mode, sizes in (("live", LIVE), ("replay", REPLAY), ("offloaded", OFFLOADED)):
         lines = list(HEADING)
         for size in (arguments.sizes or sizes) if arguments.only in (None, mode) else ():
-            lines.append(measure(mode, size, arguments.pairs))
+            lines.append(measure(mode, size, arguments.pairs, clock))
             print(lines[-1], flush=True)
             # Row by row: an interrupted run keeps what it has measured.
             if not unwritten:
-                write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments.pairs))
+                write_section(f"overhead-{mode}", TITLES[mode], _text(mode, lines, arguments))
 
 
-def _text(mode: str, lines: list[str], pairs: int) -> str:
+def _text(mode: str, lines: list[str], arguments: argparse.Namespace) -> str:
+    pairs = arguments.pairs
+    flag, busy = (
+        (" --loaded", ", beside other work: times are those of the processor") if arguments.loaded else ("", "")
+    )
     offloaded = " On both sides accelerate keeps the weights in memory and brings each to its layer (target: 1.10)."
     return (
-        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}` on the embedded model (float32, sdpa); "
-        f"{machine()}. Both "
+        f"`python benchmarks/overhead.py --pairs {pairs} --only {mode}{flag}` on the embedded model (float32, sdpa); "
+        f"{machine()}{busy}. Both "
         "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
         "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
         f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "

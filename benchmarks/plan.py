@@ -2,11 +2,12 @@
 
 Run: python benchmarks/plan.py --calibration FILE [--plan PLAN.json] [--only decode prefill batch peak] [--pairs 5]
 
-Both sides are the embedded model: as it is, and under a plan with the plan's cache; they take turns. Without ``--plan``
-the plans are made here: the KV groups of every layer become the calibration's hybrid (a fitted state with sinks and a
-window), but for KV_GROUPS_KEPT groups spread evenly over the layers; beside it windows of equal bytes, and the hybrid
-with half of its window as far keys. Speed does not depend on which groups are kept, so no search is needed; what such a
-plan costs in loss is not measured here. All parts take some 20 minutes on two cores; ``--only`` chooses some.
+Both sides are the embedded model or that of ``--model``: as it is, and under a plan with the plan's cache; they take
+turns. Without ``--plan`` the plans are made here: the KV groups of every layer become the calibration's hybrid (a
+fitted state with sinks and a window), but for one group in nine, spread evenly over the layers; beside it windows of
+equal bytes, and the hybrid with half of its window as far keys. Speed does not depend on which groups are kept, so no
+search is needed; what such a plan costs in loss is not measured here. All parts take some 20 minutes on two cores;
+``--only`` chooses some.
 
 From --synthetic positions on (32,768 by default) the cache of either side is synthetic: keys and values are noise that
 nobody has read, behind a short context that was read.
@@ -39,11 +40,12 @@ from softgap.intervene.state_cache import StateLayer, cache_bytes
 from softgap.linearize import Applied, Plan, Readout, Substitute, apply, load_plan
 from softgap.linearize.plan import plan_of
 from softgap.models import load_model
+from softgap.models.catalogue import EMBEDDED
 from softgap.probe.layout import attention_layers, head_dim
 from softgap.probe.recording import prepare_mechanism
 
 CHUNK = 512
-KV_GROUPS_KEPT = 10
+KEPT = 1 / 9  # of the KV groups
 WINDOW = 94
 SYNTHETIC = [32768]
 PARTS = ("decode", "prefill", "batch", "peak")
@@ -55,7 +57,8 @@ def make_plans(model: Any, calibration: str) -> dict[str, Plan]:
     """A plan of hybrids, of windows with the same bytes, and of hybrids with far keys; outputs are corrected."""
     layers, dim = attention_layers(model), head_dim(model)
     groups = [(layer.number, g) for layer in layers for g in range(layer.kv_heads)]
-    kept = {groups[i * len(groups) // KV_GROUPS_KEPT] for i in range(KV_GROUPS_KEPT)}
+    n_kept = round(KEPT * len(groups))
+    kept = {groups[i * len(groups) // n_kept] for i in range(n_kept)}
     size = layers[0].heads // layers[0].kv_heads
     heads = [(layer, g * size + i) for layer, g in groups if (layer, g) not in kept for i in range(size)]
     hybrid = prepare_mechanism(f"hybrid@{calibration}", model).configure(w=WINDOW)
@@ -264,16 +267,17 @@ def peak_rows(model: Any, plans: dict[str, Plan], options: argparse.Namespace) -
     with tempfile.TemporaryDirectory() as folder:
         path = str(next(iter(plans.values())).save(Path(folder) / "plan.json"))
         for context in options.prompts:
-            one, other = (_memory_of(path, context, options.threads, side) for side in ("original", "plan"))
+            one, other = (_memory_of(path, context, options, side) for side in ("original", "plan"))
             cells = (f"{a / 1e6:.0f}, {b / 1e6:.0f} | {b / a:.3f}" for a, b in zip(one, other, strict=True))
             lines.append(f"| {context} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return lines
 
 
-def _memory_of(plan: str, context: int, threads: int, side: str) -> tuple[int, int]:
+def _memory_of(plan: str, context: int, options: argparse.Namespace, side: str) -> tuple[int, int]:
     """Peak and private bytes of one side in a process of its own."""
-    command = [sys.executable, __file__, "--plan", plan, "--threads", str(threads), "--of", str(context), side]
+    command = [sys.executable, __file__, "--plan", plan, "--threads", str(options.threads), "--model", options.model]
+    command += ["--of", str(context), side]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     peak, private = done.stdout.split()[-2:]
     return int(peak), int(private)
@@ -282,7 +286,7 @@ def _memory_of(plan: str, context: int, threads: int, side: str) -> tuple[int, i
 def report_peak(options: argparse.Namespace) -> None:
     """One side alone, and this process's peak memory and what of it is private in the end."""
     context, name = int(options.of[0]), options.of[1]
-    model, _ = load_model(progress=False)
+    model, _ = load_model(options.model, progress=False)
     plan = next(iter(plans_of(options, model).values())) if name == "plan" else None
     with torch.inference_mode():
         side = Side(model, plan, 0)
@@ -304,6 +308,7 @@ def main() -> None:
     """Measure, print, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibration", help="make the plans from this calibration")
+    parser.add_argument("--model", default=EMBEDDED, help="each has tables of its own")
     parser.add_argument("--plan", help="measure this plan's JSON file instead")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
@@ -328,14 +333,17 @@ def main() -> None:
         return
     if not options.loaded:
         require_quiet_machine()
-    model, _ = load_model(progress=False)
+    model, _ = load_model(options.model, progress=False)
     plans = plans_of(options, model)
     about = "; ".join(
         f"*{name}*: {len(plan.groups)} KV groups freed, {field_words(plan.substitute.name)}"
         for name, plan in plans.items()
     )
     noise = f"Caches of {options.synthetic:,} positions and more are synthetic. "
-    flags = f" --synthetic {options.synthetic}" + " --loaded" * options.loaded
+    embedded = options.model == EMBEDDED
+    words = "the embedded model" if embedded else options.model
+    of_model, suffix = ("", "") if embedded else (f" --model {options.model}", f"-{options.model}")
+    flags = f"{of_model} --synthetic {options.synthetic}" + " --loaded" * options.loaded
     busy = ", beside other work: times are those of the processor" if options.loaded else ""
     for part in options.only:
         name, title, rows = SECTIONS[part]
@@ -343,10 +351,10 @@ def main() -> None:
             lines = rows(model, plans, options)
         own = noise if part == "decode" else ""
         write_section(
-            name,
-            title,
-            f"`python benchmarks/plan.py --only {part} --pairs {options.pairs} --new {options.new}{flags}` on the "
-            f"embedded model in float32; {machine()}{busy}. {about}. {own}Medians of {options.pairs} rounds "
+            name + suffix,
+            title + ("" if embedded else f": {options.model}"),
+            f"`python benchmarks/plan.py --only {part} --pairs {options.pairs} --new {options.new}{flags}` on {words} "
+            f"in float32; {machine()}{busy}. {about}. {own}Medians of {options.pairs} rounds "
             "in which the sides take turns; ratios are those of the rounds, with their range.\n\n" + "\n".join(lines),
         )
 

@@ -1,6 +1,8 @@
-"""Which heads of the embedded model can go without softmax: scores, output correction and the frontier.
+"""Which heads of a model can go without softmax: scores, output correction and the frontier.
 
 Run: python experiments/linearize_table.py --text FILE --calibration CAL [--tokens 16384] [--heads 60] [--only scores]
+
+The model is the embedded one, or that of --model.
 
 The first half of the file is what the calibration was fitted on; scores and output corrections use
 `--fit-tokens` of it. Every cost is measured on `--tokens` of the second half: 16384 for the final table. The tables go
@@ -33,7 +35,9 @@ from softgap.linearize.impact import Impact, impact_on
 from softgap.linearize.scores import Scores
 from softgap.linearize.sequences import Sequences, digest_of_sequences
 from softgap.models import load_model
+from softgap.models.catalogue import EMBEDDED
 from softgap.models.tokens import token_ids
+from softgap.probe.layout import attention_layers
 from softgap.report.figures import draw_frontier, save_figure
 
 FITTED = "fitted"
@@ -41,7 +45,6 @@ FIT_LISTS = 8
 ORDERS = ["gradient+fisher", "divergence", "random"]
 # What one head of a sweep takes, in passes over its text: benchmarks/impact.py measures it.
 REUSE = 0.53
-SWEEP = 270 * REUSE
 IMAGES = FINDINGS.parent / "images"
 
 
@@ -130,12 +133,13 @@ def score_table(scores: Scores, impact: Impact, text: float) -> str:
     for name in scores.values:
         score = scores.mean(name)[places]
         by_loss, by_kl = (rank_agreement(score, impact.change[q][0], rng=rng) for q in ("loss", "kl"))
+        cost = scores.passes[name] * text / (REUSE * len(scores.heads))
         caught = len(costliest & set(np.argsort(score)[::-1][: 2 * top]))
         rows.append(
             (
                 -by_loss.correlation.value,
                 f"| {name} | {by_loss.correlation} | {by_loss.disattenuated:.3f} | {by_kl.correlation} | "
-                f"{by_kl.disattenuated:.3f} | {caught} of {top} | {scores.passes[name] * text / SWEEP:.1%} |",
+                f"{by_kl.disattenuated:.3f} | {caught} of {top} | {cost:.1%} |",
             )
         )
     ceiling = rank_agreement(impact.mean("loss"), impact.change["loss"][0], rng=rng)
@@ -168,27 +172,37 @@ def frontier_table(result: Frontier) -> str:
 def command(options: argparse.Namespace) -> str:
     """The beginning of the command that writes a section."""
     sizes = f"--tokens {options.tokens} --fit-tokens {options.fit_tokens}"
-    return f"python experiments/linearize_table.py --text FILE --calibration CAL {sizes}"
+    of_model = "" if options.model == EMBEDDED else f" --model {options.model}"
+    return f"python experiments/linearize_table.py --text FILE --calibration CAL{of_model} {sizes}"
+
+
+def words(options: argparse.Namespace) -> tuple[str, str, str]:
+    """What follows the name of a section, what follows its title, and the model in words."""
+    if options.model == EMBEDDED:
+        return "", "", "the embedded model"
+    return f"-{options.model}", f": {options.model}", options.model
 
 
 def write_scores(
     model: Any, fit: Sequences, held: Sequences, options: argparse.Namespace, rivals: list[Substitute]
 ) -> None:
     """The tables of scores."""
-    everything = [(layer, head) for layer in range(30) for head in range(9)]
+    everything = [(layer.number, head) for layer in attention_layers(model) for head in range(layer.heads)]
+    suffix, title, name = words(options)
+    sweep = REUSE * len(everything)
     drawn = np.random.default_rng(0).choice(len(everything), size=min(options.heads, len(everything)), replace=False)
     heads = [everything[i] for i in sorted(drawn)]
     for rival in rivals:
         scores = scored(model, fit, rival, options.parts)
         table = score_table(scores, measured(model, held, rival, heads, options), fit.tokens / held.tokens)
         write_section(
-            f"linearize_table-scores-{rival.mechanism.name}",
-            f"Which score predicts what a head's swap costs: {rival.mechanism.name}",
-            f"`{command(options)} --only scores --mechanisms {rival.mechanism.name} --heads {len(heads)}` on the "
-            f"embedded model; {machine()}. Spearman's correlation over {len(heads)} of 270 heads, drawn at random, "
-            f"between a score from {fit.tokens:,} tokens and the rise in loss (and the KL divergence) measured on "
-            f"{held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
-            f"disattenuated is divided by what the measurement allows. A sweep takes the time of {SWEEP:.0f} passes "
+            f"linearize_table-scores-{rival.mechanism.name}{suffix}",
+            f"Which score predicts what a head's swap costs: {rival.mechanism.name}{title}",
+            f"`{command(options)} --only scores --mechanisms {rival.mechanism.name} --heads {len(heads)}` on "
+            f"{name}; {machine()}. Spearman's correlation over {len(heads)} of {len(everything)} heads, drawn at "
+            f"random, between a score from {fit.tokens:,} tokens and the rise in loss (and the KL divergence) measured "
+            f"on {held.tokens:,} tokens of held-out text, one head swapped at a time, with 95 % over resampled heads; "
+            f"disattenuated is divided by what the measurement allows. A sweep takes the time of {sweep:.0f} passes "
             "over the text that is measured on; a backward pass counts as two.\n\n" + table,
             page=FINDINGS,
         )
@@ -204,6 +218,7 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
         )
         for n, seed, part in ((FIT_LISTS, 1, text[0]), (options.lists, 5, text[1]))
     )  # fmt: skip
+    suffix, title, in_words = words(options)
     flags = ("" if options.greedy else " --no-greedy") + ("" if options.correct else " --no-correct")
     flags += "" if options.orders == ORDERS else f" --orders {' '.join(options.orders)}"
     for length in options.lengths:
@@ -218,16 +233,17 @@ def write_frontier(model: Any, text: tuple[str, str], options: argparse.Namespac
                     folder=options.parts / "frontier", progress=say,
                 )  # fmt: skip
                 name = f"frontier-{by}-{length}" + (f"-window-{window}" if window else "")
-                name += "" if options.swap == FITTED else f"-{options.swap}"
+                name += ("" if options.swap == FITTED else f"-{options.swap}") + suffix
                 save_figure(draw_frontier(result), IMAGES / f"{name}.svg")
                 extra = f", softmax kept on the nearest {window} keys" if window else ""
                 write_section(
                     f"linearize_table-{name}",
-                    f"The frontier by {by}, {length:,} tokens, {rival.mechanism.name}{extra}",
+                    f"The frontier by {by}, {length:,} tokens, {rival.mechanism.name}{extra}{title}",
                     f"`{command(options)} --only frontier --lengths {length} --by {by} --windows {window} --swap "
-                    f"{options.swap} --lists {options.lists}{flags}`, {machine()}. The embedded model with its "
-                    f"calibration ({field_words(used.name)}); scores and output corrections from {fit.tokens:,} tokens "
-                    f"and {FIT_LISTS} recall lists, every number from {held.tokens:,} held-out tokens"
+                    f"{options.swap} --lists {options.lists}{flags}` on {in_words} with its calibration; {machine()}. "
+                    f"Heads become {field_words(used.name)}; scores and output corrections come from "
+                    f"{fit.tokens:,} tokens and {FIT_LISTS} recall lists, every number from "
+                    f"{held.tokens:,} held-out tokens"
                     + (f" and {options.lists} other lists across {options.distance} tokens" if asked else "")
                     + ": rise in loss (nats per token)"
                     + (" and change in recall of first tokens" if asked else "")
@@ -243,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", required=True, help="fitted on the first half of the text")
+    parser.add_argument("--model", default=EMBEDDED)
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens")
     parser.add_argument(
         "--fit-tokens", type=int, default=4096, help="tokens that scores and output corrections come from"
@@ -265,7 +282,7 @@ def main() -> None:
     options = parser.parse_args()
     options.parts.mkdir(parents=True, exist_ok=True)
     IMAGES.mkdir(parents=True, exist_ok=True)
-    model, options.tokenizer = load_model()
+    model, options.tokenizer = load_model(options.model)
     text = halves(Path(options.text).read_text())
     rival = substitute(f"{FITTED}@{options.calibration}", model)
     estimate(model, options)

@@ -6,9 +6,10 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,17 +17,19 @@ import torch
 
 from softgap.errors import SoftgapError, StoreError, UnsupportedError, ValueInputError, unknown_name
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Loaded, Model, load_model
+from softgap.models.loading import Loaded, Model, load_model, quiet_transformers
 
 __all__ = [
     "ENGINES",
     "LEAST_MEMORY",
     "ClusterLimits",
     "ModelSource",
+    "Workers",
     "check_engine",
     "refuse_on_worker",
     "require_ray",
     "run_tasks",
+    "workers_of",
 ]
 
 ENGINES = ("local", "ray")
@@ -328,3 +331,71 @@ def _load(source: ModelSource) -> Loaded:
             f"'{source.name}'; give all machines the same files"
         )
     return loaded
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Workers of a cluster that this process is in, each of which loads the model of this process once.
+
+    Attributes
+    ----------
+    source
+        Where they load the model from.
+    address
+        Of the cluster.
+    threads
+        Processors that a task takes. With as many threads as here, a task gives the bytes that it gives here.
+    """
+
+    source: ModelSource
+    address: str | None
+    threads: int
+
+    def run(
+        self, function: Callable[..., Any], tasks: Mapping[Key, tuple[Any, ...]], *, name: str, advice: str
+    ) -> Iterator[tuple[Key, Any]]:
+        """``function(model, *arguments)`` once for each task; yield key and result of each as it ends."""
+        arguments = {key: partial(_task_of, function, self.source, given) for key, given in tasks.items()}
+        return run_tasks(_with_model, arguments, address=self.address, threads=self.threads, name=name, advice=advice)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        tasks: Sequence[tuple[Any, ...]],
+        *,
+        name: str,
+        advice: str = "run the same command again to resume",
+        report: Callable[[int], None] = lambda done: None,
+    ) -> list[Any]:
+        """The results of all tasks, in their order; ``report`` is told how many have ended."""
+        results: dict[int, Any] = {}
+        for number, result in self.run(function, dict(enumerate(tasks)), name=name, advice=advice):
+            results[number] = result
+            report(len(results))
+        return [results[number] for number in range(len(tasks))]
+
+
+def _task_of(function: Callable[..., Any], source: ModelSource, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return function, source, *arguments
+
+
+def _with_model(function: Callable[..., Any], source: ModelSource, *arguments: Any) -> Any:
+    """On a worker: a task with the model of the driver."""
+    with quiet_transformers(downloads=False):
+        return function(source.load()[0], *arguments)
+
+
+@contextmanager
+def workers_of(model: Model, engine: str | Workers, address: str | None = None) -> Iterator[Workers | None]:
+    """Workers with this model while the block runs; None for the engine "local", and workers that are given as is."""
+    if isinstance(engine, Workers):
+        yield engine
+        return
+    check_engine(engine)
+    if engine == "local":
+        yield None
+        return
+    refuse_on_worker("work on a cluster")
+    source = ModelSource.of(model)
+    with _joined(require_ray(), address, None, current_folder=False):
+        yield Workers(source, address, torch.get_num_threads())

@@ -167,6 +167,8 @@ FINDINGS: Table = {
 START = "linearize tiny --text boats.txt"
 PLANS: Table = {
     "no text": ("linearize tiny", "none", "a search needs text, got none; give a file with --text"),
+    "a cluster for nobody": (f"{START} --ray-address x:1", "x:1", "--ray-address needs --engine ray,"),
+    "an unknown engine": (f"{START} --engine spark", "spark", "invalid value for '--engine': 'spark' is"),
     "no budget": (f"{START} --budget 0", "0", "the budget must be above 0 nats per token and finite, got 0; 0.1 is"),
     "a negative budget": (
         f"{START} --budget -1",

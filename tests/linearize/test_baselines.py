@@ -24,14 +24,13 @@ from softgap.linearize.baselines import (
     Baselines,
     evaluate_baselines,
     group_bytes,
-    read_under,
     sequences_by_length,
     window_of_equal_memory,
 )
 from softgap.linearize.frontier import units_of
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.plan import memory_of
-from softgap.linearize.sequences import read_swapped
+from softgap.linearize.sequences import read_swapped, read_under
 from softgap.models.tokens import token_ids
 from softgap.report.documents import plan_document
 from support.linearize_cases import sharp_llama, with_random_parameters
@@ -223,9 +222,9 @@ def test_an_interrupted_evaluation_goes_on(
 
     def counted(*given: Any) -> Any:
         calls.append(given)
-        return read_swapped(*given)
+        return read_under(*given)
 
-    monkeypatch.setattr(module, "read_swapped", counted)
+    monkeypatch.setattr(module, "read_under", counted)
     assert evaluate(small, texts, chosen, checkpoints=Checkpoints(tmp_path, {})) == whole
     assert len(calls) == 2 * 4, "the constant, and three draws of a third of the texts each"
     # Other numbers are other work.

@@ -249,9 +249,9 @@ def test_a_plan_within_a_recall_budget_is_chosen_and_checked_on_different_lists(
 ) -> None:
     seen: list[tuple[int, Any]] = []
 
-    def watched(model: Any, read: Any, recall_lists: Any, heads: Any, chosen: Any) -> Any:
+    def watched(model: Any, read: Any, recall_lists: Any, heads: Any, chosen: Any, workers: Any) -> Any:
         seen.append((len(heads), recall_lists.ids))
-        return read_swapped(model, read, recall_lists, heads, chosen)
+        return read_swapped(model, read, recall_lists, heads, chosen, workers)
 
     scored_on: list[Any] = []
 
@@ -377,6 +377,13 @@ def test_bad_input_is_one_sentence(small: Any, texts: Any) -> None:
         frontier(small, fit, held_out, None, "elu1", engine="spark")
 
 
+def deadly_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whatever kills the worker that unpickles it; workers do not import from the current folder."""
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    return importlib.import_module("deadly")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_cluster_with_a_worker_that_dies_measures_the_same_frontier(
@@ -384,8 +391,8 @@ def test_a_cluster_with_a_worker_that_dies_measures_the_same_frontier(
 ) -> None:
     folder = save_folder(tmp_path / "tiny", tiny_llama(max_position_embeddings=512))
     model, tokenizer = load_model(folder, progress=False)
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    deadly = importlib.import_module("deadly")
+    marker = Path.cwd() / "marker" / "died"
+    deadly = deadly_module(tmp_path, monkeypatch)
     sequences = split_sequences(model, tokenizer, [TEXT], length=64)
     fit, held_out = sequences.part(slice(0, 3)), sequences.part(slice(3, 6))
     lists, fit_lists = (recall_sequences(model, tokenizer, 2, pairs=3, seed=seed) for seed in (1, 2))
@@ -402,9 +409,71 @@ def test_a_cluster_with_a_worker_that_dies_measures_the_same_frontier(
         again = frontier(model, fit, held_out, lists, "elu1", folder=tmp_path / "points", **options)
     finally:
         torch.set_num_threads(threads)
-    assert int(Path("marker/died").read_text()) != os.getpid()
+    assert int(marker.read_text()) != os.getpid()
     assert {point.order for point in local.points} == {"gradient", "random", "greedy"}
     kinds = {point.mechanism for point in local.points}
     assert {"elu1", "elu1, repaired", "elu1, tuned", "constant"} < kinds
     assert spread.points == again.points == local.points
     assert json.dumps(spread.settings) == json.dumps(local.settings)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("several", [False, True], ids=["one mechanism", "several mechanisms"])
+def test_a_cluster_finds_the_same_plan_though_a_worker_dies(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    folder = save_folder(tmp_path / "tiny", sharp_llama(max_position_embeddings=512).float())
+    model, tokenizer = load_model(folder, progress=False)
+    marker = Path.cwd() / "marker" / "died"
+    deadly = deadly_module(tmp_path, monkeypatch)
+    options: dict[str, Any] = {"length": 64, "recalls": 3, "recall_budget": 1.0, "tokens": 1024, "budget": 9.0}
+    options |= {"distil": 1} if not several else {"correct": False}
+    mechanisms: Any = ["elu1", "window:w=8,sinks=2"] if several else deadly.Substitute(resolve("elu1"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        local = find_plan(model, tokenizer, [TEXT], mechanisms if several else "elu1", **options)
+        spread = find_plan(
+            model, tokenizer, [TEXT], mechanisms, engine="ray", address=cluster, folder=tmp_path / "steps", **options
+        )
+        resumed = find_plan(model, tokenizer, [TEXT], mechanisms, folder=tmp_path / "steps", **options)
+    finally:
+        torch.set_num_threads(threads)
+    assert several or int(marker.read_text()) != os.getpid()
+    saved = []
+    for plan, name in ((local, "local"), (spread, "spread"), (resumed, "resumed")):
+        folder = plan.save(tmp_path / name / "plan.json").parent
+        saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert saved[1] == saved[0]
+    assert saved[2] == saved[0]
+    assert local.heads
+    assert local.recall
+    assert local.baselines is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_with_a_worker_that_dies_gives_the_same_scores(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_folder(tmp_path / "tiny", tiny_llama(max_position_embeddings=512))
+    model, tokenizer = load_model(folder, progress=False)
+    marker = Path.cwd() / "marker" / "died"
+    deadly = deadly_module(tmp_path, monkeypatch)
+    sequences = split_sequences(model, tokenizer, [TEXT], length=64).part(slice(0, 4))
+    lists = recall_sequences(model, tokenizer, 2, pairs=3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        local = head_scores(model, sequences, "elu1", recall_lists=lists, swapped=[(1, 2)])
+        spread = head_scores(
+            model, sequences, deadly.Substitute(resolve("elu1")), recall_lists=lists, swapped=[(1, 2)], engine="ray",
+            address=cluster,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    assert int(marker.read_text()) != os.getpid()
+    assert spread.heads == local.heads
+    for name, values in local.values.items():
+        assert values.tobytes() == spread.values[name].tobytes(), name

@@ -114,7 +114,7 @@ class Simulated:
         self.recall, self.drop, self.spread = recall, drop, spread
         self.lists: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def read(self, model: Any, text: Any, block: Any, heads: Any, chosen: Any) -> Reading:
+    def read(self, model: Any, text: Any, block: Any, heads: Any, chosen: Any, workers: Any) -> Reading:
         start, n = block
         while len(self.lists) < start + n:
             chance = np.clip(self.recall + self.spread * self.rng.standard_normal(), 0, 1)

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from softgap.attention import attend, attention_weights, compare_outputs
+from softgap.attention import attend, attention_weights, compare_outputs, resolve
 from softgap.errors import SoftgapError
+from softgap.intervene.substitute import Substitute
 from softgap.intervene.swap import swap
 from softgap.linearize import heads_of_layer
-from softgap.linearize.scores import SCORES, add_recall_scores, head_scores, rank_agreement, split_half
+from softgap.linearize.scores import (
+    SCORES,
+    add_recall_scores,
+    head_scores,
+    rank_agreement,
+    split_half,
+    unit_scores,
+)
 from softgap.linearize.sequences import Sequences
 from softgap.probe.tap import AttentionCall, observe_attention, replace_attention
 from support.linearize_cases import sharp_llama, with_random_parameters
@@ -181,3 +189,21 @@ def test_bad_input_is_one_sentence(small: Any, read: Sequences) -> None:
     with pytest.raises(SoftgapError, match="at least 1, got 0"):
         head_scores(small, read, "elu1", samples=0)
     assert set(SCORES) >= {"divergence", "gradient+fisher", "integrated"}
+
+
+def test_the_scores_of_a_sequence_do_not_depend_on_the_ones_before(small: Any, read: Sequences) -> None:
+    """Labels are drawn for each sequence alone, so that workers may share the sequences out."""
+    fewer = read.scored.clone()
+    fewer[0, 3:] = False
+    units = [HEADS[:2], HEADS[6:]]
+    by_heads, by_units = (
+        [score(Sequences(read.ids, scored)) for scored in (read.scored, fewer)]
+        for score in (
+            lambda sequences: head_scores(small, sequences, "elu1", names=["fisher"]).values["fisher"],
+            lambda sequences: unit_scores(small, sequences, [Substitute(resolve("elu1"))], units)[1][0],
+        )
+    )
+    for whole, part in (by_heads, by_units):
+        assert np.array_equal(whole[:, 1], part[:, 1])
+        assert not np.array_equal(whole[:, 0], part[:, 0])
+    assert not np.array_equal(head_scores(small, read, "elu1", names=["fisher"], seed=1).values["fisher"], by_heads[0])

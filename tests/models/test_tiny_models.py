@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -130,7 +133,7 @@ def test_the_text_part_of_a_composite_type_is_taken_where_the_causal_class_wants
     assert tiny_config("gemma3").model_type == "gemma3"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "doge", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "doge", "deepseek_v3", "fuyu", "got_ocr2"])
 def test_types_in_the_registry(model_type: str) -> None:
     assert goes_through_registry(model_type)
 
@@ -139,6 +142,26 @@ def test_types_in_the_registry(model_type: str) -> None:
 def test_types_outside_the_registry(model_type: str) -> None:
     assert model_type in causal_types()
     assert not goes_through_registry(model_type)
+
+
+def test_the_coverage_page_names_the_line_that_prevents_each_type_from_passing() -> None:
+    """Of the installed transformers; and every page tells the number of types that pass."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "coverage.md").read_text()
+    verdicts = re.findall(r"^\| ([^|]+) \| (?:sdpa|eager) \| \*\*([^*]+)\*\*", page, re.MULTILINE)
+    failing = {model_type for model_type, verdict in verdicts if verdict != "pass"}
+    failing |= set(causal_types()) - {model_type for model_type, _ in verdicts}
+    coverage = runpy.run_path(str(root / "experiments" / "model_coverage.py"))
+    assert set(coverage["BLOCKERS"]) == failing
+    for model_type in failing:
+        number, code = coverage["blocking_line"](model_type)
+        assert f"| {model_type} | {number}: `{code.replace('|', '/')}` |" in page
+    passing = len(causal_types()) - len(failing)
+    assert f"**{passing} types pass every gate.**" in page
+    for place in ("README.md", "docs/howto/models.md"):
+        told = re.findall(r"(\d+) pass \[?every gate|\[(\d+) model types\]", (root / place).read_text())
+        assert told
+        assert {number for pair in told for number in pair if number} == {str(passing)}, place
 
 
 def test_an_unknown_type_is_refused_by_name() -> None:

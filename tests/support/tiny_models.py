@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import sys
 from copy import deepcopy
 from typing import Any, Final, cast
@@ -23,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from softgap.errors import UnsupportedError, unknown_name
 
-__all__ = ["attention_names", "causal_types", "goes_through_registry", "tiny_config", "tiny_model"]
+__all__ = ["attention_names", "causal_types", "goes_through_registry", "modelling_source", "tiny_config", "tiny_model"]
 
 
 PAD: Final = 0
@@ -196,8 +197,16 @@ def causal_types() -> tuple[str, ...]:
 
 
 def goes_through_registry(model_type: str) -> bool:
-    """Whether the modelling file of this type calls attention through transformers' registry."""
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[_model_class(model_type).__module__])
+    """Whether this type calls attention through transformers' registry, or wraps a language model that does."""
+    source = modelling_source(model_type)
+    return (
+        "ALL_ATTENTION_FUNCTIONS" in source or re.search(r"self\.(language_)?model = AutoModel\.", source) is not None
+    )
+
+
+def modelling_source(model_type: str) -> str:
+    """The modelling file of the installed transformers that this type's causal model is in."""
+    return inspect.getsource(sys.modules[_model_class(model_type).__module__])
 
 
 def attention_names(model_type: str) -> tuple[str, ...]:

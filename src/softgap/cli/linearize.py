@@ -21,9 +21,12 @@ from softgap.cli.options import (
     Device,
     DryRun,
     Dtype,
+    Engine,
     Json,
     PlacementOptions,
+    RayAddress,
     check_new,
+    check_ray_address,
     expand_option_groups,
     plain_text,
     read_text_argument,
@@ -211,6 +214,8 @@ def linearize_command(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Random seed for sampled labels and recall tasks.")
     ] = 0,
+    engine: Engine = "local",
+    ray_address: RayAddress = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     placement: PlacementOptions = WHOLE,
@@ -234,10 +239,14 @@ def linearize_command(
     size = None if budget_bytes is None else parse_bytes(budget_bytes)
     options = {"dtype": dtype, "device": device, "attn": attn, **placement.loading}
     several = _check_settings(mechanism or [], window, size, settings)
+    check_ray_address(engine, ray_address)
+    cluster = {"engine": engine, "address": ray_address}
     if dry_run:
         _show_cost(model, texts, mechanism or [], window, size, settings, options, several=several, as_json=as_json)
         return
-    plan, layers = _search(model, texts, mechanism or [], window, size, settings, out, options, several=several)
+    plan, layers = _search(
+        model, texts, mechanism or [], window, size, {**settings, **cluster}, out, options, several=several
+    )
     if picture is not None:
         _draw(plan, layers, picture)
     if as_json:

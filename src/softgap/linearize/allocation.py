@@ -25,6 +25,7 @@ from scipy.stats import rankdata
 from softgap.attention import ExactSet, Mechanism, resolve
 from softgap.attention.memory import SINKS, keys_worth, split_keys, trade_for_far_keys
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import Workers
 from softgap.errors import UnsupportedError, ValueInputError
 from softgap.intervene.state_cache import bounded_layers
 from softgap.intervene.substitute import Mixture, Substitute, Swaps
@@ -306,13 +307,16 @@ def score_options(
     checkpoints: Checkpoints,
     progress: Progress,
     seed: int,
+    workers: Workers | None = None,
 ) -> Float[np.ndarray, "option unit"]:
     """What every option costs in every unit: by the text, or by the recall lists where these miss it more."""
 
     def scored(sequences: Sequences, share: tuple[float, float]) -> np.ndarray:
         told = partial_progress(progress, *share)
         # Slopes are noise where a swap costs little, and whoever takes the least of many options takes the luckiest.
-        _, curvature = unit_scores(model, sequences, menu.options, menu.units, seed=seed, progress=told)
+        _, curvature = unit_scores(
+            model, sequences, menu.options, menu.units, seed=seed, workers=workers, progress=told
+        )
         means: np.ndarray = curvature.mean(axis=-1)
         return means
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +27,9 @@ from jaxtyping import Float
 from softgap.attention import Mechanism, resolve
 from softgap.attention.memory import SINKS, equal_window, kept_numbers
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import Workers
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute, Swaps, substitute
-from softgap.intervene.swap import swap
 from softgap.linearize.impact import mean_outputs
 from softgap.linearize.sequences import (
     Reading,
@@ -39,7 +38,7 @@ from softgap.linearize.sequences import (
     cut_sequences,
     digest_of_sequences,
     join_readings,
-    read_swapped,
+    read_under,
 )
 from softgap.models.loading import Model
 from softgap.models.tokens import stream_of
@@ -293,6 +292,7 @@ def evaluate_baselines(
     seed: int = 0,
     left_out: Mapping[int, str] | None = None,
     checkpoints: Checkpoints | None = None,
+    workers: Workers | None = None,
     progress: Progress = silent,
 ) -> Baselines:
     """Evaluate a plan and its baselines.
@@ -317,10 +317,12 @@ def evaluate_baselines(
         Lengths without sequences, with the reason, for the result.
     checkpoints
         Where finished readings lie.
+    workers
+        Of a cluster, to read batches of texts there.
     progress
         Called with the stage in words and the share that is done.
     """
-    run = _Run(model, texts, recall_lists, checkpoints or Checkpoints(None, {}), progress)
+    run = _Run(model, texts, recall_lists, checkpoints or Checkpoints(None, {}), progress, workers)
     candidates = _candidates(model, swaps, fit, units, seed)
     candidates += [_candidate(model, name, other) for name, other in (pure or {}).items()]
     run.total = (1 + len(candidates)) * run.parts
@@ -361,6 +363,7 @@ class _Run:
     recall_lists: Sequences | None
     checkpoints: Checkpoints
     progress: Progress
+    workers: Workers | None
     total: int = 1
     done: int = 0
 
@@ -395,7 +398,7 @@ class _Run:
             text, asked = (None if whole is None else whole.part(own) for whole in (sequences, lists))
 
             def make(text: Any = text, asked: Any = asked, draw: Callable[[], Swaps] = draw) -> dict[str, Any]:
-                return read_under(self.model, text, asked, draw()).to_json()
+                return read_under(self.model, text, asked, draw(), self.workers).to_json()
 
             digest = digest_of_sequences(*(part for part in (text, asked) if part is not None))
             readings.append(Reading.from_json(self.checkpoints.find_or_make(["baseline", digest, number, key], make)))
@@ -409,14 +412,6 @@ def _take_turns(readings: Sequence[Reading]) -> Reading:
         for number, reading in enumerate(readings):
             values[number :: len(readings)] = getattr(reading, name)
     return whole
-
-
-def read_under(model: Model, sequences: Sequences | None, recall_lists: Sequences | None, swaps: Swaps) -> Reading:
-    """Evaluate text and recall lists under several swaps at once."""
-    with ExitStack() as stack:
-        for heads, head_substitute in swaps:
-            stack.enter_context(swap(model, heads, head_substitute))
-        return read_swapped(model, sequences, recall_lists, [], None)
 
 
 def _candidates(

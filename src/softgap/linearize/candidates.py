@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import Workers
 from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize.distil import distil_substitute
 from softgap.linearize.frontier import Budget
@@ -63,6 +64,8 @@ class CandidateCosts:
     ----------
     share
         Of the whole search that is done, for progress.
+    workers
+        Of a cluster, where the text is read; None reads it here.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class CandidateCosts:
         progress: Progress,
         recall: RecallTest | None,
         limits: Budget,
+        workers: Workers | None = None,
     ) -> None:
-        self._model, self._text, self._recall, self._limits = model, text, recall, limits
+        self._model, self._text, self._recall, self._limits, self.workers = model, text, recall, limits, workers
         self._settings, self._checkpoints, self._progress = settings, checkpoints, progress
         self._substitutes: dict[str, Substitute] = {}
         self.share = 0.3
@@ -132,7 +136,8 @@ class CandidateCosts:
         def make() -> dict[str, Any]:
             heads = [] if candidate is None else candidate.heads
             head_substitute = None if candidate is None else self.substitute(candidate)
-            return read_swapped(self._model, self._text.choose, None, heads, head_substitute).to_json()
+            choose = self._text.choose
+            return read_swapped(self._model, choose, None, heads, head_substitute, self.workers).to_json()
 
         key = ["set", [] if candidate is None else candidate.key]
         return Reading.from_json(self._checkpoints.find_or_make(key, make))

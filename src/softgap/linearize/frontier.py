@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
-from softgap.cluster import ModelSource, check_engine, run_tasks
+from softgap.cluster import Workers, check_engine, workers_of
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
@@ -29,7 +28,7 @@ from softgap.linearize.output_correction import fit_output_correction
 from softgap.linearize.scores import SCORES, Scores, head_scores
 from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, read_swapped
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Model, quiet_transformers
+from softgap.models.loading import Model
 from softgap.models.support import check_measurable
 from softgap.probe.layout import attention_layers
 from softgap.progress import Progress, silent
@@ -298,8 +297,8 @@ def frontier(
     folder
         Where finished points wait, so that the same call goes on after an interruption.
     engine
-        Where the points are measured: "local", or "ray" for the workers of a Ray cluster, which load the model by its
-        name. Scores are computed here. With equal threads both give the same bytes.
+        Where heads are scored and points measured: "local", or "ray" for the workers of a Ray cluster, which load the
+        model by its name. With equal threads both give the same bytes.
     address
         Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     """
@@ -325,14 +324,14 @@ def frontier(
     # Frontiers at other lengths, or by groups, have the same scores.
     score_settings = {name: value for name, value in settings.items() if name not in EVALUATION_SETTINGS}
     material = _Material(fit, fit_recall_lists, held_out, recall_lists, head_substitute, equal, distil, seed)
-    run = _FrontierRun(
-        model, material, units, Checkpoints(folder, settings), Checkpoints(folder, score_settings), progress, expected
-    )
+    finished = Checkpoints(folder, settings), Checkpoints(folder, score_settings)
     corrected_kinds = (PLAIN, *(CORRECTED,) * correct)
-    sets = run.sets_by_order(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *baseline_kinds))
-    if greedy:
-        sets += run.greedy_sets(orders, counts, corrected_kinds)
-    run.measure(sets, run.read_on_cluster(sets, address) if engine == "ray" else {})
+    with workers_of(model, engine, address) as workers:
+        run = _FrontierRun(model, material, units, *finished, progress, expected, workers)
+        sets = run.sets_by_order(orders, counts, (*corrected_kinds, *(DISTILLED,) * bool(distil), *baseline_kinds))
+        if greedy:
+            sets += run.greedy_sets(orders, counts, corrected_kinds)
+        run.measure(sets, {} if workers is None else run.read_on_workers(workers, sets))
     about = {**settings, "orders": list(orders), "equal_window": None if equal is None else equal.name}
     return Frontier(by, run.original.means(), tuple(run.points), about)
 
@@ -389,11 +388,9 @@ class _Material:
         )  # fmt: skip
 
 
-def _read_on_worker(source: ModelSource, material: _Material, chosen: _SwappedSet) -> dict[str, Any]:
+def _read_on_worker(model: Model, material: _Material, chosen: _SwappedSet) -> dict[str, Any]:
     """On a worker: one point."""
-    with quiet_transformers(downloads=False):
-        model, _ = source.load()
-        return material.read(model, chosen.heads, chosen.kind)
+    return material.read(model, chosen.heads, chosen.kind)
 
 
 @dataclass(eq=False)
@@ -407,6 +404,7 @@ class _FrontierRun:
     score_checkpoints: Checkpoints
     progress: Progress
     expected: int
+    workers: Workers | None = None
     points: list[Point] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -425,7 +423,8 @@ class _FrontierRun:
         def make() -> dict[str, Any]:
             scores = head_scores(
                 self.model, self.material.fit, self.material.substitute, recall_lists=self.material.fit_recall_lists,
-                names=names, swapped=swapped, seed=self.material.seed, progress=lambda stage, share: self._tell(stage),
+                names=names, swapped=swapped, seed=self.material.seed, engine=self.workers or "local",
+                progress=lambda stage, share: self._tell(stage),
             )  # fmt: skip
             return {"heads": scores.heads, "values": {name: scores.values[name].tolist() for name in names}}
 
@@ -479,21 +478,14 @@ class _FrontierRun:
             self.points.append(Point(chosen.order, substitute_name, chosen.units, len(chosen.heads), share, change))
             self._tell(f"{chosen.order}, {chosen.units} of {len(self.units)}")
 
-    def read_on_cluster(self, sets: Sequence[_SwappedSet], address: str | None) -> dict[str, dict[str, Any]]:
+    def read_on_workers(self, workers: Workers, sets: Sequence[_SwappedSet]) -> dict[str, dict[str, Any]]:
         """The readings of all sets that are not on disk, each a task of a cluster."""
         missing = {self._key(chosen): chosen for chosen in sets if not self.checkpoints.has(self._name(chosen))}
         self._find_ablation(list(missing.values()))
-        source, material = ModelSource.of(self.model), self.material
-        tasks: dict[str, Callable[[], tuple[Any, ...]]] = {
-            key: lambda chosen=chosen: (source, material, chosen)  # type: ignore[misc]
-            for key, chosen in missing.items()
-        }
+        tasks = {key: (self.material, chosen) for key, chosen in missing.items()}
         readings: dict[str, dict[str, Any]] = {}
         advice = "the points measured so far are saved; run the same command again to resume"
-        threads = torch.get_num_threads()
-        for key, found in run_tasks(
-            _read_on_worker, tasks, address=address, threads=threads, name="set", advice=advice
-        ):
+        for key, found in workers.run(_read_on_worker, tasks, name="set", advice=advice):
             readings[key] = self.checkpoints.find_or_make(self._name(missing[key]), lambda found=found: found)  # type: ignore[misc]
             self._tell("measuring sets on the cluster", len(readings))
         return readings

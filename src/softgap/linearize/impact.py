@@ -18,7 +18,7 @@ from torch import Tensor
 
 from softgap.attention import Mechanism, resolve
 from softgap.checkpoints import written_whole
-from softgap.cluster import ModelSource, check_engine, run_tasks
+from softgap.cluster import Workers, check_engine, workers_of
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import StoreError, ValueInputError, unknown_name
 from softgap.inputs import as_items
@@ -37,7 +37,7 @@ from softgap.linearize.sequences import (
     split_sequences,
 )
 from softgap.models.fingerprint import model_fingerprint
-from softgap.models.loading import Model, Tokenizer, quiet_transformers
+from softgap.models.loading import Model, Tokenizer
 from softgap.models.support import check_measurable
 from softgap.probe.layout import AttentionLayer, LayerTensors, attention_layers, visit_layers
 from softgap.probe.tap import AttentionCall, replace_attention
@@ -281,6 +281,7 @@ def impact_on(
 ) -> Impact:
     """The same on given sequences and recall lists; see ``impact``."""
     check_measurable(model)
+    check_engine(engine)
     layers = attention_layers(model)
     all_heads = [(layer.number, head) for layer in layers if not layer.shared for head in range(layer.heads)]
     by_layer = heads_by_layer(layers, all_heads if heads is None else heads)
@@ -290,18 +291,15 @@ def impact_on(
     names = [other.name for other in swapped]
     if len(set(names)) < len(names):
         raise ValueInputError(f"the mechanism and its baselines must differ, got {', '.join(names)}; leave one out")
-    check_engine(engine)
     sweep = _Sweep(model, layers, by_layer, swapped, reuse)
-    if engine == "ray":
-        chosen = [(layer.number, layer_heads) for layer, layer_heads in by_layer]
-        sweep.cluster = _Cluster(ModelSource.of(model), chosen, address)
     share = len(sequences) / (len(sequences) + (0 if recall_lists is None else len(recall_lists)))
-    text = sweep.over(sequences, lambda done: progress("reading text", share * done))
-    recall = (
-        None
-        if recall_lists is None
-        else sweep.over(recall_lists, lambda done: progress("asking for recall", share + (1 - share) * done))
-    )
+    with workers_of(model, engine, address) as sweep.workers:
+        text = sweep.over(sequences, lambda done: progress("reading text", share * done))
+        recall = (
+            None
+            if recall_lists is None
+            else sweep.over(recall_lists, lambda done: progress("asking for recall", share + (1 - share) * done))
+        )
     quantities = dict(zip(QUANTITIES, text, strict=True))
     if recall is not None:
         quantities["recall"], quantities["whole_answers"] = recall[3], recall[4]
@@ -325,29 +323,18 @@ def impact_on(
     )
 
 
-@dataclass(frozen=True)
-class _Cluster:
-    """Where a sweep is computed: the model of the workers, the heads of every layer, and the cluster's address."""
-
-    source: ModelSource
-    heads: Sequence[tuple[int, list[int]]]
-    address: str | None
-
-
 def _sweep_batch(
-    source: ModelSource,
+    model: Model,
     heads: Sequence[tuple[int, list[int]]],
     swapped: Sequence[Substitute],
     reuse: bool,
     part: Sequences,
 ) -> Float[np.ndarray, "quantity swap head text"]:
     """On a worker: one batch of sequences."""
-    with quiet_transformers(downloads=False):
-        model, _ = source.load()
-        layers = attention_layers(model)
-        by_number = {layer.number: layer for layer in layers}
-        by_layer = [(by_number[number], list(layer_heads)) for number, layer_heads in heads]
-        return _Sweep(model, layers, by_layer, swapped, reuse).batch(part)
+    layers = attention_layers(model)
+    by_number = {layer.number: layer for layer in layers}
+    by_layer = [(by_number[number], list(layer_heads)) for number, layer_heads in heads]
+    return _Sweep(model, layers, by_layer, swapped, reuse).batch(part)
 
 
 class _Sweep:
@@ -370,7 +357,7 @@ class _Sweep:
         self._last = layers[-1]
         self._reuse = reuse and self._blocks.is_stack
         self._reuse_checked = False
-        self.cluster: _Cluster | None = None
+        self.workers: Workers | None = None
 
     def over(
         self, sequences: Sequences, report: Callable[[float], None]
@@ -379,8 +366,9 @@ class _Sweep:
         widest = max(len(heads) for _, heads in self._heads_by_layer)
         size = max(1, BATCH_TOKENS // (widest * sequences.ids.shape[1]))
         starts = range(0, len(sequences), size)
-        if self.cluster is not None:
-            return self._on_cluster([sequences.part(slice(start, start + size)) for start in starts], report)
+        if self.workers is not None:
+            parts = [sequences.part(slice(start, start + size)) for start in starts]
+            return self._on_workers(self.workers, parts, report)
         columns = []
         with torch.inference_mode():
             for number, start in enumerate(starts):
@@ -389,30 +377,24 @@ class _Sweep:
                 columns.append(self._batch(part, lambda share, done=done: report(done + share / len(starts))))  # type: ignore[misc]
         return np.concatenate(columns, axis=-1)
 
-    def _on_cluster(
-        self, parts: Sequence[Sequences], report: Callable[[float], None]
+    def _on_workers(
+        self, workers: Workers, parts: Sequence[Sequences], report: Callable[[float], None]
     ) -> Float[np.ndarray, "quantity swap head text"]:
         """The batches as tasks of a cluster; whether to reuse blocks is decided here, as without one."""
-        if self.cluster is None:
-            raise ValueError("this sweep has no cluster")
         if self._reuse and not self._reuse_checked:
             with torch.inference_mode():
                 with self._blocks.keep_outputs():
                     original = read_original(self._model, parts[0].ids)
                 self._check(parts[0], original)
-        cluster, swapped, reuse = self.cluster, self._swapped, self._reuse
-        tasks: dict[int, Callable[[], tuple[Any, ...]]] = {
-            number: lambda part=part: (cluster.source, cluster.heads, swapped, reuse, part)  # type: ignore[misc]
-            for number, part in enumerate(parts)
-        }
-        columns: dict[int, np.ndarray] = {}
-        threads = torch.get_num_threads()
-        for number, found in run_tasks(
-            _sweep_batch, tasks, address=cluster.address, threads=threads, name="batch", advice="measure again"
-        ):
-            columns[number] = found
-            report(len(columns) / len(parts))
-        return np.concatenate([columns[number] for number in range(len(parts))], axis=-1)
+        heads = [(layer.number, layer_heads) for layer, layer_heads in self._heads_by_layer]
+        columns = workers.map(
+            _sweep_batch,
+            [(heads, self._swapped, self._reuse, part) for part in parts],
+            name="batch",
+            advice="measure again",
+            report=lambda done: report(done / len(parts)),
+        )
+        return np.concatenate(columns, axis=-1)
 
     def batch(self, part: Sequences) -> Float[np.ndarray, "quantity swap head text"]:
         """One batch alone, where it was decided before whether blocks are reused."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import Workers
 from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Head, Substitute
 from softgap.linearize.sequences import Reading, Sequences, digest_of_sequences, join_readings, read_swapped
@@ -43,6 +44,8 @@ class RecallTest:
         Ask exactly so many, whatever the half-width; None for as many as it takes.
     report
         Told how many lists are asked by now.
+    workers
+        Of a cluster, to ask the lists there.
     lists_per_sequence
         Lists that a sequence holds. Intervals are over sequences, since lists of one depend on each other.
     """
@@ -53,6 +56,7 @@ class RecallTest:
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(None, {}))
     seed: int = 0
     lists_per_sequence: int = 1
+    workers: Workers | None = None
     report: Callable[[int], None] = lambda lists: None
     _blocks: list[Sequences] = field(default_factory=list, init=False)
     _readings: dict[str, list[Reading]] = field(default_factory=dict, init=False)
@@ -95,7 +99,8 @@ class RecallTest:
             block = self._block(len(readings))
 
             def make(block: Sequences = block) -> dict[str, list[float]]:
-                return read_swapped(self.model, None, block, heads, make_substitute() if heads else None).to_json()
+                head_substitute = make_substitute() if heads else None
+                return read_swapped(self.model, None, block, heads, head_substitute, self.workers).to_json()
 
             readings.append(
                 Reading.from_json(self.checkpoints.find_or_make(["recall", key, digest_of_sequences(block)], make))

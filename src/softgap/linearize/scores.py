@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from softgap.attention import Mechanism, compare_outputs
+from softgap.cluster import Workers, workers_of
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
@@ -109,6 +110,8 @@ def head_scores(
     samples: int = SAMPLES,
     steps: int = STEPS,
     seed: int = 0,
+    engine: str | Workers = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Scores:
     """Score every head for a swap by a mechanism; larger means costlier.
@@ -137,6 +140,11 @@ def head_scores(
         Points on the way for integrated gradients.
     seed
         Random seed of the drawn labels.
+    engine
+        "local", or "ray" to score each sequence as a task of a Ray cluster, whose workers load the model by its name.
+        Both give the same numbers.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage in words and the share of the whole that is done.
 
@@ -169,36 +177,68 @@ def head_scores(
     by_layer = heads_by_layer(
         layers, [head for head in all_heads if head not in swapped_heads] if heads is None else heads
     )
-    head_substitute = substitute(mechanism, model)
-    parts, swapped_parts = (
-        [swapped_layer(layer, layer_heads, head_substitute, len(layers)) for layer, layer_heads in selection]
-        for selection in (by_layer, heads_by_layer(layers, swapped) if swapped_heads else [])
-    )
-    columns: list[dict[str, Float[Tensor, " head"]]] = []
-    generator = torch.Generator(device=input_device(model)).manual_seed(seed)
-    for number in range(len(sequences)):
-        sequence = sequences.part(slice(number, number + 1))
-        columns.append(_score_sequence(model, sequence, parts, swapped_parts, set(names), samples, steps, generator))
-        progress("scoring heads", (number + 1) / len(sequences))
-    values = {name: torch.stack([column[name] for column in columns], dim=-1).double().numpy() for name in names}
-    if recall_lists is not None:
-        recall_scores = head_scores(
-            model,
-            recall_lists,
-            head_substitute,
-            names=names,
-            heads=heads,
-            swapped=swapped,
-            samples=samples,
-            steps=steps,
-            seed=seed,
-        )
-        values = {name: add_recall_scores(values[name], recall_scores.mean(name)) for name in names}
+    chosen = tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads)
+    scored = _HeadScores(model, substitute(mechanism, model), chosen, tuple(swapped), names, samples, steps, seed)
+    with workers_of(model, engine, address) as workers:
+        values = scored.over(sequences, workers, progress)
+        if recall_lists is not None:
+            recall = {name: x.mean(axis=-1) for name, x in scored.over(recall_lists, workers, silent).items()}
+            values = {name: add_recall_scores(values[name], recall[name]) for name in names}
     return Scores(
-        tuple((layer.number, head) for layer, layer_heads in by_layer for head in layer_heads),
+        chosen,
         values,
         {name: _passes(name, samples, steps) for name in names},
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _HeadScores:
+    """Heads that are scored, what they would become, and how."""
+
+    model: Model
+    substitute: Substitute
+    heads: Sequence[Head]
+    swapped: Sequence[Head]
+    names: Sequence[str]
+    samples: int
+    steps: int
+    seed: int
+
+    def over(
+        self, sequences: Sequences, workers: Workers | None, progress: Progress
+    ) -> dict[str, Float[np.ndarray, "head text"]]:
+        """The scores on every sequence, each computed alone."""
+        how = (self.substitute, self.heads, self.swapped, self.names, self.samples, self.steps)
+        tasks = [(*how, text, seed) for text, seed in _each_sequence(sequences, self.seed)]
+
+        def tell(done: int) -> None:
+            progress("scoring heads", done / len(tasks))
+
+        columns = _compute_each(_score_sequence, self.model, tasks, workers, tell)
+        return {name: torch.stack([column[name] for column in columns], -1).double().numpy() for name in self.names}
+
+
+def _each_sequence(sequences: Sequences, seed: int) -> list[tuple[Sequences, int]]:
+    """Every sequence with the seed of its labels, so that they depend on no other sequence."""
+    seeds = [int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) for number in range(len(sequences))]
+    return [(sequences.part(slice(number, number + 1)), own) for number, own in enumerate(seeds)]
+
+
+def _compute_each(
+    function: Callable[..., Any],
+    model: Model,
+    tasks: Sequence[tuple[Any, ...]],
+    workers: Workers | None,
+    report: Callable[[int], None],
+) -> list[Any]:
+    """``function(model, *task)`` of every sequence, here or on workers."""
+    if workers is not None:
+        return workers.map(function, tasks, name="sequence", report=report)
+    results = []
+    for number, task in enumerate(tasks):
+        results.append(function(model, *task))
+        report(number + 1)
+    return results
 
 
 def _check_score_options(names: Sequence[str], samples: int, steps: int) -> None:
@@ -227,6 +267,7 @@ def unit_scores(
     *,
     samples: int = SAMPLES,
     seed: int = 0,
+    workers: Workers | None = None,
     progress: Progress = silent,
 ) -> tuple[Float[np.ndarray, "substitute unit text"], Float[np.ndarray, "substitute unit text"]]:
     """Slope of the loss and half its Fisher curvature along the swap of whole units, for several substitutes.
@@ -242,7 +283,27 @@ def unit_scores(
         What units may become.
     units
         Heads that go together.
+    workers
+        Of a cluster, to score each sequence as a task; None scores them here. Both give the same numbers.
     """
+    tasks = [(substitutes, units, samples, text, own) for text, own in _each_sequence(sequences, seed)]
+
+    def tell(done: int) -> None:
+        progress("scoring KV groups", done / len(tasks))
+
+    slope, half_curvature = np.stack(_compute_each(_score_units, model, tasks, workers, tell), axis=-1)
+    return slope, half_curvature
+
+
+def _score_units(
+    model: Model,
+    substitutes: Sequence[Substitute],
+    units: Sequence[Sequence[Head]],
+    samples: int,
+    text: Sequences,
+    seed: int,
+) -> Float[np.ndarray, "2 substitute unit"]:
+    """Slope and half the curvature on one sequence, per token."""
     layers = attention_layers(model)
     by_layer = heads_by_layer(layers, [head for unit in units for head in unit])
     options = [
@@ -254,22 +315,21 @@ def unit_scores(
     for number, unit in enumerate(units):
         members[[places[layer, head] for layer, head in unit], number] = 1
     generator = torch.Generator(device=input_device(model)).manual_seed(seed)
-    columns = []
-    for number in range(len(sequences)):
-        text = sequences.part(slice(number, number + 1))
-        with _Gates(model, options, ()) as gates:
-            logits = gates.logits(text)
-            slopes = gates.slopes(_loss(logits, text.ids[0, 1:][text.scored[0]])).cpu() @ members
-            probability = logits.detach().float().softmax(dim=-1)
-            curvature = torch.zeros_like(slopes)
-            for _ in range(samples):
-                labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
-                drawn = gates.slopes(_loss(logits, labels)).cpu() @ members
-                curvature += drawn.square() / (2 * samples)
-        columns.append(torch.stack([slopes, curvature]).double().numpy() / text.tokens)
-        progress("scoring KV groups", (number + 1) / len(sequences))
-    slope, half_curvature = np.stack(columns, axis=-1)
-    return slope, half_curvature
+    with _Gates(model, options, ()) as gates:
+        logits = gates.logits(text)
+
+        def unit_slopes(labels: Int[Tensor, " next"]) -> Float[Tensor, "substitute unit"]:
+            slopes = gates.slopes(_loss(logits, labels)).cpu()
+            return slopes @ members.to(slopes.dtype)
+
+        slopes = unit_slopes(text.ids[0, 1:][text.scored[0]])
+        probability = logits.detach().float().softmax(dim=-1)
+        curvature = torch.zeros_like(slopes)
+        for _ in range(samples):
+            labels = torch.multinomial(probability, 1, generator=generator)[:, 0]
+            curvature += unit_slopes(labels).square() / (2 * samples)
+    scores: np.ndarray = torch.stack([slopes, curvature]).double().numpy() / text.tokens
+    return scores
 
 
 def _passes(name: str, samples: int, steps: int) -> float:
@@ -282,14 +342,22 @@ def _passes(name: str, samples: int, steps: int) -> float:
 
 def _score_sequence(
     model: Model,
-    text: Sequences,
-    parts: Sequence[SwappedLayer],
-    swapped_parts: Sequence[SwappedLayer],
-    names: set[str],
+    head_substitute: Substitute,
+    heads: Sequence[Head],
+    swapped: Sequence[Head],
+    wanted: Sequence[str],
     samples: int,
     steps: int,
-    generator: torch.Generator,
+    text: Sequences,
+    seed: int,
 ) -> dict[str, Float[Tensor, " head"]]:
+    """All scores on one sequence."""
+    layers = attention_layers(model)
+    parts, swapped_parts = (
+        [swapped_layer(layer, own, head_substitute, len(layers)) for layer, own in selection]
+        for selection in (heads_by_layer(layers, heads), heads_by_layer(layers, swapped) if swapped else [])
+    )
+    names, generator = set(wanted), torch.Generator(device=input_device(model)).manual_seed(seed)
     scores: dict[str, Tensor] = {}
     ids, next_ids, n = text.ids, text.ids[0, 1:][text.scored[0]], text.tokens
     if names & {"gradient", "fisher", "gradient+fisher", "integrated+fisher"}:

@@ -22,6 +22,7 @@ import numpy as np
 
 from softgap.attention import Mechanism
 from softgap.checkpoints import Checkpoints
+from softgap.cluster import Workers, check_engine, workers_of
 from softgap.deprecation import deprecated_keywords
 from softgap.errors import ValueInputError, unknown_name
 from softgap.inputs import as_items
@@ -106,6 +107,8 @@ def find_plan(
     baselines: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
+    engine: str = "local",
+    address: str | None = None,
     progress: Progress = silent,
 ) -> Plan:
     """The plan that keeps the least memory within a loss budget, or costs the least loss within a byte budget.
@@ -162,7 +165,12 @@ def find_plan(
     seed
         Random seed of the recall lists, the scores and the bootstrap.
     folder
-        Where finished steps are saved, so that the same call resumes after an interruption.
+        Where finished steps are saved, so that the same call resumes after an interruption, with either engine.
+    engine
+        Where sequences are scored and read: "local", or "ray" for the workers of a Ray cluster, which load the model by
+        its name. Output corrections and distillation are computed here. With equal threads both give the same bytes.
+    address
+        Of the Ray cluster; None joins the one that is running, or starts one on this machine.
     progress
         Called with the stage in words and the share of the whole that is done.
 
@@ -193,6 +201,7 @@ def find_plan(
     ['accuracy', 'loss']
     """
     check_measurable(model)
+    check_engine(engine)
     if mechanism is not None and not isinstance(mechanism, str | Mechanism | Substitute) and len(mechanism) == 1:
         mechanism = mechanism[0]
     several = mechanism is None or not isinstance(mechanism, str | Mechanism | Substitute)
@@ -212,7 +221,6 @@ def find_plan(
     sequences = split_sequences(model, tokenizer, texts, length=length, tokens=tokens, fewest=FEWEST)
     text = split_text(sequences)
     distances = (0,) if recalls == 0 else recall_distances(model, tokenizer, text, recall_distance, recalls)
-    lists = _RecallLists(model, tokenizer, recalls, seed, text, distances)
     options = options_of(model, mechanism, text.fit, several=several)
     menu = Menu.of(model, options, context) if several else None
     if menu is not None and budget_bytes is not None:
@@ -224,24 +232,27 @@ def find_plan(
     checkpoints = Checkpoints(folder, settings)
     searching, comparing = (partial_progress(progress, *x) for x in ((0.0, SEARCH_SHARE), (SEARCH_SHARE, 1.0)))
     searching = searching if baselines else progress
-    limits, note = _limit_recall(limits, recall_budget, lists, checkpoints, searching)
-    # A search with several mechanisms always counts recall: heads that text hardly misses may be all of it.
-    if recalls != 0 and (several or limits.recall is not None):
-        text = replace(text, fit_recall_lists=lists.fit())
-    choosing = None if limits.recall is None else lists.test(CHOOSE, checkpoints)
-    costs = CandidateCosts(model, text, settings, checkpoints, searching, choosing, limits)
-    if menu is not None:
-        scores = score_options(model, text, menu, checkpoints, searching, seed)
-        found, about = choose_allocation(costs, menu, scores, limits, budget_bytes, searching)
-    else:
-        found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
-    provenance = {**settings, "budget": limits.loss, "recall_budget": limits.recall, **note, **about}
-    plan = _evaluate_plan(model, text, found, costs, provenance, lists.test(CHECK, checkpoints), distances, searching)
-    if not baselines:
-        return plan
-    ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
-    pure = {} if menu is None else pure_plans(menu, scores, plan)
-    return _with_baselines(plan, model, text, ids, lists, pure, settings, checkpoints, comparing)
+    with workers_of(model, engine, address) as workers:
+        lists = _RecallLists(model, tokenizer, recalls, seed, text, distances, workers)
+        limits, note = _limit_recall(limits, recall_budget, lists, checkpoints, searching)
+        # A search with several mechanisms always counts recall: heads that text hardly misses may be all of it.
+        if recalls != 0 and (several or limits.recall is not None):
+            text = replace(text, fit_recall_lists=lists.fit())
+        choosing = None if limits.recall is None else lists.test(CHOOSE, checkpoints)
+        costs = CandidateCosts(model, text, settings, checkpoints, searching, choosing, limits, workers)
+        if menu is not None:
+            scores = score_options(model, text, menu, checkpoints, searching, seed, workers)
+            found, about = choose_allocation(costs, menu, scores, limits, budget_bytes, searching)
+        else:
+            found, about = _largest_set(model, text, options[0], settings, checkpoints, costs, limits, searching), {}
+        provenance = {**settings, "budget": limits.loss, "recall_budget": limits.recall, **note, **about}
+        checking = lists.test(CHECK, checkpoints)
+        plan = _evaluate_plan(model, text, found, costs, provenance, checking, distances, searching)
+        if not baselines:
+            return plan
+        ids = _unseen_tokens(token_ids(tokenizer, texts), len(sequences), length)
+        pure = {} if menu is None else pure_plans(menu, scores, plan)
+        return _with_baselines(plan, model, text, ids, lists, pure, settings, checkpoints, comparing)
 
 
 def _with_baselines(
@@ -270,6 +281,7 @@ def _with_baselines(
         seed=settings["seed"],
         left_out=left_out,
         checkpoints=checkpoints,
+        workers=lists.workers,
         progress=progress,
     )
     return replace(plan, baselines=replace(evaluated, lists=evaluated.lists * len(lists.distances)))
@@ -288,6 +300,7 @@ class _RecallLists:
     seed: int
     text: SearchText
     distances: tuple[int, ...]
+    workers: Workers | None = None
 
     def draw(self, use: int, skip: int, n: int) -> Sequences:
         """At least ``n`` lists after the first ``skip``, in whole sequences."""
@@ -311,8 +324,9 @@ class _RecallLists:
         if self.recalls == 0:
             return None
         return RecallTest(
-            self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed, len(self.distances)
-        )
+            self.model, partial(self.draw, use), self.recalls, checkpoints, self.seed, len(self.distances),
+            self.workers,
+        )  # fmt: skip
 
 
 def _limit_recall(
@@ -331,7 +345,7 @@ def _limit_recall(
 
     def make() -> dict[str, float]:
         progress("asking the original model for recall", 0.0)
-        return {"recall": read_swapped(lists.model, None, asked, [], None).means()["recall"]}
+        return {"recall": read_swapped(lists.model, None, asked, [], None, lists.workers).means()["recall"]}
 
     own = checkpoints.find_or_make(["own recall", digest_of_sequences(asked)], make)["recall"]
     if own >= MEASURABLE_RECALL:
@@ -475,6 +489,7 @@ def _largest_set(
             recall_lists=text.fit_recall_lists,
             names=[name],
             seed=settings["seed"],
+            engine=costs.workers or "local",
             progress=lambda stage, share: progress(stage, 0.3 * share),
         )
         return {"heads": scores_of_heads.heads, "score": scores_of_heads.mean(name).tolist()}
@@ -513,7 +528,7 @@ def _evaluate_plan(
     stage = "checking the plan on unseen text"
     progress(stage, 0.95)
     heads, head_substitute, decided_on = found.heads, costs.substitute(found), costs.lists(found)
-    original, swapped = (read_swapped(model, text.check, None, x, head_substitute) for x in ((), heads))
+    original, swapped = (read_swapped(model, text.check, None, x, head_substitute, costs.workers) for x in ((), heads))
     recall_record: dict[str, float] = {}
     if recall is not None:
         before, after = recall.compare(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from softgap.cluster import Workers
 from softgap.errors import ValueInputError
 from softgap.inputs import as_items
 from softgap.intervals import Interval, interval_of
-from softgap.intervene.substitute import Head, Substitute
+from softgap.intervene.substitute import Head, Substitute, Swaps
 from softgap.intervene.swap import swap
 from softgap.models.loading import Model, Tokenizer
 from softgap.models.placement import input_device
@@ -36,6 +37,7 @@ __all__ = [
     "join_readings",
     "read_original",
     "read_swapped",
+    "read_under",
     "recall_sequences",
     "score_forward",
     "sequence_places",
@@ -447,20 +449,53 @@ def read_swapped(
     recall_lists: Sequences | None,
     heads: Sequence[Head],
     head_substitute: Substitute | None,
+    workers: Workers | None = None,
 ) -> Reading:
     """Evaluate text and recall lists with these heads swapped, whichever is given; no heads is the original model."""
+    swaps = [(heads, head_substitute)] if heads and head_substitute is not None else []
+    return read_under(model, sequences, recall_lists, swaps, workers)
+
+
+def read_under(
+    model: Model,
+    sequences: Sequences | None,
+    recall_lists: Sequences | None,
+    swaps: Swaps,
+    workers: Workers | None = None,
+) -> Reading:
+    """Evaluate text and recall lists under several swaps at once, here or batch by batch on workers."""
     check_measurable(model)
-    swapped = swap(model, heads, head_substitute) if heads and head_substitute is not None else nullcontext()
-    with torch.inference_mode(), swapped:
-        text = [score_forward(model, part.ids, None).means(part)[:, 0] for part in _batches(sequences)]
-        lists = (
-            []
-            if recall_lists is None
-            else [part.answer_shares(correct_tokens(model, part)) for part in _batches(recall_lists)]
-        )
-    loss, _, accuracy = _concatenate(text) if text else np.zeros((3, 0))
-    recall, whole_answers = _concatenate([torch.stack(shares) for shares in lists]) if lists else np.zeros((2, 0))
+    text, lists = _batches(sequences), _batches(recall_lists)
+    tasks = [(swaps, part, asks) for parts, asks in ((text, False), (lists, True)) for part in parts]
+    if workers is not None:
+        results = workers.map(_read_batch_under, tasks, name="batch")
+    else:
+        with torch.inference_mode(), _swapped(model, swaps):
+            results = [_read_batch(model, part, asks) for _, part, asks in tasks]
+    loss, _, accuracy = _concatenate(results[: len(text)]) if text else np.zeros((3, 0))
+    recall, whole_answers = _concatenate(results[len(text) :]) if lists else np.zeros((2, 0))
     return Reading(loss, accuracy, recall, whole_answers)
+
+
+def _read_batch(model: Model, part: Sequences, asks: bool) -> Float[Tensor, "quantity text"]:
+    """Loss, KL and accuracy of texts, or the shares of right answers of recall lists."""
+    if asks:
+        return torch.stack(part.answer_shares(correct_tokens(model, part)))
+    return score_forward(model, part.ids, None).means(part)[:, 0]
+
+
+def _read_batch_under(model: Model, swaps: Swaps, part: Sequences, asks: bool) -> Float[Tensor, "quantity text"]:
+    """On a worker: one batch."""
+    with torch.inference_mode(), _swapped(model, swaps):
+        return _read_batch(model, part, asks)
+
+
+@contextmanager
+def _swapped(model: Model, swaps: Swaps) -> Iterator[None]:
+    with ExitStack() as stack:
+        for heads, head_substitute in swaps:
+            stack.enter_context(swap(model, heads, head_substitute))
+        yield
 
 
 def join_readings(readings: Sequence[Reading]) -> Reading:
