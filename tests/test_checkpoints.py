@@ -82,6 +82,17 @@ def test_the_folder_lies_beside_the_target_and_can_be_removed(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def killed_before(target: Path) -> None:
+    with last_step(target):
+        raise KeyboardInterrupt
+
+
+def killed_after(target: Path, content: str) -> None:
+    with last_step(target):
+        write_whole(target, content)
+        raise KeyboardInterrupt
+
+
 def test_finished_steps_of_a_whole_file_are_cleared_and_others_stay(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     folder = checkpoint_folder(target)
@@ -91,13 +102,12 @@ def test_finished_steps_of_a_whole_file_are_cleared_and_others_stay(tmp_path: Pa
         write_whole(folder / "step", "half of the work")
         clear_finished(target)
         assert folder.is_dir()
-        with pytest.raises(KeyboardInterrupt), last_step(target):
-            raise KeyboardInterrupt  # a kill right before the file
+        with pytest.raises(KeyboardInterrupt):
+            killed_before(target)
         clear_finished(target)
         assert (folder / "step").is_file()
-        with pytest.raises(KeyboardInterrupt), last_step(target):
-            write_whole(target, content)
-            raise KeyboardInterrupt  # a kill right after it
+        with pytest.raises(KeyboardInterrupt):
+            killed_after(target, content)
         assert folder.is_dir()
         clear_finished(target)
         assert not folder.exists()
