@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of every reader by atheris: whatever is in a file, there is an answer or a sentence.
 
 `python experiments/fuzz_readers.py [READER ...] --seconds 600` fuzzes each reader for that long, in a process of its
-own, and writes the table of `docs/reliability.md`. It needs atheris, which softgap does not install (`pip install
-atheris`). An input that breaks a reader is left in `--findings` and named.
+own, and writes its row in the table of `docs/reliability.md`; rows of other readers stay. It needs atheris, which
+softgap does not install (`pip install atheris`). An input that breaks a reader is left in `--findings` and named.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -23,6 +24,7 @@ from harness import RELIABILITY, write_section
 # Of softgap; libraries below are not ours to instrument, and slow when they are.
 INSTRUMENTED = ("softgap",)
 LONGEST_INPUT = 20_000
+SECTION = "fuzzing"
 
 
 def fuzz(name: str, seconds: int, seed: int, findings: Path) -> None:
@@ -73,8 +75,9 @@ def row(name: str, seconds: int, seed: int, findings: Path) -> str:
     broken = done.returncode != 0
     if broken:
         print(done.stderr[-3000:], file=sys.stderr)
+    today = time.strftime("%Y-%m-%d", time.gmtime())
     return (
-        f"| {name} | {int(inputs[1]):,} | {covered[-1] if covered else '-'} | "
+        f"| {name} | {seconds:,} | {today} | {int(inputs[1]):,} | {covered[-1] if covered else '-'} | "
         f"{'**broken**, see the output' if broken else 'none'} |"
     )
 
@@ -94,18 +97,32 @@ def main() -> None:
         return
     from support.fuzz_targets import TARGETS
 
-    lines = ["| reader | inputs tried | edges of our code covered | inputs that broke it |", "|---|---|---|---|"]
+    rows = known_rows()
     for name in given.readers or TARGETS:
-        lines.append(row(name, given.seconds, given.seed, given.findings))
-        print(lines[-1], flush=True)
-    named = "".join(f" {name!r}" for name in given.readers)
+        rows[name] = row(name, given.seconds, given.seed, given.findings)
+        print(rows[name], flush=True)
+        write_table([rows[each] for each in TARGETS if each in rows], len(TARGETS), given.seed)
+
+
+def known_rows() -> dict[str, str]:
+    """The rows of the table that is in the page, by reader."""
+    content = RELIABILITY.read_text() if RELIABILITY.exists() else ""
+    section = re.search(rf"<!-- {SECTION}: .*?<!-- end of {SECTION} -->", content, re.DOTALL)
+    lines = section[0].split("\n") if section else []
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "| reader" not in line}
+
+
+def write_table(rows: list[str], readers: int, seed: int) -> None:
+    """Write the section of the page."""
     write_section(
-        "fuzzing",
+        SECTION,
         "Damaged files, by coverage-guided fuzzing",
-        f"`python experiments/fuzz_readers.py{named} --seconds {given.seconds} "
-        f"--seed {given.seed}`: atheris changes a sound file, keeps what reaches new branches of softgap's code, and "
-        "goes on from there. A reader is broken by any exception but a sentence of softgap, by 20 seconds without an "
-        "answer, and by a file written outside its folder.\n\n" + "\n".join(lines),
+        f"`python experiments/fuzz_readers.py READER --seconds SECONDS --seed {seed}` for {len(rows)} of {readers} "
+        "readers, one at a time, each on one thread for the seconds in its row: atheris changes a sound file, keeps "
+        "what reaches new branches of softgap's code, and goes on from there. A reader is broken by any exception but "
+        "a sentence of softgap, by 20 seconds without an answer, and by a file written outside its folder.\n\n"
+        "| reader | seconds | on | inputs tried | edges of our code covered | inputs that broke it |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(rows),
         page=RELIABILITY,
     )
 

@@ -1,8 +1,8 @@
 """Faults that the commands survive: kills at random times, full disks, a file of 100,000 lines, and long servers.
 
-`python experiments/reliability.py kills|disk|lines|server|study|all` makes each fault on a tiny random model and writes
-its section of `docs/reliability.md`. Kills and full disks are made in forks of one process, so that softgap is imported
-once. The full disk is a tmpfs, which only root can mount. At most two processes run at the same time.
+`python experiments/reliability.py kills|disk|lines|long|server|study|all` makes each fault on a tiny random model and
+writes its section of `docs/reliability.md`. Kills and full disks are made in forks of one process, so that softgap is
+imported once. The full disk is a tmpfs, which only root can mount. At most two processes run at the same time.
 """
 
 from __future__ import annotations
@@ -241,6 +241,42 @@ def lines(count: int, seed: int) -> str:
     )
 
 
+def long(count: int, seed: int, model: str | None = None) -> str:
+    """Read a text of many tokens, and watch the memory of the process."""
+    del seed
+    from softgap.models import load_model
+
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        if model is None:
+            save_folder(place / "model", tiny_llama(max_position_embeddings=count))
+        loaded, tokenizer = load_model(str(place / "model") if model is None else model)
+        words = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(count // 4))
+        text = tokenizer.decode(tokenizer(words)["input_ids"][: count - 2], skip_special_tokens=True)
+        tokens = len(tokenizer(text)["input_ids"])
+        (place / "long.txt").write_text(text)
+        parameters = sum(x.numel() for x in loaded.parameters())
+        if model is not None:
+            loaded.config.max_position_embeddings = count
+            loaded.save_pretrained(place / "model")
+            tokenizer.save_pretrained(place / "model")
+        del loaded, tokenizer
+        begin = resident()
+        child = start("read {place}/long.txt --model {place}/model --out a", place, place)
+        _, status, used = os.wait4(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            print(log_of(place), file=sys.stderr)
+        size = sum(path.stat().st_size for path in (place / "a").rglob("*.parquet")) / 2**20
+    which = "the tiny model" if model is None else f"'{model}', whose positions were extended to {count:,}"
+    return (
+        f"`softgap read` of {tokens:,} tokens by {which} ({parameters:,} parameters) ends with code {code} after "
+        f"{used.ru_utime + used.ru_stime:.0f} seconds of processor time. The process takes at most "
+        f"{used.ru_maxrss / 1024:,.0f} MB, of which {begin / 2**20:,.0f} MB were taken before by Python and its "
+        f"libraries. The study takes {size:.1f} MB on disk."
+    )
+
+
 def resident() -> int:
     """Bytes of memory that this process has now."""
     return int(psutil.Process().memory_info().rss)
@@ -312,6 +348,7 @@ FAULTS: dict[str, tuple[Callable[[int, int], str], int, str]] = {
     "kills": (kills, 50, "Kills at random times"),
     "disk": (disk, 0, "A full disk"),
     "lines": (lines, 0, "A file of 100,000 prompts"),
+    "long": (long, 32_768, "A text of 32,768 tokens"),
     "server": (server, 500, "Many generations through the server"),
     "study": (study, 2000, "A study of many samples"),
 }
@@ -321,8 +358,9 @@ def main() -> None:
     """Make the faults and write their sections."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fault", choices=[*FAULTS, "all"])
-    parser.add_argument("--count", type=int, default=None, help="kills, generations or samples")
+    parser.add_argument("--count", type=int, default=None, help="kills, tokens, generations or samples")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default=None, help="for long: a model whose positions are extended")
     given = parser.parse_args()
     torch.set_num_threads(1)
     # A calibration of the user's would join the defaults.
@@ -331,7 +369,8 @@ def main() -> None:
         make, count, title = FAULTS[name]
         count = given.count or count
         words = f" --count {count}" if count else ""
-        text = make(count, given.seed)
+        words += f" --model {given.model}" if given.model else ""
+        text = long(count, given.seed, given.model) if make is long else make(count, given.seed)
         print(text, flush=True)
         command = f"`python experiments/reliability.py {name}{words} --seed {given.seed}` ({machine()})"
         write_section(name, title, f"{command}.\n\n{text}", page=RELIABILITY)

@@ -10,9 +10,10 @@ import pytest
 from softgap.checkpoints import (
     Checkpoints,
     checkpoint_folder,
+    clear_finished,
+    last_step,
     one_writer,
     partial_name,
-    remove_checkpoints,
     settings_key,
     write_whole,
     written_whole,
@@ -74,9 +75,46 @@ def test_the_folder_lies_beside_the_target_and_can_be_removed(tmp_path: Path) ->
     assert folder == tmp_path / "plan.json.parts"
     write_whole(folder / "a", "text")
     assert [path.name for path in folder.iterdir()] == ["a"]
-    remove_checkpoints(folder)
-    remove_checkpoints(folder)
+    with last_step(tmp_path / "plan.json"):
+        assert sorted(path.name for path in folder.iterdir()) == ["a", "replaced"]
+    with last_step(tmp_path / "plan.json"):
+        assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def killed_before(target: Path) -> None:
+    with last_step(target):
+        raise KeyboardInterrupt
+
+
+def killed_after(target: Path, content: str) -> None:
+    with last_step(target):
+        write_whole(target, content)
+        raise KeyboardInterrupt
+
+
+def test_finished_steps_of_a_whole_file_are_cleared_and_others_stay(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    folder = checkpoint_folder(target)
+    for content in ("", "an older plan"):  # the second replaces what is there
+        if content:
+            write_whole(target, content)
+        write_whole(folder / "step", "half of the work")
+        clear_finished(target)
+        assert folder.is_dir()
+        with pytest.raises(KeyboardInterrupt):
+            killed_before(target)
+        clear_finished(target)
+        assert (folder / "step").is_file()
+        with pytest.raises(KeyboardInterrupt):
+            killed_after(target, content)
+        assert folder.is_dir()
+        clear_finished(target)
+        assert not folder.exists()
+        target.unlink()
+    folder.mkdir()
+    clear_finished(target)
+    assert not folder.exists()
 
 
 def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 import uuid
 import weakref
@@ -23,10 +22,11 @@ __all__ = [
     "Checkpoints",
     "FileHold",
     "checkpoint_folder",
+    "clear_finished",
     "is_partial",
+    "last_step",
     "one_writer",
     "partial_name",
-    "remove_checkpoints",
     "settings_key",
     "sync_folder",
     "write_whole",
@@ -130,7 +130,7 @@ def _hold_beside(path: Path, patience: float) -> tuple[FileHold, list[Path]]:
     created = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return FileHold(path.with_name(f".{path.name}.lock"), patience), created
+        return FileHold(path.with_name(_lock_name(path)), patience), created
     except TimeoutError:
         raise StoreError(f"another process is writing '{path}'; wait until it ends, or choose another file") from None
     except OSError as error:
@@ -138,6 +138,10 @@ def _hold_beside(path: Path, patience: float) -> tuple[FileHold, list[Path]]:
             with suppress(OSError):
                 folder.rmdir()
         raise StoreError(f"cannot write '{path}': {error.strerror or error}; choose another path") from error
+
+
+def _lock_name(path: Path) -> str:
+    return f".{path.name}.lock"
 
 
 # Seconds that a writer of one file waits for another: writing takes far less.
@@ -183,9 +187,57 @@ def checkpoint_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.parts")
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Delete the finished steps: the work is whole."""
-    shutil.rmtree(folder, ignore_errors=True)
+# In the folder of finished steps: which file was there before the whole one took its place.
+_REPLACED = "replaced"
+
+
+@contextmanager
+def last_step(target: Path) -> Iterator[None]:
+    """Write the whole file in the block; at its end the finished steps are deleted.
+
+    ``clear_finished`` deletes them after a kill between the two.
+    """
+    folder = checkpoint_folder(target)
+    if folder.is_dir():
+        write_whole(folder / _REPLACED, _identity(target))
+    yield
+    _delete_steps(folder)
+
+
+def clear_finished(target: Path) -> None:
+    """Delete what a killed writer left beside a file that is whole: its finished steps, half-written files, its lock.
+
+    The finished steps of unfinished work stay.
+    """
+    if target.is_file() and target.with_name(_lock_name(target)).exists():
+        with suppress(StoreError), one_writer(target):  # refused where the writer is alive
+            pass
+    folder = checkpoint_folder(target)
+    try:
+        finished = (folder / _REPLACED).read_text(encoding="utf-8") != _identity(target)
+    except (OSError, ValueError):
+        finished = folder.is_dir() and not any(folder.iterdir())
+    if finished:
+        _delete_steps(folder)
+
+
+def _delete_steps(folder: Path) -> None:
+    """Delete a folder of finished steps, last of all what tells that they are of no more use."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != _REPLACED:
+                path.unlink()
+        (folder / _REPLACED).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _identity(path: Path) -> str:
+    """What changes when another file takes a file's place; "" where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}"
 
 
 def settings_key(settings: Mapping[str, Any]) -> str:

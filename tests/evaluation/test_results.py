@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,34 @@ def test_an_evaluation_is_saved_and_read_back(tmp_path: Path) -> None:
     assert found.to_json()["rows"][0]["verdict"] == ""
     without_floor = replace(ROW, floor=math.nan)
     assert math.isnan(Row.from_json(without_floor.to_json()).floor)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("seed", "three"),
+        ("notes", [3]),
+        ("model", None),
+        ("rows", [3]),
+        ("task", 3),
+        ("metric", "mood"),
+        ("length", -512),
+        ("contexts", True),
+        ("distance", [128]),
+        ("original", {"value": "0.5", "low": 0, "high": 1}),
+        ("margin", "wide"),
+        ("long_range", "yes"),
+    ],
+)
+def test_an_evaluation_with_values_of_other_types_is_refused(tmp_path: Path, place: str, value: object) -> None:
+    found = Evaluation("tiny", "f" * 32, "", 3, 64, (ROW,), ())
+    document = found.to_json()
+    assert Evaluation.from_json(document) == found
+    target = document if place in document else document["rows"][0]
+    target[place] = value
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    with pytest.raises(StoreError, match=r"^'.*' holds no evaluation \(.+\); give a file that softgap evaluate wrote$"):
+        Evaluation.load(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]"])

@@ -87,8 +87,7 @@ def killed_everywhere(
         code = main(arguments)
         # All that is left to do for a file that is whole is to say so.
         assert code == 0 or (code == 2 and "--out" in arguments and Path(arguments[-1]).is_file()), n
-        if code == 0:
-            assert leftovers(folder) == [], n
+        assert leftovers(folder) == [], (n, leftovers(folder))
         same(folder, unbroken)
         shutil.rmtree(folder)
     raise AssertionError(f"a command with more than {MOST} changes")
@@ -176,6 +175,15 @@ def test_a_calibration(shared: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_plan(shared: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert killed_everywhere(shared, here, monkeypatch, LINEARIZE, same_file("plan.json"), every=31) > 9
+
+
+EVALUATE = (
+    "evaluate SHARED/attending --tasks recall --lengths 448 --contexts 2 --pairs 4 --no-generation --out found.json"
+)
+
+
+def test_an_evaluation(shared: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert killed_everywhere(shared, here, monkeypatch, EVALUATE, same_file("found.json")) > 9
 
 
 @pytest.mark.slow

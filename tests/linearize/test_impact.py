@@ -172,6 +172,16 @@ def test_bad_input_is_one_sentence(small: Any, tmp_path: Path) -> None:
         (tmp_path / "cut.npz").write_bytes(whole[:length])
         with pytest.raises(SoftgapError, match="cannot read an impact"):
             Impact.load(tmp_path / "cut.npz")
+    for mechanisms, heads, change in (
+        ((), ((0, 0),), np.zeros((1, 1, 2))),
+        (("elu1",), ((0, 0), (0, 1)), np.zeros((1, 1, 2))),
+        (("elu1",), ((0, 0),), np.zeros((1, 1, 2), dtype="S3")),
+        (("elu1",), ((0, 0),), np.zeros((1, 2))),
+        (("elu1",), ("ab",), np.zeros((1, 1, 2))),
+    ):
+        Impact(mechanisms, heads, {}, {"loss": change}).save(tmp_path / "wrong.npz")  # type: ignore[arg-type]
+        with pytest.raises(SoftgapError, match="cannot read an impact"):
+            Impact.load(tmp_path / "wrong.npz")
     mechanism = with_random_parameters("fitted", 2, 4, 2, 8, 8)
     with pytest.raises(SoftgapError, match="must be for 3 layers"):
         impact(small, tokenizer, [TEXT], mechanism, length=48)

@@ -456,12 +456,42 @@ def test_a_plan_that_frees_keys_which_are_still_read_is_refused(name: str, value
         replace(sound, **{name: value}).check(model)
 
 
+def test_a_plan_that_frees_a_group_which_the_model_has_not_is_refused() -> None:
+    model = tiny_llama()
+    sound = plan_of(model, [(1, 2), (1, 3)], Substitute(resolve("elu1")))
+    assert sound.groups == ((1, 1),)
+    with pytest.raises(StoreError, match=r"frees group 2 of layer 1, of which 2 have swapped heads; make the plan"):
+        replace(sound, groups=((1, 1), (1, 2))).check(model)
+    with pytest.raises(StoreError, match=r"frees group 0 of layer 0, of which 0 have swapped heads; make the plan"):
+        replace(sound, groups=((0, 0),)).check(model)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "kv_heads", "dim"), [(1, 4, 2, 8), (2, 3, 2, 8), (2, 4, 1, 8), (2, 4, 2, 4)]
+)
+def test_a_plan_with_numbers_of_another_shape_is_refused(layers: int, heads: int, kv_heads: int, dim: int) -> None:
+    model = tiny_llama()
+    plan = plan_for(model, Substitute(with_random_parameters("fitted", 2, 4, 2, 8, 8)))
+    plan.check(model)
+    other = Substitute(with_random_parameters("fitted", layers, heads, kv_heads, dim, 8))
+    with pytest.raises(StoreError, match=r"^the plan does not fit the model: its tensor 'mechanism\..*; make the plan"):
+        replace(plan, substitute=other).check(model)
+    readout = Readout.identity(layers, heads, dim)
+    if (layers, heads) != (2, 4):
+        other = plan.substitute.with_readout(readout)
+        with pytest.raises(StoreError, match=r"^the plan does not fit the model: its tensor 'readout\..*; make the"):
+            replace(plan, substitute=other).check(model)
+
+
 DOCUMENT_EDITS: dict[str, tuple[str, Any]] = {
     "a head twice": ("heads", [[0, 0], [0, 0]]),
     "no head": ("heads", []),
     "a group of no swapped head": ("groups", [[0, 99]]),
     "a group of another layer": ("groups", [[7, 0]]),
     "a group twice": ("groups", [[1, 0], [1, 0]]),
+    "more groups than heads": ("groups", [[0, 0], [0, 1], [0, 2], [0, 3]]),
+    "a group without its heads": ("groups", [[0, 1], [1, 3], [1, 0]]),
+    "a whole layer with a group left": ("groups", [[1, 1]]),
     "a layer that is not swapped": ("layers", [9]),
     "a layer with heads left": ("layers", [0]),
     "a cost that is no number": ("original", {"loss": float("nan")}),

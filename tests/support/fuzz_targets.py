@@ -7,18 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from softgap.analysis.preregistration import ComparisonLog, Preregistration, read_preregistration
 from softgap.attention import resolve
+from softgap.evaluation import Evaluation, Row
+from softgap.intervals import Interval
 from softgap.intervene.substitute import Substitute
+from softgap.linearize.exchange import _read_pattern
+from softgap.linearize.impact import Impact
 from softgap.linearize.plan import Plan, load_plan
 from softgap.models.gguf import gguf_metadata
 from softgap.report.columns import calibration_columns, read_columns
 from softgap.report.documents import Document, Picture, Table, read_documents, read_lab, save_document, sections
+from softgap.report.evaluation_page import read_evaluation
 from softgap.report.live.requests import Limits, parse_requests
 from softgap.study.batches import read_failures
 from softgap.tasks import read_labels, read_prompts
+from softgap.tasks.long_context import read_questions
 from softgap.tasks.sources import TRUTHFULQA, stored_prompts
-from softgap.trajectories import open_study
+from softgap.trajectories import StudyWriter, open_study
+from softgap.trajectories.anatomy import Anatomy
 from softgap.trajectories.folder import Folder
 from support.fire_examples import LAB, calibration
 from support.fuzz_cases import Reader, json_bytes
@@ -97,6 +106,36 @@ def gguf_files(root: Path) -> dict[str, bytes]:
     return {"m.gguf": write_gguf(root / "m.gguf", tiny_llama(num_hidden_layers=1)).read_bytes()[:6000]}
 
 
+def anatomy_files(root: Path) -> dict[str, bytes]:
+    run = example_run(steps=3)
+    with StudyWriter(root / "study", run.manifest) as writer:
+        writer.append([run])
+        keys, weights = np.zeros((1, 3, 4), np.int32), np.full((1, 3, 4), 0.25, np.float32)
+        heads = [Anatomy(0, 1, ("softmax",), keys, weights, np.zeros((1, 3), np.float32), run.sample_id, "<s>")]
+        writer.append_anatomy(heads, batch=0)
+    found = {path.relative_to(root / "study").as_posix(): path for path in (root / "study").rglob("*")}
+    return {name: path.read_bytes() for name, path in found.items() if path.is_file()}
+
+
+def read_anatomy_of(place: Path) -> None:
+    study = open_study(place)
+    for name in study.ids:
+        for entry in study.anatomy(name):
+            assert entry.keys.shape == entry.weights.shape
+
+
+def evaluation_files(root: Path) -> dict[str, bytes]:
+    row = Row("recall", "", 512, (128, 256), "first", 2, 8, 0.1, Interval(0.8, 0.7, 0.9), margin=0.05)
+    return {"e.json": Evaluation("tiny", "0" * 32, "", 3, 64, (row,), ("x",)).save(root / "e.json").read_bytes()}
+
+
+def impact_files(root: Path) -> dict[str, bytes]:
+    found = Impact(("elu1",), ((0, 0), (0, 1)), {"loss": np.zeros(2)}, {"loss": np.zeros((1, 2, 2))}, {"seed": 0})
+    return {"i.npz": found.save(root / "i.npz").read_bytes()}
+
+
+PATTERN = {"full_attention_heads.tsv": b"0.0\t1.0\n0.5\t0.25\n", "config.json": b'{"sink_size": 4, "recent_size": 60}'}
+QUESTIONS = b'{"prompt": "The capital of France is", "answer": "Paris"}\n'
 PROMPTS = b'{"prompt": "a", "completion": "b", "id": "c", "label": "d", "reference": ["e", 1], "group": 2, "x": {}}\n'
 ANSWERS = ",".join(TRUTHFULQA) + '\n"Why, oh why?",Because,Never,Because; So,Never; Ever\n'
 TOML = b'by = "label"\nbetween = ["a", "b"]\nmargin = 0.5\norders = [3, 4]\ncollapse = true\nconfirm = 0.3\nseed = 1\n'
@@ -141,6 +180,16 @@ TARGETS: dict[str, tuple[str, Callable[[Path], dict[str, bytes]], Reader]] = {
         lambda place: read_preregistration(str(place / "p.toml")).hash,
     ),
     "GGUF": ("m.gguf", gguf_files, lambda place: gguf_metadata(place / "m.gguf")),
+    "anatomy": ("anatomy/part-00000.parquet", anatomy_files, read_anatomy_of),
+    "evaluation": ("e.json", evaluation_files, lambda place: read_evaluation(place / "e.json")),
+    "impact": ("i.npz", impact_files, lambda place: Impact.load(place / "i.npz").mean()),
+    "pattern": ("full_attention_heads.tsv", lambda _: PATTERN, _read_pattern),
+    "pattern's sizes": ("config.json", lambda _: PATTERN, _read_pattern),
+    "questions": (
+        "q.jsonl",
+        lambda _: {"q.jsonl": QUESTIONS},
+        lambda place: read_questions(str(place / "q.jsonl")),
+    ),
     "request": (
         "r.json",
         lambda _: {"r.json": b'{"prompts": ["a"], "mechanisms": ["elu1"], "temperature": 0.7, "seed": 3}'},

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from softgap.analysis.preregistration import ComparisonLog
 from softgap.errors import StoreError
 from softgap.trajectories import Manifest, StudyWriter, locks, open_study
 from softgap.trajectories.folder import Folder
-from softgap.trajectories.locks import FolderLock, is_lock, locked
+from softgap.trajectories.locks import FolderLock, is_lock, lease_fence, locked
 from softgap.trajectories.writer import label_study, publish_batch
 from support.trajectory_examples import MANIFEST, example_run
 
@@ -250,6 +251,182 @@ def test_a_writer_that_was_suspended_before_it_published_says_so_and_does_no_har
     taken.finish()
     assert data(path) == data(whole)
     assert open_study(path).state == "finished"
+
+
+LOST = r"^this process lost its lease on '.*', since it did not renew it in time; make sure that no other process"
+
+
+class Clock:
+    """The clock that leases go by; it stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.time = datetime.now(UTC)
+
+    def __call__(self) -> datetime:
+        return self.time
+
+    def move(self, seconds: float) -> None:
+        self.time += timedelta(seconds=seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A frozen clock, and folders that have leases."""
+    frozen, original = Clock(), Folder.at
+    monkeypatch.setattr(locks, "_now", frozen)
+    monkeypatch.setattr(
+        Folder, "at", lambda path: replace(f := original(path), filesystem=WatchedFilesystem(f.filesystem, "store"))
+    )
+    monkeypatch.setattr("softgap.trajectories.reader.pq.ParquetFile", _parquet_file)
+    return frozen
+
+
+def names(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+
+
+def test_nothing_is_published_after_the_lease_has_expired(tmp_path: Path, clock: Clock) -> None:
+    """Nobody else has come yet, and the file of the lease is still there."""
+    path = tmp_path / "study"
+    writer = StudyWriter(path, MANIFEST)
+    writer.append(BATCHES[0])
+    clock.move(100)
+    writer.append(BATCHES[1])  # in time
+    before = names(path)
+    clock.move(10)
+    for attempt in (lambda: writer.append(BATCHES[2]), writer.seal, writer.finish):
+        with pytest.raises(StoreError, match=LOST):
+            attempt()
+        assert names(path) == before
+    assert open_study(path).state == "running"
+
+
+def append_all(writer: StudyWriter) -> None:
+    for runs in BATCHES:
+        writer.append(runs)
+
+
+@pytest.mark.parametrize("changes", range(1, 7))
+def test_a_writer_that_sleeps_before_any_change_publishes_nothing_after_another_took_over(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, changes: int
+) -> None:
+    """It sleeps right before a file gets its name, wakes up at any time later, and deletes nothing either."""
+    write(tmp_path / "whole")
+    path = tmp_path / "study"
+    first = StudyWriter(path, MANIFEST, resume=True)
+    left, taken, seen = [changes], [], []
+    publish = Folder.publish
+
+    def sleeps(folder: Folder, staged: str, name: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            clock.move(121)
+            taken.append(StudyWriter(path, MANIFEST, resume=True))
+            for number in set(range(2)) - set(taken[0].batches):
+                taken[0].append(BATCHES[number], batch=number)
+            seen.append(data(path))
+        publish(folder, staged, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "publish", sleeps)
+        with pytest.raises(StoreError, match=LOST):
+            append_all(first)
+    assert data(path) == seen[0]
+    taken[0].append(BATCHES[2])
+    taken[0].finish()
+    assert data(path) == data(tmp_path / "whole")
+    assert open_study(path).state == "finished"
+    assert hidden(path) == []
+
+
+def test_labels_and_the_log_are_not_written_without_a_lease(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "study"
+    write(path)
+    before, stage = data(path), Folder.stage
+
+    def sleeps(folder: Folder, name: str, content: Any) -> str:
+        staged = stage(folder, name, content)
+        clock.move(121)
+        return staged
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "stage", sleeps)
+        with pytest.raises(StoreError, match=LOST):
+            label_study(str(path), {"a": "x"})
+        with pytest.raises(StoreError, match=LOST):
+            ComparisonLog(Folder.at(path)).add("looked", hash="0")
+    assert data(path) == before
+    assert not {"labels.jsonl", "comparisons/log.jsonl"} & set(names(path))
+    assert hidden(path) == []
+
+
+def test_a_writer_that_lost_a_fresh_study_leaves_that_of_the_next(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "study"
+    first = StudyWriter(path, MANIFEST)
+    clock.move(121)
+    taken = StudyWriter(path, MANIFEST, resume=True)
+    with pytest.raises(StoreError, match=LOST), first:
+        append_all(first)
+    assert (path / "manifest.json").is_file()
+    taken.append(BATCHES[0])
+    taken.finish()
+    assert open_study(path).ids == ("a",)
+
+
+def test_an_expired_lease_is_not_renewed(store: Folder, clock: Clock) -> None:
+    with locked(store) as lock:
+        (own,) = store.names()
+        before = store.read(own)
+        clock.move(60)
+        lock._hold.renew()  # type: ignore[union-attr]
+        assert store.read(own) > before
+        clock.move(120)
+        late = store.read(own)
+        lock._hold.renew()  # type: ignore[union-attr]
+        assert store.read(own) == late
+        with pytest.raises(StoreError, match=LOST):
+            lock.check()
+
+
+def test_who_works_for_a_writer_publishes_only_while_it_has_its_lease(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "study"
+    writer = StudyWriter(path, MANIFEST)
+    worker = lease_fence(Folder.at(path), writer.lease)
+    publish_batch(worker, 0, BATCHES[0])
+    assert open_study(path).ids == ("a",)
+    clock.move(110)
+    with pytest.raises(StoreError, match=LOST):
+        publish_batch(worker, 1, BATCHES[1])
+    clock.move(20)
+    taken = StudyWriter(path, MANIFEST, resume=True)
+    with pytest.raises(StoreError, match=LOST):
+        publish_batch(worker, 1, BATCHES[1])
+    taken.append(BATCHES[1], batch=1)
+    assert open_study(path).ids == ("a", "b")
+    on_disk = Folder.at(path)
+    assert lease_fence(on_disk, None) is on_disk
+
+
+def test_a_writer_that_wakes_up_deletes_no_part_of_another(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who took over has published the trajectories of a batch, and not yet its samples."""
+    path = tmp_path / "study"
+    writer = StudyWriter(path, MANIFEST)
+    theirs, publish = path / "trajectories" / "part-00000.parquet", Folder.publish
+
+    def sleeps(folder: Folder, staged: str, name: str) -> None:
+        if name.startswith("samples"):
+            clock.move(121)
+            theirs.write_bytes(b"theirs")
+        publish(folder, staged, name)
+
+    monkeypatch.setattr(Folder, "publish", sleeps)
+    with pytest.raises(StoreError, match=LOST):
+        writer.append(BATCHES[0])
+    assert theirs.read_bytes() == b"theirs"
 
 
 def test_a_lost_lease_is_not_written_again(store: Folder) -> None:

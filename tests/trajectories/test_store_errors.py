@@ -164,6 +164,10 @@ def shorter(table: pa.Table) -> pa.Table:
     ("change", "message"),
     [
         (lambda table: table.drop_columns(["kv_group"]), "it has no column 'kv_group'"),
+        (
+            lambda table: table.set_column(0, "sample_id", pa.array([b"fox"] * table.num_rows)),
+            "column 'sample_id' holds binary and not string",
+        ),
         (lambda table: table.slice(1), "it lacks or repeats heads of sample 'fox'"),
         (lambda table: pa.concat_tables([table, table.slice(0, 1)]), "it lacks or repeats heads of sample 'fox'"),
         (

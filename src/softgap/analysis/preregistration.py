@@ -223,10 +223,14 @@ class ComparisonLog:
     def _locked(self) -> Iterator[None]:
         """Be the only one who reads and writes the log: what is decided by its lines still holds when one is added."""
         comparisons = self._folder.below("comparisons")
-        with locked(comparisons, patience=_PATIENCE):
+        with locked(comparisons, patience=_PATIENCE) as lock:
             comparisons.discard_partial("", "log.jsonl")
             self._read()
-            yield
+            folder, self._folder = self._folder, self._folder.fenced(lock.folder.fence)
+            try:
+                yield
+            finally:
+                self._folder = folder
 
     def add(self, event: str, **facts: Any) -> None:
         """Write one line."""

@@ -17,7 +17,7 @@ import torch
 from softgap.attention import ExactSet, Visible, attend, divergence, resolve
 from softgap.calibration.activations import Activations, LayerSample, LayerSite
 from softgap.calibration.fit import LayerText, Maps, Recipe, fit_maps
-from softgap.checkpoints import checkpoint_folder, remove_checkpoints, settings_key, write_whole
+from softgap.checkpoints import checkpoint_folder, settings_key, write_whole
 from softgap.cluster import run_tasks
 from softgap.errors import StoreError
 from softgap.models.tensor_files import load_calibration, save_calibration
@@ -72,10 +72,6 @@ class FittedLayers:
             n_steps = choose()
         write_whole(path, str(n_steps))
         return n_steps
-
-    def remove(self) -> None:
-        """Delete the layers: the calibration is whole."""
-        remove_checkpoints(self._folder)
 
     def _path(self, layer: int) -> Path:
         return self._folder / f"{self._name}-{layer:04d}.safetensors"

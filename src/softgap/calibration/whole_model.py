@@ -34,7 +34,7 @@ from softgap.calibration.texts import (
     quick_corpus,
     tokens_needed,
 )
-from softgap.checkpoints import Checkpoints, checkpoint_folder, one_writer
+from softgap.checkpoints import Checkpoints, checkpoint_folder, last_step, one_writer
 from softgap.cluster import check_engine
 from softgap.deprecation import DeprecatedAttribute
 from softgap.errors import StoreError, ValueInputError
@@ -460,8 +460,8 @@ def _calibrate(
     calibration = _evaluate(model, tokenizer, corpus, tensors, gathered.sites, metadata, task, progress)
     if memory_ladder is not None:
         calibration = replace(calibration, curve=memory_ladder.curve, memory_ladder=memory_ladder)
-    calibration.save(target)
-    layers.remove()
+    with last_step(target):
+        calibration.save(target)
     return calibration
 
 

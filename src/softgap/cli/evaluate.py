@@ -7,6 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -202,7 +203,7 @@ def _evaluate(
     out: Path | None,
     options: dict[str, Any],
 ) -> Evaluation:
-    from softgap.checkpoints import checkpoint_folder, remove_checkpoints
+    from softgap.checkpoints import checkpoint_folder, last_step, one_writer
     from softgap.evaluation import evaluate
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
@@ -212,15 +213,16 @@ def _evaluate(
     loaded, tokenizer = load_model(name, **options)
     change = _changes(loaded, plans)
     parts = None if out is None else checkpoint_folder(out)
-    with quiet_transformers(downloads=False), show_progress("preparing the tasks") as report:
-        try:
-            found = evaluate(loaded, tokenizer, **settings, **change, folder=parts, progress=report)
-        except KeyboardInterrupt:
-            hint = "run the same command again to resume" if out else "with --out an evaluation can resume"
-            raise KeyboardInterrupt(f"interrupted; {hint}") from None
-    if out is not None and parts is not None:
-        found.save(out)
-        remove_checkpoints(parts)
+    with nullcontext() if out is None else one_writer(out):
+        with quiet_transformers(downloads=False), show_progress("preparing the tasks") as report:
+            try:
+                found = evaluate(loaded, tokenizer, **settings, **change, folder=parts, progress=report)
+            except KeyboardInterrupt:
+                hint = "run the same command again to resume" if out else "with --out an evaluation can resume"
+                raise KeyboardInterrupt(f"interrupted; {hint}") from None
+        if out is not None:
+            with last_step(out):
+                found.save(out)
     return found
 
 

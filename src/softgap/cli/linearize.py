@@ -376,7 +376,7 @@ def _search(
     *,
     several: bool,
 ) -> tuple[Plan, tuple[AttentionLayer, ...]]:
-    from softgap.checkpoints import checkpoint_folder, one_writer, remove_checkpoints
+    from softgap.checkpoints import checkpoint_folder, last_step, one_writer
     from softgap.linearize.search import find_plan
     from softgap.models import load_model
     from softgap.models.loading import quiet_transformers
@@ -396,8 +396,8 @@ def _search(
             raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
         layers = attention_layers(loaded)
         _document(plan, layers, out)
-        plan.save(out)  # last: while it is missing, the same command resumes
-        remove_checkpoints(parts)
+        with last_step(out):
+            plan.save(out)  # while it is missing, the same command resumes
     return plan, layers
 
 

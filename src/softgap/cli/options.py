@@ -353,9 +353,11 @@ class StudyOptions(PlacementOptions):
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Refuse a folder, an existing file unless it may be replaced, and a place that cannot be written to."""
+    from softgap.checkpoints import clear_finished
     from softgap.trajectories.folder import check_output_file
 
     check_output_file(path)
+    clear_finished(path)
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"'{path}' already exists; choose another file, or replace it with --overwrite")
 

@@ -117,7 +117,23 @@ class Row:
             values[name] = None if values[name] is None else Interval(**values[name])
         values["distance"] = None if values["distance"] is None else tuple(values["distance"])
         values["floor"] = math.nan if values["floor"] is None else values["floor"]
-        return cls(**values)
+        row = cls(**values)
+        row._check()
+        return row
+
+    def _check(self) -> None:
+        """Raise unless every field holds what its type says."""
+        texts = (self.task, self.setting, self.metric)
+        span = () if self.distance is None else self.distance
+        counts = (self.length, self.contexts, self.questions, *span)
+        intervals = [x for x in (self.original, self.changed, self.change) if x is not None]
+        numbers = [self.floor, self.margin, *(n for x in intervals for n in (x.value, x.low, x.high, x.level))]
+        if not all(isinstance(text, str) for text in texts) or self.metric not in METRICS:
+            raise ValueError(f"task and setting must be texts, and metric one of {', '.join(METRICS)}")
+        if not all(type(count) is int and count >= 0 for count in counts) or len(span) not in (0, 2):
+            raise ValueError("length, contexts, questions and distance must be whole numbers from 0")
+        if not all(type(number) in (int, float) for number in numbers) or self.long_range not in (None, True, False):
+            raise ValueError("floor, margin and intervals must hold numbers")
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,13 @@ class Evaluation:
         """From plain data."""
         values = {name: value for name, value in data.items() if name != "format"}
         rows = tuple(Row.from_json(row) for row in values["rows"])
-        return cls(**{**values, "rows": rows, "notes": tuple(values["notes"])})
+        found = cls(**{**values, "rows": rows, "notes": tuple(values["notes"])})
+        texts = (found.model, found.fingerprint, found.label, found.against, *found.notes)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("model, fingerprint, labels and notes must be texts")
+        if not all(type(number) is int for number in (found.seed, found.window)):
+            raise ValueError("seed and window must be whole numbers")
+        return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON."""
@@ -195,4 +217,7 @@ class Evaluation:
         except OSError as error:
             raise StoreError(f"cannot read '{path}': {error.strerror or error}; check the path") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreError(f"'{path}' holds no evaluation; give a file that softgap evaluate wrote") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise StoreError(
+                f"'{path}' holds no evaluation ({reason}); give a file that softgap evaluate wrote"
+            ) from error

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,14 +134,30 @@ class Impact:
             with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 about = json.loads(str(stored["about"]))
                 arrays = {name: stored[name] for name in stored.files if "." in name}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            return cls._of_stored(about, arrays)
+        except (
+            OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError, MemoryError,
+            NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
+        ) as error:  # fmt: skip
             raise StoreError(f"cannot read an impact from '{path}': {error}; measure it again") from error
+
+    @classmethod
+    def _of_stored(cls, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Impact:
+        """What a file holds, with every array of the shape that heads and mechanisms give it."""
+        heads = tuple((int(layer), int(head)) for layer, head in about["heads"])
+        mechanisms = tuple(map(str, about["mechanisms"]))
         parts: dict[str, dict[str, np.ndarray]] = {"original": {}, "change": {}}
         for name, array in arrays.items():
             kind, _, quantity = name.partition(".")
+            if array.dtype.kind != "f":
+                raise ValueError(f"{name} must hold numbers with a fraction, got {array.dtype}")
+            expected = (len(mechanisms), len(heads)) if kind == "change" else ()
+            if array.ndim != len(expected) + 1 or array.shape[:-1] != expected or not array.size:
+                raise ValueError(f"{name} must have the shape {[*expected, 'texts']}, got {list(array.shape)}")
             parts[kind][quantity] = array
-        heads = tuple((int(layer), int(head)) for layer, head in about["heads"])
-        return cls(tuple(about["mechanisms"]), heads, parts["original"], parts["change"], about["settings"])
+        if not mechanisms or not heads or not parts["change"]:
+            raise ValueError("mechanisms, heads and changes must not be empty")
+        return cls(mechanisms, heads, parts["original"], parts["change"], dict(about["settings"]))
 
     def _of(self, quantity: str, mechanism: str | None) -> Float[np.ndarray, "head text"]:
         if quantity not in self.change:

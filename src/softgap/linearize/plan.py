@@ -24,7 +24,7 @@ from softgap.intervene.swap import heads_by_layer, heads_of_group
 from softgap.linearize.baselines import Baselines, group_bytes
 from softgap.models.fingerprint import model_fingerprint
 from softgap.models.loading import Model
-from softgap.models.tensor_files import digest_of, load_calibration, save_calibration
+from softgap.models.tensor_files import check_shapes, digest_of, load_calibration, save_calibration
 from softgap.probe.layout import AttentionLayer, attention_layers, head_dim
 
 __all__ = ["Plan", "cache_bytes_at", "freed_groups", "kind_of", "load_plan", "memory_of", "plan_of", "streams"]
@@ -89,6 +89,15 @@ class Plan:
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
         swapped = heads_by_layer(attention_layers(model), self.heads)
+        key_heads = {layer.number: layer.kv_heads for layer, _ in swapped}
+        absent = [(layer, group) for layer, group in self.groups if group >= key_heads.get(layer, 0)]
+        if absent:
+            raise StoreError(
+                f"a plan may free KV groups that the model has, and this one frees group {absent[0][1]} of layer "
+                f"{absent[0][0]}, of which {key_heads.get(absent[0][0], 0)} have swapped heads; make the plan again "
+                "with 'softgap linearize'"
+            )
+        check_shapes(self.substitute.tensors(), model, "the plan", "make the plan again with 'softgap linearize'")
         freed = {(layer.number, group) for layer, heads in swapped for group in freed_groups(layer, heads)}
         whole = {layer.number for layer, heads in swapped if len(heads) == layer.heads}
         kept = [entry for entry in self.groups if entry not in freed]
@@ -333,16 +342,7 @@ def _check_ranges(document: Mapping[str, Any]) -> None:
     parts = [(layer, head) for about in mechanisms for layer, head in about["heads"]] if mixed else heads
     if not heads or sorted(parts) != sorted(heads):
         raise ValueError("heads must name at least one head, and each must be in one part of the mixture")
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in sorted(heads):
-        by_layer.setdefault(layer, []).append(head)
-    for layer, group in groups:
-        if group > max(by_layer.get(layer, [-1])):
-            raise ValueError(f"groups must be KV groups of swapped heads, got ({layer}, {group})")
-    freed = {layer for layer, _ in groups}
-    for layer in document["layers"]:
-        if layer not in freed or by_layer[layer] != list(range(len(by_layer[layer]))):
-            raise ValueError(f"layers must be those of which all heads are swapped and all groups freed, got {layer}")
+    _check_groups(heads, groups, document["layers"])
     window = None if mixed else document["mechanism"]["window"]
     numbers = [x for about in mechanisms for x in about["options"].values() if type(x) in (int, float)]
     if any(not -_LARGEST <= x <= _LARGEST for x in numbers) or (window is not None and not 1 <= window <= _LARGEST):
@@ -354,6 +354,32 @@ def _check_ranges(document: Mapping[str, Any]) -> None:
         raise ValueError("memory must be numbers of bytes from 0")
     if any(interval["low"] > interval["high"] for interval in document["expected"].values()):
         raise ValueError("an interval must not end before it begins")
+
+
+def _check_groups(heads: Sequence[Head], groups: Sequence[tuple[int, int]], layers: Sequence[int]) -> None:
+    """Raise where no number of query heads per KV group fits the heads, groups and layers of a plan.
+
+    The model knows that number and is not here; but every freed group has all of its heads swapped, and a freed layer
+    all of its heads and groups.
+    """
+    swapped: dict[int, list[int]] = {}
+    freed: dict[int, list[int]] = {}
+    for found, pairs in ((swapped, heads), (freed, groups)):
+        for layer, number in sorted(pairs):
+            found.setdefault(layer, []).append(number)
+    for layer in layers:
+        own, own_groups = swapped.get(layer, []), freed.get(layer, [])
+        whole = own == list(range(len(own))) and own_groups == list(range(len(own_groups)))
+        if not own_groups or not whole or len(own) % len(own_groups):
+            raise ValueError(f"layers must be those of which all heads are swapped and all groups freed, got {layer}")
+    for layer, own_groups in freed.items():
+        own = swapped.get(layer, [])
+        sizes = [len(own) // len(own_groups)] if layer in layers else range(1, len(own) // len(own_groups) + 1)
+        if not any(set(own) >= {g * size + i for g in own_groups for i in range(size)} for size in sizes):
+            raise ValueError(
+                f"groups must be KV groups all of whose heads are swapped, and no number of heads per group fits "
+                f"{len(own_groups)} groups and {len(own)} swapped heads of layer {layer}, got group {own_groups[-1]}"
+            )
 
 
 def _numbers_in(value: Any) -> Iterator[float]:

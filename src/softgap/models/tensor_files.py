@@ -32,6 +32,7 @@ __all__ = [
     "StoredCalibration",
     "calibrated_mechanisms",
     "calibration_path",
+    "check_shapes",
     "default_mechanisms",
     "digest_of",
     "equip_mechanism",
@@ -191,7 +192,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     return StoredCalibration(tensors, metadata, digest)
 
 
-# Axes of the tensors that a calibration of a model holds, by parameter; ``for_layers`` takes one layer for all.
+# Axes of the tensors that a calibration or a plan holds, by parameter; ``for_layers`` takes one layer for all.
 _AXES = {
     "query_weight": ("layers", "heads", "features", "inputs"),
     "query_bias": ("layers", "heads", "features"),
@@ -204,18 +205,20 @@ _AXES = {
     "by_distance": ("layers", "heads", "distances"),
     "frequency": ("layers or 1", "1", "turned"),
     "turn": ("layers or 1", "1", "turned", "turned"),
+    "readout.weight": ("layers", "heads", "values", "values"),
+    "readout.bias": ("layers", "heads", "values"),
 }
 # Axes that one mechanism has for itself; the others are those of the model.
 _OWN = ("features", "inputs", "values", "distances", "turned")
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, path: Path) -> None:
+def check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, subject: str, remedy: str) -> None:
     """Refuse tensors that do not fit the model or each other; what they mean is known by their names."""
     sizes = _model_sizes(model)
     dim = sizes.pop("dim", None)
     for name, tensor in sorted(tensors.items()):
         mechanism, _, parameter = name.partition(".")
-        axes = _AXES.get(parameter)
+        axes = _AXES.get(name, _AXES.get(parameter))
         if axes is None:
             continue
         keys = [f"{mechanism} {axis}" if axis in _OWN else axis for axis in axes]
@@ -231,8 +234,8 @@ def _check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, path: P
                 f"{axis} ({sizes[key]})" if key in sizes else axis for axis, key in zip(axes, keys, strict=True)
             )
             raise StoreError(
-                f"'{path}' does not fit the model: its tensor '{name}' must have the axes [{expected}], got shape "
-                f"{list(tensor.shape)}; calibrate the model again"
+                f"{subject} does not fit the model: its tensor '{name}' must have the axes [{expected}], got shape "
+                f"{list(tensor.shape)}; {remedy}"
             )
 
 
@@ -366,5 +369,5 @@ def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: 
             f"the calibration '{path}' was fitted to the model {stored.metadata.get('fingerprint')} "
             f"({stored.metadata.get('model')}), and this one is {fingerprint}; calibrate this model"
         )
-    _check_shapes(stored.tensors, model, path)
+    check_shapes(stored.tensors, model, f"'{path}'", "calibrate the model again")
     return stored

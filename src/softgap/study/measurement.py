@@ -243,7 +243,7 @@ def measure(
             measured = chain([next(measured)], measured)
         writer = stack.enter_context(_open_writer(out, planned, overwrite))
         if mode == "study":
-            _fix_batches(folder, planned)
+            _fix_batches(writer.folder, planned)
             writer.seal()
         done.update(writer.batches)
         total = sum(len(batch.indices) for batch in planned.batches)
@@ -252,9 +252,9 @@ def measure(
             from softgap.study.ray_engine import ray_batches
 
             left = [batch for batch in planned.batches if batch.number not in done]
-            finished = ray_batches(planned, left, out, address, limits)
+            finished = ray_batches(planned, left, out, address, limits, lease=writer.lease)
         else:
-            finished = _write_batches(measured, folder, writer, observer)
+            finished = _write_batches(measured, writer, observer)
             if anatomy:
                 finished = _with_anatomy(finished, writer, loaded, planned, anatomy, observer)
         seconds, counts = _follow(finished, writer, out, planned, resumed, total, observer)
@@ -386,11 +386,11 @@ def _measure_batches(
 
 
 def _write_batches(
-    measured: Iterator[tuple[int, BatchResult]], folder: Folder, writer: StudyWriter, observer: Observer
+    measured: Iterator[tuple[int, BatchResult]], writer: StudyWriter, observer: Observer
 ) -> Iterator[FinishedBatch]:
     """Write each batch with its failures."""
     for number, batch in measured:
-        write_failures(folder, number, batch.failures)
+        write_failures(writer.folder, number, batch.failures)
         writer.append(batch.runs, batch=number)
         if observer.on_run is not None:
             for run in batch.runs:

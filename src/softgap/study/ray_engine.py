@@ -11,6 +11,7 @@ from softgap.models.loading import quiet_transformers
 from softgap.study.batches import Batch, BatchResult, FinishedBatch, StudySettings, measure_batch, write_failures
 from softgap.tasks import Prompt, resolve_scorer
 from softgap.trajectories.folder import Folder
+from softgap.trajectories.locks import lease_fence
 from softgap.trajectories.writer import publish_batch, published_ids
 
 if TYPE_CHECKING:
@@ -20,9 +21,21 @@ __all__ = ["publish", "ray_batches"]
 
 
 def ray_batches(
-    planned: Planned, left: Sequence[Batch], out: str, address: str | None, limits: ClusterLimits | None = None
+    planned: Planned,
+    left: Sequence[Batch],
+    out: str,
+    address: str | None,
+    limits: ClusterLimits | None = None,
+    *,
+    lease: str | None = None,
 ) -> Iterator[FinishedBatch]:
-    """Each batch, as it is finished; a batch whose worker dies is given to another."""
+    """Each batch, as it is finished; a batch whose worker dies is given to another.
+
+    Parameters
+    ----------
+    lease
+        The file of the writer's lease: workers publish only while it is held.
+    """
     place = out if "://" in out else Folder.at(out).root
     settings = planned.settings
     source = ModelSource(settings.model, settings.dtype, settings.device, settings.attn, planned.manifest.weights)
@@ -30,7 +43,7 @@ def ray_batches(
     def arguments(batch: Batch) -> tuple[Any, ...]:
         prompts = [planned.prompts[i] for i in batch.indices]
         alone = Batch(batch.number, tuple(range(len(prompts))), batch.seed, batch.replay)
-        return prompts, alone, settings, source, place
+        return prompts, alone, settings, source, place, lease
 
     tasks: dict[int, Callable[[], tuple[Any, ...]]] = {batch.number: partial(arguments, batch) for batch in left}
     advice = "the other batches are saved; run the same command again to resume"
@@ -48,10 +61,15 @@ def ray_batches(
 
 
 def _measure_on_worker(
-    prompts: Sequence[Prompt], batch: Batch, settings: StudySettings, source: ModelSource, out: str
+    prompts: Sequence[Prompt],
+    batch: Batch,
+    settings: StudySettings,
+    source: ModelSource,
+    out: str,
+    lease: str | None = None,
 ) -> FinishedBatch:
     """On a worker: measure a batch and write it straight into the study."""
-    folder = Folder.at(out)
+    folder = lease_fence(Folder.at(out), lease)
     known = published_ids(folder, batch.number)
     if known is not None:  # the last worker died after it had written all
         return FinishedBatch(batch.number, known, None)

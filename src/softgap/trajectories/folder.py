@@ -10,7 +10,7 @@ import posixpath
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +37,10 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SECRET = re.compile(_URI.pattern + "[^/@]*:[^/@]*@")
 
 
+def _no_fence() -> None:
+    """Let everybody through."""
+
+
 @dataclass(frozen=True)
 class Folder:
     """A folder of a pyarrow filesystem.
@@ -48,11 +52,14 @@ class Folder:
         Path inside the filesystem.
     address : str
         The path or URI as the user wrote it, for messages.
+    fence : callable
+        Called right before a file gets its name or a file is deleted; it raises where another writer may be there.
     """
 
     filesystem: Any
     root: str
     address: str
+    fence: Callable[[], None] = field(default=_no_fence, repr=False, compare=False)
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Folder:
@@ -87,7 +94,20 @@ class Folder:
     def below(self, name: str) -> Folder:
         """A subfolder, which need not exist; the options of a URI stay behind it."""
         path, mark, options = self.address.partition("?") if _URI.match(self.address) else (self.address, "", "")
-        return Folder(self.filesystem, self.path(name), f"{path.rstrip('/')}/{name}{mark}{options}")
+        return Folder(self.filesystem, self.path(name), f"{path.rstrip('/')}/{name}{mark}{options}", self.fence)
+
+    def fenced(self, fence: Callable[[], None]) -> Folder:
+        """The same folder with a check right before each of its files gets its name."""
+        return replace(self, fence=fence)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the fence lets this writer through."""
+        try:
+            self.fence()
+        except StoreError:
+            return False
+        return True
 
     def path(self, name: str) -> str:
         """Full path of a file of this folder."""
@@ -182,6 +202,7 @@ class Folder:
 
     def publish(self, temporary: str, name: str) -> None:
         """Give a staged file its name, on disk when this returns."""
+        self.fence()
         try:
             self.filesystem.move(self.path(temporary), self.path(name))
             if self.is_local:
@@ -216,6 +237,7 @@ class Folder:
 
     def delete(self, name: str) -> None:
         """Delete a file."""
+        self.fence()
         try:
             self.filesystem.delete_file(self.path(name))
         except OSError as error:

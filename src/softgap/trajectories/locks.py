@@ -4,6 +4,10 @@ An object store has no locks and no operation that only one of two writers can w
 claim of its own and then lists the others'. Of two writers at least the one whose claim came second sees the other's
 and gives up; both may, but never do both go on. This needs a store that lists what was written before, as S3 and
 Google's do. A claim expires unless its owner renews it, and that of a dead process of this machine counts for nothing.
+
+An owner that was suspended may wake up after its lease has expired. So a folder that is locked checks the lease right
+before every file gets its name (``FolderLock.folder``): not only that nobody else holds one, but that its own has some
+time left. What remains is a process that is suspended longer than that time inside the store's own rename.
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ from softgap.errors import StoreError
 if TYPE_CHECKING:
     from softgap.trajectories.folder import Folder
 
-__all__ = ["LOCK", "FolderLock", "is_lock", "locked"]
+__all__ = ["LOCK", "FolderLock", "is_lock", "lease_fence", "locked"]
 
 LOCK = "writer"
 _NAME = re.compile(r"\.[\w-]+\.(lock|[0-9a-f]{12}\.lease)")
 _LEASE = timedelta(seconds=120)
 _RENEWALS = 4
+# An owner gives up when this part of its lease is left: clocks differ, and a rename takes time.
+_MARGIN = 1 / 8
 # How often a folder that another writer is just taking away is created again.
 _ATTEMPTS = 5
 
@@ -66,6 +72,10 @@ class FolderLock:
     ----------
     created
         Full paths of folders that had to be created, innermost first.
+    folder
+        The folder; where it is locked by a lease, its files get their names only while that is held.
+    lease
+        The name of the lease's file, by which another process can check it; None for a file lock.
     """
 
     def __init__(self, folder: Folder, name: str = LOCK, *, patience: float = 0.0) -> None:
@@ -73,6 +83,9 @@ class FolderLock:
         self.created: list[str] = []
         self._released = False
         self._hold: FileHold | _Lease = self._file_hold(patience) if folder.is_local else self._lease(patience)
+        lease = self._hold if isinstance(self._hold, _Lease) else None
+        self.lease = None if lease is None else lease.file
+        self.folder = folder if lease is None else folder.fenced(lease.check)
 
     def check(self) -> None:
         """Refuse to go on without the lock: once it is released, or where a lease was lost."""
@@ -148,7 +161,16 @@ class _Claim:
         """Whether it has expired, or is of a process of this machine that has ended."""
         if self.host == socket.gethostname() and not _runs(self.process, self.started):
             return True
-        return datetime.fromisoformat(self.expires) < datetime.now(UTC)
+        return datetime.fromisoformat(self.expires) < _now()
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _is_late(expires: datetime) -> bool:
+    """Whether too little is left of one's own lease to write anything."""
+    return _now() >= expires - _MARGIN * _LEASE
 
 
 def _runs(process: int, started: float) -> bool:
@@ -164,30 +186,28 @@ class _Lease:
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._prefix = folder, f".{name}."
         self._owner = uuid.uuid4().hex[:12]
-        self._file = f"{self._prefix}{self._owner}.lease"
+        self.file = f"{self._prefix}{self._owner}.lease"
+        self._until = _now()
         self._lock, self._ended = threading.Lock(), threading.Event()
         try:
             self._write("asking")
-            others = [claim for entry, claim in self._claims() if entry != self._file]
+            others = [claim for entry, claim in _claims(folder, self.file) if entry != self.file]
             if others:
                 owner = f" (process {others[0].process} on {others[0].host}, until {others[0].expires} unless renewed)"
                 raise _held_error(folder, owner)
             self._write("holding")
         except BaseException:
-            folder.discard(self._file)
+            folder.discard(self.file)
             raise
         thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
         thread.start()
-        self._end = weakref.finalize(self, _end_lease, folder, self._file, self._ended, os.getpid())
+        self._end = weakref.finalize(self, _end_lease, folder, self.file, self._ended, os.getpid())
 
     def check(self) -> None:
-        """Refuse to go on where the claim is gone, or another writer holds one too."""
-        holding = {entry for entry, claim in self._claims() if claim.state == "holding"}
-        if holding != {self._file}:
-            raise StoreError(
-                f"this process lost its lease on '{self._folder.address}', since it did not renew it in time; make "
-                "sure that no other process writes there, then run the same command again"
-            )
+        """Refuse to go on where the claim is gone or about to expire, or another writer holds one too."""
+        if _is_late(self._until):
+            raise _lost_error(self._folder)
+        _check_lease(self._folder, self.file)
 
     def release(self) -> None:
         """Take the claim back; no renewal that is under way may write it again."""
@@ -195,40 +215,70 @@ class _Lease:
             self._end()
 
     def renew(self) -> None:
-        """Put off the end of the claim, unless it is gone already."""
+        """Put off the end of the claim, unless it is gone or over already: then another writer may be taking over."""
         with self._lock, suppress(OSError):
-            if not self._ended.is_set() and self._folder.kind(self._file) == "file":
+            if not self._ended.is_set() and not _is_late(self._until) and self._folder.kind(self.file) == "file":
                 self._write("holding")
 
     def _write(self, state: Literal["asking", "holding"]) -> None:
         process = psutil.Process()
-        expires = (datetime.now(UTC) + _LEASE).isoformat(timespec="seconds")
-        claim = _Claim(self._owner, socket.gethostname(), process.pid, process.create_time(), expires, state)
-        self._folder.write(self._file, json.dumps(claim.__dict__).encode())
+        until = (_now() + _LEASE).replace(microsecond=0)
+        claim = _Claim(self._owner, socket.gethostname(), process.pid, process.create_time(), until.isoformat(), state)
+        self._folder.write(self.file, json.dumps(claim.__dict__).encode())
+        self._until = until
 
-    def _claims(self) -> list[tuple[str, _Claim]]:
-        """The claims that count, by file; those that are over are deleted."""
-        found = []
-        for entry in self._folder.names():
-            if not (is_lock(entry) and entry.startswith(self._prefix) and entry.endswith(".lease")):
+
+def _claims(folder: Folder, own: str) -> list[tuple[str, _Claim]]:
+    """The claims that count beside an own one, by file; those of others that are over are deleted."""
+    found = []
+    prefix = own[: -len("0" * 12 + ".lease")]
+    for entry in folder.names():
+        if not (is_lock(entry) and entry.startswith(prefix) and entry.endswith(".lease")):
+            continue
+        try:
+            claim = _Claim(**json.loads(folder.read(entry)))
+            over = claim.over
+        except StoreError:  # deleted meanwhile
+            if folder.kind(entry) == "absent":
                 continue
-            try:
-                claim = _Claim(**json.loads(self._folder.read(entry)))
-                over = claim.over
-            except StoreError:  # deleted meanwhile
-                if self._folder.kind(entry) == "absent":
-                    continue
-                raise
-            except (ValueError, TypeError) as error:
-                raise StoreError(
-                    f"{entry} in '{self._folder.address}' is no lease of softgap ({error}); delete it if no other "
-                    "process writes there"
-                ) from error
-            if over and entry != self._file:
-                self._folder.discard(entry)
-            else:
-                found.append((entry, claim))
-        return found
+            raise
+        except (ValueError, TypeError) as error:
+            raise StoreError(
+                f"{entry} in '{folder.address}' is no lease of softgap ({error}); delete it if no other process "
+                "writes there"
+            ) from error
+        if over and entry != own:
+            folder.discard(entry)
+        else:
+            found.append((entry, claim))
+    return found
+
+
+def _check_lease(folder: Folder, file: str) -> None:
+    """Refuse to go on unless this lease is there and the only one that is held."""
+    if {entry for entry, claim in _claims(folder, file) if claim.state == "holding"} != {file}:
+        raise _lost_error(folder)
+
+
+def _lost_error(folder: Folder) -> StoreError:
+    return StoreError(
+        f"this process lost its lease on '{folder.address}', since it did not renew it in time; make sure that no "
+        "other process writes there, then run the same command again"
+    )
+
+
+def lease_fence(folder: Folder, file: str | None) -> Folder:
+    """A folder for a process that works for the holder of a lease: its files get names only while that is held."""
+    if file is None:
+        return folder
+
+    def check() -> None:
+        own = [claim for entry, claim in _claims(folder, file) if entry == file]
+        if not own or _is_late(datetime.fromisoformat(own[0].expires)):
+            raise _lost_error(folder)
+        _check_lease(folder, file)
+
+    return folder.fenced(check)
 
 
 def _renew(lease: weakref.ref[Any], ended: threading.Event) -> None:

@@ -337,6 +337,10 @@ def _open(folder: Folder, name: str, schema: pa.Schema) -> Any:
     missing = [column for column in schema.names if column not in file.schema_arrow.names]
     if missing:
         raise damaged_part_error(folder, name, f"it has no column '{missing[0]}'")
+    for column in schema:
+        stored = file.schema_arrow.field(column.name).type
+        if stored != column.type:
+            raise damaged_part_error(folder, name, f"column '{column.name}' holds {stored} and not {column.type}")
     return file
 
 

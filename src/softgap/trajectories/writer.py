@@ -78,10 +78,10 @@ def publish_batch(
     except BaseException as error:
         for name in staged:
             folder.discard(name)
-        # An interrupt can also arrive just after a rename; where publishing failed, the part that is there is of a
-        # writer who took over. And just after the last rename: then the batch is published and stays.
+        # An interrupt can also arrive just after a rename; where publishing failed or the lease was lost, the part that
+        # is there is of a writer who took over. And just after the last rename: then the batch is published and stays.
         ours = published or not isinstance(error, Exception)
-        if ours and folder.kind(samples) == "absent":
+        if ours and folder.passes and folder.kind(samples) == "absent":
             folder.discard(trajectories)
         raise
 
@@ -136,8 +136,8 @@ def label_study(path: str, labels: Mapping[str, str | None], *, source: str = ""
     """Give samples of a study other labels; None takes a label away. The study's log keeps what was done."""
     folder = Folder.at(path)
     open_study(path)  # before the lock: what is no study gets none
-    with locked(folder):
-        return _label(folder, labels, source)
+    with locked(folder) as lock:
+        return _label(lock.folder, labels, source)
 
 
 def _label(folder: Folder, labels: Mapping[str, str | None], source: str) -> LabelCounts:
@@ -200,6 +200,7 @@ class StudyWriter:
         check_target(self._folder, manifest, overwrite=overwrite, resume=resume)  # what is refused gets no lock
         self._lock = FolderLock(self._folder)
         self._created = self._lock.created
+        self._folder = self._lock.folder
         try:
             holds_study = check_target(self._folder, manifest, overwrite=overwrite, resume=resume)
             self._fresh = not holds_study
@@ -245,6 +246,16 @@ class StudyWriter:
             self._lock.check()
         self._ids[number] = tuple(run.sample_id for run in runs)
         return number
+
+    @property
+    def folder(self) -> Folder:
+        """The study's folder, in which files get their names only while this writer holds its lock."""
+        return self._folder
+
+    @property
+    def lease(self) -> str | None:
+        """The file of this writer's lease in an object store, for processes that work for it; None on a disk."""
+        return self._lock.lease
 
     def sample(self, sample_id: str) -> Trajectories:
         """A run that is written."""
@@ -308,9 +319,13 @@ class StudyWriter:
             self._release()
 
     def _release(self) -> None:
-        """Let other writers go on; folders that were created for nothing are removed."""
+        """Let other writers go on; folders that were created for nothing are removed, unless they are another's now."""
+        ours = self._folder.passes
+        if ours:
+            self._folder.discard_empty(self._created)
         self._lock.release()
-        self._folder.discard_empty(self._created)
+        if ours:  # the study's folder, which held the lock
+            self._folder.discard_empty(self._lock.created)
 
     def _prepare(self) -> None:
         """Right before something is published: the lock is still ours, and an old study gone."""
@@ -330,8 +345,9 @@ class StudyWriter:
             raise
 
     def _withdraw(self) -> None:
-        self._folder.discard("manifest.json")
-        self._folder.discard_empty(self._created)
+        if self._folder.passes:  # else all of it is of the writer who took over
+            self._folder.discard("manifest.json")
+            self._folder.discard_empty(self._created)
 
     def _take_over(self) -> None:
         stored, _ = read_manifest(self._folder)

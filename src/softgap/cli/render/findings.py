@@ -215,7 +215,8 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
     if out is not None:
         return _write_comparison(findings, Folder.at(out))
     comparisons = Folder.at(study).below("comparisons")
-    with locked(comparisons, patience=_PATIENCE):  # or two comparisons take one number
+    with locked(comparisons, patience=_PATIENCE) as lock:  # or two comparisons take one number
+        comparisons = lock.folder
         numbered = sorted(int(name) for name in comparisons.names() if name.isdecimal())
         last = numbered[-1] if numbered else 0
         if last:
