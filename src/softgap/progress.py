@@ -111,14 +111,14 @@ def in_command(*, announce: bool) -> Iterator[None]:
 
 
 def _announce_start() -> None:
-    """Say that torch is being imported, unless the command says something or ends before."""
+    """Say, and every 30 seconds again, that torch is being imported, until the command says something or ends."""
     started, wait = time.monotonic(), _STARTING
     # On a slow machine even the first import may come later than the first look.
     while not _SPOKEN.wait(wait):
+        wait = _LOOKING
         if _torch_is_there():
             _write_line(f"[{timedelta(seconds=int(time.monotonic() - started))}] starting: importing torch")
-            return
-        wait = _LOOKING
+            wait = _SECONDS
 
 
 def _torch_is_there() -> bool:
@@ -234,13 +234,13 @@ class _Lines:
         stage, share = self._latest
         if not stage:
             return
+        _SPOKEN.set()
         done = f"{100 * share:3.0f} % " if self._shares else ""
         elapsed = timedelta(seconds=int(self._written - self._start))
         _write_line(f"[{done}{elapsed}] {stage}")
 
 
 def _write_line(line: str) -> None:
-    _SPOKEN.set()
     # Work goes on where standard error is closed or full.
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"{line}\n")
