@@ -33,8 +33,11 @@ Progress = Callable[[str, float], None]
 _SECONDS = 30.0
 """The longest time between two plain lines."""
 
-_STARTING = 1.0
-"""Seconds after which a command that still imports says that it starts."""
+_STARTING, _LOOKING = 1.0, 0.1
+"""Seconds after which a command that still imports says that it starts, and between looks at what it imports."""
+
+_SPOKEN = threading.Event()
+"""Set once the running command has shown anything."""
 
 _COMMAND: contextvars.ContextVar[bool] = contextvars.ContextVar("softgap_command", default=False)
 
@@ -96,20 +99,26 @@ def in_command(*, announce: bool) -> Iterator[None]:
     With ``announce`` it also hears of a slow start.
     """
     before = _COMMAND.set(True)
-    started = threading.Event()
+    _SPOKEN.clear()
     # torch takes seconds to import, and nothing else can be said before.
     if announce and not _torch_is_there():
-        threading.Thread(target=_announce_start, args=(started,), daemon=True).start()
+        threading.Thread(target=_announce_start, daemon=True).start()
     try:
         yield
     finally:
-        started.set()
+        _SPOKEN.set()
         _COMMAND.reset(before)
 
 
-def _announce_start(ended: threading.Event) -> None:
-    if not ended.wait(_STARTING) and _torch_is_there():
-        _write_line("[0:00:01] starting: importing torch")
+def _announce_start() -> None:
+    """Say, and every 30 seconds again, that torch is being imported, until the command says something or ends."""
+    started, wait = time.monotonic(), _STARTING
+    # On a slow machine even the first import may come later than the first look.
+    while not _SPOKEN.wait(wait):
+        wait = _LOOKING
+        if _torch_is_there():
+            _write_line(f"[{timedelta(seconds=int(time.monotonic() - started))}] starting: importing torch")
+            wait = _SECONDS
 
 
 def _torch_is_there() -> bool:
@@ -155,10 +164,12 @@ def _bar(
 
         def update(now: str, done: int) -> None:
             if not bar.live.is_started:
+                _SPOKEN.set()
                 stack.enter_context(bar)
             bar.update(task, description=now, completed=done)
 
         if stage:
+            _SPOKEN.set()
             stack.enter_context(bar)
         yield update
 
@@ -223,6 +234,7 @@ class _Lines:
         stage, share = self._latest
         if not stage:
             return
+        _SPOKEN.set()
         done = f"{100 * share:3.0f} % " if self._shares else ""
         elapsed = timedelta(seconds=int(self._written - self._start))
         _write_line(f"[{done}{elapsed}] {stage}")

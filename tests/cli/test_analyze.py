@@ -190,3 +190,12 @@ def test_bad_studies_and_places(study: Path, capsys: pytest.CaptureFixture[str])
     assert main(["analyze", str(study), "--out", str(blocked)]) == 2
     assert "files are written to a folder, but" in capsys.readouterr().err
     assert failure(["analyze", str(study), "--out", str(study)], capsys).startswith("--out must end in")
+
+
+def test_the_plane_for_a_paper(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(study), "--transform", "raw", "--format", "pdf"]) == 0
+    drawn = study / "analysis" / "plane-column.pdf"
+    assert f"saved {drawn}" in capsys.readouterr().out
+    assert drawn.read_bytes().startswith(b"%PDF")
+    assert main(["analyze", str(study), "--json", "--out", str(tmp_path / "heads.csv"), "--format", "svg"]) == 0
+    assert 'width="241.2pt"' in (tmp_path / "heads-column.svg").read_text()

@@ -64,12 +64,12 @@ def test_quick_calibrates_once_and_leaves_a_full_calibration_alone(
         "Quick calibration: fitted 4 features to every head in 2 steps, on the text that comes with"
     )
     assert "The cheapest substitute that suffices" in shown
-    assert "A quick calibration leaves out the stability of the labels" in shown
+    assert "A quick calibration does not measure the stability of the labels" in shown
     (file,) = (here.parent / "calibrations").glob("*.safetensors")
     assert file.name.endswith(".quick.safetensors")
     (here / "short.txt").write_text("Boat 1 left.", encoding="utf-8")
     assert main(["read", "short.txt", "--model", str(folder), "--out", "quick"]) == 0
-    assert "This is a quick calibration" in " ".join(capsys.readouterr().out.split())
+    assert "These labels come from a quick calibration" in " ".join(capsys.readouterr().out.split())
     before = file.read_bytes()
     assert main(quick) == 0
     assert "this model has a quick calibration, which stays as it is" in capsys.readouterr().err

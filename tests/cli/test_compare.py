@@ -28,7 +28,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_verdict_comes_first_through_the_console_script(study: Path) -> None:
-    shown = script("compare", "s", "--stratum", "hard", "--first", "wrong", *QUICK, cwd=study.parent)
+    shown = script("compare", "s", "--stratum", "hard", "--first", "wrong", *QUICK, "--format", "svg", cwd=study.parent)
     assert (shown.returncode, without_progress(shown.stderr)) == (0, "")
     lines = shown.stdout.splitlines()
     assert re.match(r"(Separated|Not separated|Not enough data): ", lines[0])
@@ -40,6 +40,7 @@ def test_the_verdict_comes_first_through_the_console_script(study: Path) -> None
     assert result["top"][0]["layer"] == 7 // 5
     assert result["top"][0]["g"]["low"] > 1
     assert (study / "comparisons/0001/figure.svg").read_text().startswith("<?xml")
+    assert 'width="241.2pt"' in (study / "comparisons/0001/figure-column.svg").read_text()
 
 
 def test_a_plan_decides_everything_and_its_hash_is_kept_first(study: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import webbrowser
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -179,3 +180,27 @@ def test_two_studies_are_one_page_about_their_difference(study: Path, capsys: py
     assert "other minus" in Path(said["out"]).read_text(encoding="utf-8")
     assert main(["report", str(study), str(other), "--sample", "0"]) == 2
     assert "--sample, --heads and --calibration are for the report on one study" in capsys.readouterr().err
+
+
+def test_the_map_by_kind_for_a_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = story()
+    kinds = {str(layer): "wSwhSf" for layer in run.layers}
+    study = save_study(
+        tmp_path / "study", [replace(run, manifest=replace(run.manifest, extra={"held_out": {"kinds": kinds}}))]
+    )
+    assert main(["report", str(study), "--format", "pdf"]) == 0
+    assert (study / "kinds-column.pdf").read_bytes().startswith(b"%PDF")
+    assert (study / "report.html").exists()
+    capsys.readouterr()
+    plain = save_study(tmp_path / "plain", [run])
+    words = failure(["report", str(plain), "--format", "svg"], capsys)
+    assert words.startswith(f"the figure of a study shows the kinds of its heads, which the study at '{plain}' does no")
+    assert not (plain / "report.html").exists()
+    assert failure(["report", str(study), str(plain), "--format", "pdf"], capsys).startswith(
+        "--format draws the kinds of heads of one study, got two"
+    )
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "result.json").write_text('{"lab": "focus", "claims": []}')
+    assert "holds findings; give --format to the command that makes them" in failure(
+        ["report", str(tmp_path / "lab"), "--format", "pdf"], capsys
+    )

@@ -582,7 +582,7 @@ def test_nothing_is_measured_under_a_plan(
     plan_files: Path, loads: list[str | None], capsys: pytest.CaptureFixture[str], options: list[str], given: str
 ) -> None:
     sentence = failure(["run", PROMPT, "--plan", str(plan_files / "plan.json"), *options], capsys)
-    assert sentence.startswith("--plan only generates, because a plan's cache keeps no keys to measure with, got it")
+    assert sentence.startswith("--plan only generates text, because a plan's cache keeps no keys to measure heads with")
     assert given in sentence
     assert loads == []
 

@@ -17,6 +17,12 @@ WITHOUT_MODEL: Table = {
     },
     "a locked place": ("lab position --out /sys/x", "/sys/x", "cannot write to '/sys/x': .*; choose a folder"),
     "an empty --out": ("lab focus --out ''", "''", "the path of a study must be a folder or a URI, got ''; give"),
+    "a figure without a place": ("lab focus --format pdf", "pdf", "--format pdf saves the figure beside .* give --out"),
+    "a figure of another kind": (
+        "lab focus --format png",
+        "'png'",
+        "invalid value for '--format': 'png' is not",
+    ),
     "focus: negative keys": ("lab focus --keys -1", "-1", "the focus lab needs n from 64, d from 2 .*, got -1, 64"),
     "focus: endless keys": (f"lab focus --keys {NINES}", NINES, "invalid value for '--keys': .* less than or equal"),
     "focus: no dimension": ("lab focus --dim 0", "0", "the focus lab needs n from 64, d from 2 .*, got 512, 0 and"),

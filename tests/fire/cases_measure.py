@@ -44,7 +44,7 @@ WITHOUT_MODEL: Table = {
     "run: measuring under a plan": (
         "run fox --plan plans/plan.json --focus",
         "--focus",
-        "--plan only generates, because a plan's cache keeps no keys to measure with, got it with --focus; leave",
+        "--plan only generates text, because a plan's cache keeps no keys .*, got it together with --focus; leave",
     ),
     "read: no file": ("read", "file", "missing argument 'file'; given 'softgap read'"),
     "read: an empty name": ("read ''", "''", "cannot read ''"),

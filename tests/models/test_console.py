@@ -114,11 +114,20 @@ def test_a_command_that_imports_for_long_says_so(
         written.set()
 
     monkeypatch.setattr(progress_module, "_write_line", write)
-    there = iter([False, True])
+    # On a slow machine torch comes later than the first look.
+    there = iter([False, False, False, True])
     monkeypatch.setattr(progress_module, "_torch_is_there", lambda: next(there))
     with in_command(announce=True):
         assert written.wait(60)
     assert stages(f"{lines[0]}\n") == ["starting: importing torch"]
+    monkeypatch.undo()
+    monkeypatch.setattr(progress_module, "_STARTING", 0.01)
+    monkeypatch.setattr(progress_module, "_torch_is_there", iter([False, *[True] * 99]).__next__)
+    capsys.readouterr()
+    with in_command(announce=True), show_progress("reading"):
+        time.sleep(0.05)
+    assert stages(capsys.readouterr().err) == ["reading"]
+    monkeypatch.setattr(progress_module, "_write_line", write)
     for there_before, announce in ((True, True), (False, False)):
         seen = iter([there_before, True])
         monkeypatch.setattr(progress_module, "_torch_is_there", lambda seen=seen: next(seen))

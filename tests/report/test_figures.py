@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from softgap.analysis import analyze
 from softgap.kinds import COLOURS, KINDS, LETTERS
 from softgap.report import draw_plane
-from softgap.report.figures import COLUMN, draw_kinds, save_figure
+from softgap.report.figures import COLUMN, column_file, draw_kinds, new_figure, one_column, save_figure
 from support.analysis_examples import noise, run_of
 
 
@@ -69,3 +69,61 @@ def test_a_map_for_a_paper_is_one_column_wide_with_its_fonts_inside(tmp_path: Pa
     assert b"/Subtype /Type0" in first or b"/FontFile2" in first
     assert b"/Subtype /Type3" not in first
     assert save_figure(draw_kinds(labels, column=True), tmp_path / "again.pdf").read_bytes() == first
+
+
+def panels() -> Any:
+    """Three panels beside each other, with everything that is too wide for a column."""
+    figure = new_figure(13, 4.6)
+    for number, axes in enumerate(figure.subplots(1, 3)):
+        for line in range(4):
+            axes.plot([0, 1], [line, number], label=f"a mechanism with a long name, {line}")
+        axes.set_title("a title that is much too long for one column of a paper, however small its letters are")
+        axes.set(xlabel="position", ylabel="divergence")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    picture = axes.imshow([[0.0, 1.0]], aspect="auto")
+    figure.colorbar(picture, ax=axes, label="layer")
+    figure.suptitle("what the caption says")
+    return figure
+
+
+def test_a_figure_for_a_paper_has_its_panels_below_each_other_and_hides_nothing() -> None:
+    figure = one_column(panels())
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    assert figure.get_figwidth() == COLUMN
+    assert figure.get_suptitle() == ""
+    places = [axes.get_position() for axes in figure.axes[:3]]
+    assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(places))
+    assert len({round(place.x0, 6) for place in places}) == 1
+    assert all(5 <= float(text.get_fontsize()) <= 7 for text in figure.findobj(Text) if text.get_text())
+    width, height = figure.get_size_inches() * figure.dpi
+    panes: list[Any] = figure.axes[:3]
+    for axes in panes:
+        legend = axes.get_legend().get_window_extent()
+        assert legend.y1 <= axes.xaxis.get_tightbbox().y0 + 1
+        assert 0 <= legend.x0 < legend.x1 <= width
+        assert legend.y0 >= 0
+        title = axes.title.get_window_extent()
+        assert 0 <= title.x0 < title.x1 <= width
+        assert title.y1 <= height
+    for upper, lower in itertools.pairwise(panes):
+        assert upper.get_legend().get_window_extent().y0 >= lower.title.get_window_extent().y1
+
+
+def test_a_narrow_figure_stays_as_it_is() -> None:
+    figure = new_figure(COLUMN, 2)
+    figure.suptitle("kept")
+    assert one_column(figure).get_suptitle() == "kept"
+    assert figure.get_size_inches().tolist() == [COLUMN, 2]
+
+
+def test_a_figure_for_a_paper_brings_its_letters(tmp_path: Path) -> None:
+    drawn = column_file(panels(), tmp_path / "figure.svg", "svg")
+    assert drawn == tmp_path / "figure-column.svg"
+    words = drawn.read_text()
+    assert "<text" not in words
+    assert 'width="241.2pt"' in words  # 3.35 inches
+    content = column_file(panels(), tmp_path / "figure.svg", "pdf").read_bytes()
+    assert b"/FontFile2" in content
+    assert b"/Subtype /Type3" not in content
+    assert not (tmp_path / "figure.svg").exists()

@@ -16,7 +16,7 @@ from softgap.linearize import swap
 from softgap.probe import read
 from softgap.report import write_difference
 from softgap.report.pair import pair_names, pair_payload
-from softgap.trajectories import open_study
+from softgap.trajectories import Trajectories, open_study
 from support.explorer_examples import HOSTILE, labelled_runs, opened, save_study, settle, story, violations
 from support.model_examples import byte_tokenizer, tiny_llama
 
@@ -142,14 +142,55 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     save_study(tmp_path / "one", [story()])
     save_study(tmp_path / "heads", [story(heads=4)])
     save_study(tmp_path / "mechanism", [story(mechanisms=("relu",))])
+    save_study(tmp_path / "neither", [story(heads=4, mechanisms=("relu",))])
+    # The live page needs the same heads.
     with pytest.raises(
         SoftgapError, match="the same heads on both sides, got 4 layers with 24 heads in 'one' and 4 la"
     ):
-        write_difference(tmp_path / "one", tmp_path / "heads")
+        pair_payload(open_study(tmp_path / "one"), open_study(tmp_path / "heads"), ("one", "heads"))
+    with pytest.raises(SoftgapError, match="need a mechanism in common, got elu1, uniform in 'one' and relu"):
+        write_difference(tmp_path / "one", tmp_path / "neither")
     with pytest.raises(SoftgapError, match="need a mechanism in common, got elu1, uniform in 'one' and relu"):
         write_difference(tmp_path / "one", tmp_path / "mechanism")
     with pytest.raises(SoftgapError, match=r"two different studies can be compared, got '.*one' twice"):
         write_difference(tmp_path / "one", tmp_path / "one")
+
+
+def with_kinds(run: Trajectories, *rows: str) -> Trajectories:
+    """The run with the kinds of its heads, a string of letters per layer."""
+    kinds = {str(layer): row for layer, row in zip(run.layers, rows, strict=True)}
+    return replace(run, manifest=replace(run.manifest, extra={"held_out": {"kinds": kinds}}))
+
+
+def test_models_of_different_shape_are_compared_by_depth(browser: Browser, tmp_path: Path) -> None:
+    deep = story(layers=5, heads=2, mechanisms=("elu1", "relu", "uniform"))
+    wide = story(layers=3, heads=4, mechanisms=("elu1", "uniform"), level=0.2, seed=3)
+    save_study(tmp_path / "deep", [with_kinds(deep, "wS", "wS", "hS", "ff", "pc")])
+    save_study(tmp_path / HOSTILE[2], [with_kinds(wide, "wwSS", "wwSS", "hhhh")])
+    written = write_difference(tmp_path / "deep", tmp_path / HOSTILE[2], tmp_path / "pair.html")
+    assert (written.samples, written.carried) == (2, 0)
+    for look in ({"color_scheme": "dark"}, {"viewport": {"width": 360, "height": 740}}):
+        context = browser.new_context(bypass_csp=True, **look)
+        page = context.new_page()
+        page.goto(written.path.as_uri())
+        assert violations(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        words = page.locator("main").inner_text()
+        assert f"deep (5 layers, 10 heads) and {HOSTILE[2]} (3 layers, 12 heads) have different shapes" in words
+        assert page.locator("main b, script").count() == 0
+        rows = [row.split("\t") for row in page.locator("tbody").first.inner_text().splitlines()]
+        sides = ("deep", HOSTILE[2])
+        assert [row[:2] for row in rows] == [[name, side] for name in ("elu1", "uniform") for side in sides]
+        # The first third of five layers is the first two: at depths 0 and 1/4.
+        means = deep.head_means()
+        for cell, expected in zip(rows[0][2:6], (means, means[:2], means[2:3], means[3:]), strict=True):
+            assert float(cell) == pytest.approx(float(expected.mean()), abs=1e-4)
+        gap = wide.head_means().mean() / wide.select("uniform").divergence.mean()
+        assert float(rows[1][6]) == pytest.approx(float(gap), abs=1e-3)
+        kinds = page.locator("tbody").nth(1).inner_text()
+        assert "softmax\t3 of 10 (30%)\t4 of 12 (33%)" in kinds
+        assert page.locator("figure img").count() == 1
+        context.close()
 
 
 def test_names_tell_the_paths_apart() -> None:

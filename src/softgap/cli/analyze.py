@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json
+from softgap.cli.options import Json, PaperFigure, check_paper_figure
 from softgap.cli.render import output
 
 if TYPE_CHECKING:
@@ -45,13 +46,22 @@ def analyze_command(
             show_default=False,
         ),
     ] = None,
+    paper: PaperFigure = None,
     force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Describe the dynamics of every head: permutation entropy and complexity against noise and known systems."""
-    from softgap.cli.render.findings import check_files, default_files, save_files, save_findings, show_findings
+    from softgap.cli.render.findings import (
+        check_files,
+        default_files,
+        save_column,
+        save_files,
+        save_findings,
+        show_findings,
+    )
 
     check_files(out or ())
+    check_paper_figure(paper, out or ("://" not in study or None))
     settings: dict[str, Any] = {
         "mechanism": mechanism,
         "quantity": quantity,
@@ -66,6 +76,8 @@ def analyze_command(
     }
     with output.overriding(force):
         findings = _analyze(study, settings)
+    beside = out[0] if out else str(Path(study) / "analysis" / "plane.svg")
+    drawn = None if paper is None else save_column(findings, beside, paper)
     if as_json:
         # Files first: a document on standard output means that all is done.
         for name in out or ():
@@ -76,6 +88,8 @@ def analyze_command(
     show_findings(console, findings)
     for line in save_files(findings, default_files(study, findings) if out is None else out):
         console.print(line, soft_wrap=True)
+    if drawn is not None:
+        console.print(f"saved {drawn}", soft_wrap=True)
 
 
 def _analyze(study: str, settings: dict[str, Any]) -> Findings:

@@ -39,8 +39,8 @@ __all__ = ["calibrate_command"]
 
 _SOURCES = {"given": "the given text", "that comes with softgap": "the text that comes with softgap"}
 _LEFT_OUT = (
-    "A quick calibration leaves out the stability of the labels, other kinds of text, memory sizes and the rank floor. "
-    "'softgap calibrate' measures them, fits six times as long, and takes its place."
+    "A quick calibration does not measure the stability of the labels, other kinds of text, other memory sizes or the "
+    "rank floor. 'softgap calibrate' measures them, fits in six times as many steps, and replaces it."
 )
 
 
@@ -80,7 +80,7 @@ def calibrate_command(
         bool,
         typer.Option(
             "--mix/--no-mix",
-            help="Fit also on text of many kinds that the model writes, and on text at random offsets.",
+            help="Also fit on text of many kinds that the model writes, and on text at random offsets.",
         ),
     ] = True,
     stability: Annotated[
@@ -94,8 +94,8 @@ def calibrate_command(
         bool,
         typer.Option(
             "--quick",
-            help="Fit in about a minute: fewer steps, little text, only the labels. Does nothing where the model has a "
-            "calibration.",
+            help="Fit in about a minute, with fewer steps and little text, and measure only labels. Does nothing if "
+            "the model already has a calibration.",
         ),
     ] = False,
     out: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, expand_option_groups
+from softgap.cli.options import Json, PaperFigure, check_paper_figure, expand_option_groups
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
@@ -139,10 +139,12 @@ def compare_command(
             help="Folder for result.json and figure.svg. Default: comparisons/ in the study.", show_default=False
         ),
     ] = None,
+    paper: PaperFigure = None,
     force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Compare two groups of samples over all heads and features, control for confounders, and give a verdict."""
+    check_paper_figure(paper, out or study)
     if out is not None:
         from softgap.trajectories.folder import Folder
 
@@ -152,7 +154,7 @@ def compare_command(
         findings = _compare(study, options.preregistration(preregistration), preregistration, second, open_confirmation)
     from softgap.cli.render.findings import save_comparison, show_comparison
 
-    lines = save_comparison(findings, study, out)
+    lines = save_comparison(findings, study, out, paper)
     if as_json:
         output.write_json(findings.to_json())
         return

@@ -22,8 +22,10 @@ from softgap.cli.options import (
     DryRun,
     Dtype,
     Json,
+    PaperFigure,
     PlacementOptions,
     check_new,
+    check_paper_figure,
     expand_option_groups,
     plain_text,
     read_text_argument,
@@ -94,6 +96,7 @@ def evaluate_command(
         Path | None,
         typer.Option(help="File for the result (JSON). An interrupted evaluation resumes.", show_default=False),
     ] = None,
+    paper: PaperFigure = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed that contexts are drawn from.")] = 0,
     dtype: Dtype = "auto",
@@ -115,6 +118,7 @@ def evaluate_command(
         raise ValueInputError("--against needs a plan to compare, got none; give one with --plan")
     if out is not None:
         check_new(out, overwrite)
+    check_paper_figure(paper, out)
     settings: dict[str, Any] = {
         "tasks": [name.strip() for name in tasks.split(",")],
         "lengths": None if lengths is None else parse_counts(lengths, "--lengths"),
@@ -130,10 +134,23 @@ def evaluate_command(
         _show_cost(model, (plan, against), settings, options, as_json=as_json)
         return
     found = _evaluate(model, (plan, against), settings, out, options)
+    if paper is not None and out is not None:
+        _draw(found, out, paper)
     if as_json:
         output.write_json(found.to_json())
     else:
         show_evaluation(output.console(), found, out)
+
+
+def _draw(found: Evaluation, out: Path, form: str) -> None:
+    from softgap.report.evaluation_page import draw_evaluation
+    from softgap.report.figures import column_file
+
+    figure = draw_evaluation(found)
+    if figure is None:
+        output.warn("this evaluation has no scores by distance or position to draw, so --format wrote no figure")
+        return
+    column_file(figure, out, form)
 
 
 def parse_counts(text: str, option: str) -> list[int]:

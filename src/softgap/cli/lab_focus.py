@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from softgap.cli.options import Json, Model
+from softgap.cli.options import Json, Model, PaperFigure
 from softgap.cli.render.lab import (
     Full,
     LabOut,
@@ -47,23 +47,26 @@ def focus_command(
     draws: Annotated[int, typer.Option(max=100_000, help="Without --model: number of simulated rows per check.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for simulations and bootstrap.")] = 0,
     out: LabOut = None,
+    paper: PaperFigure = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Measure how far attention can focus: sparsity S in closed form; S, entropy and rank in the heads of a model."""
-    check_out(out)
+    check_out(out, paper)
     name = choose_model(model, text)
     if name is None:
         findings = _synthetic(keys, dim, draws, mechanism, seed)
         title = f"Focus on Gaussian keys ({keys} keys of dimension {dim})"
         draw = partial(_draw_synthetic, findings)
         table = partial(_rank_table, findings)
-        present_lab(findings, draw, title=title, out=out, as_json=as_json, full=full, table=table)
+        present_lab(findings, draw, title=title, out=out, form=paper, as_json=as_json, full=full, table=table)
         return
     lab = _in_model(name, text, tokens, mechanism, seed)
     title = f"Focus in {lab.settings['model']} over {lab.settings['tokens']} tokens"
     table = partial(_mechanism_table, lab)
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full, table=table)
+    present_lab(
+        lab, partial(_draw_model, lab), title=title, out=out, form=paper, as_json=as_json, full=full, table=table
+    )
 
 
 def _synthetic(keys: int, dim: int, draws: int, mechanisms: list[str] | None, seed: int) -> FocusFindings:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli.options import Json, Model
+from softgap.cli.options import Json, Model, PaperFigure
 from softgap.cli.render.lab import (
     Full,
     LabOut,
@@ -61,21 +61,22 @@ def injectivity_command(
     ] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for keys, collision search and bootstrap.")] = 0,
     out: LabOut = None,
+    paper: PaperFigure = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Test which mechanisms give different queries different weights: margins, collisions, confusion in real heads."""
-    check_out(out)
+    check_out(out, paper)
     name = choose_model(model, text)
     if name is None:
         result = _synthetic(mechanism, dim, keys, 2 if queries is None else queries, starts, seed)
         draw = partial(_draw_synthetic, result)
         title, table = f"Injectivity on {keys} keys of dimension {dim}", partial(_search_table, result)
-        present_lab(result, draw, title=title, out=out, as_json=as_json, full=full, table=table)
+        present_lab(result, draw, title=title, out=out, form=paper, as_json=as_json, full=full, table=table)
         return
     lab = _in_model(name, text, tokens, mechanism, 64 if queries is None else queries, near, seed)
     title = f"Injectivity in {name} over {lab.settings['tokens']} tokens"
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full)
+    present_lab(lab, partial(_draw_model, lab), title=title, out=out, form=paper, as_json=as_json, full=full)
 
 
 def _synthetic(mechanisms: list[str] | None, dim: int, keys: int, queries: int, starts: int, seed: int) -> Injectivity:

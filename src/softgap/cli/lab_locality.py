@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli.options import Json, Model
+from softgap.cli.options import Json, Model, PaperFigure
 from softgap.cli.render.lab import (
     Full,
     LabOut,
@@ -72,11 +72,12 @@ def locality_command(
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="With --train: models per arm.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for heads, random keys and bootstrap.")] = 0,
     out: LabOut = None,
+    paper: PaperFigure = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Test how local attention is: mass near the query, masks of single heads, and what local residuals close."""
-    check_out(out)
+    check_out(out, paper)
     folder = None if out is None else Path(out).expanduser()
     name = choose_model(model, text)
     if name is None:
@@ -91,7 +92,7 @@ def locality_command(
         draw = partial(_draw_synthetic, result)
         title = f"Locality in planted heads over {tokens} keys"
         arms = partial(_arms_table, result) if result.trained else None
-        present_lab(result, draw, title=title, out=out, as_json=as_json, full=full, table=arms)
+        present_lab(result, draw, title=title, out=out, form=paper, as_json=as_json, full=full, table=arms)
         return
     masked = None if all_heads else 30 if heads is None else heads
     lab = _in_model(name, text, texts, tokens, mechanism, {"width": width, "heads": masked}, seed, folder)
@@ -99,7 +100,9 @@ def locality_command(
     many = "1 text" if count == 1 else f"{count} texts"
     title = f"Locality in {name} over {many} of {lab.settings['tokens']} tokens"
     table = partial(_residual_table, lab)
-    present_lab(lab, partial(_draw_model, lab), title=title, out=out, as_json=as_json, full=full, table=table)
+    present_lab(
+        lab, partial(_draw_model, lab), title=title, out=out, form=paper, as_json=as_json, full=full, table=table
+    )
 
 
 def _synthetic(sizes: dict[str, Any], trained: dict[str, Any], seed: int, folder: Path | None) -> Locality:

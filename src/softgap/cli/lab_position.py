@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from softgap.cli.options import Json, Model
+from softgap.cli.options import Json, Model, PaperFigure
 from softgap.cli.render.lab import (
     Full,
     LabOut,
@@ -51,11 +51,12 @@ def position_command(
     dim: Annotated[int, typer.Option(max=4096, help="Without --model: dimension of queries, keys and values.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for heads, random queries and bootstrap.")] = 0,
     out: LabOut = None,
+    paper: PaperFigure = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Explain why divergence changes with position: normaliser, running mean of values, or concentration of softmax."""
-    check_out(out)
+    check_out(out, paper)
     name = choose_model(model, text)
     if name is None:
         lab = _synthetic(mechanism, heads, texts, tokens, dim, start, seed)
@@ -65,7 +66,7 @@ def position_command(
     many = "1 text" if count == 1 else f"{count} texts"
     title = f"Position in {name or 'i.i.d. heads'} over {many} of {lab.settings['tokens']} tokens"
     table = partial(_shares_table, lab)
-    present_lab(lab, partial(_draw, lab), title=title, out=out, as_json=as_json, full=full, table=table)
+    present_lab(lab, partial(_draw, lab), title=title, out=out, form=paper, as_json=as_json, full=full, table=table)
 
 
 def _synthetic(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softgap.cli.options import Json, expand_option_groups
+from softgap.cli.options import Json, PaperFigure, expand_option_groups
 from softgap.cli.render.lab import Full, LabOut, check_out, present_lab, run_lab
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def separation_command(
     training: TrainingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the draws.")] = 0,
     out: LabOut = None,
+    paper: PaperFigure = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +108,7 @@ def separation_command(
     from softgap.theory.separation.lab import separation_lab
     from softgap.theory.separation.phase_map import parse_axes
 
-    check_out(out)
+    check_out(out, paper)
     # The default map spans the source's own conditions; one that was asked for keeps the sizes that were.
     map_axes = None if axes == "d,b" else parse_axes(axes)
     settings: dict[str, Any] = {
@@ -129,7 +130,7 @@ def separation_command(
 
         return draw_separation(result)
 
-    present_lab(result, draw, title="Separation", out=out, as_json=as_json, full=full)
+    present_lab(result, draw, title="Separation", out=out, form=paper, as_json=as_json, full=full)
 
 
 def _check_training(tasks: list[str] | None, mechanisms: list[str] | None) -> None:

@@ -23,9 +23,11 @@ from softgap.cli.options import (
     Dtype,
     Engine,
     Json,
+    PaperFigure,
     PlacementOptions,
     RayAddress,
     check_new,
+    check_paper_figure,
     check_ray_address,
     expand_option_groups,
     plain_text,
@@ -184,7 +186,7 @@ def linearize_command(
     recall_budget: Annotated[
         float | None,
         typer.Option(
-            help="Largest drop in associative recall, 0 to 1: the lower end of its 95 % interval.",
+            help="Largest drop in associative recall (0 to 1) that the 95 % interval may reach.",
             show_default="0.05 if the model itself recalls",
         ),
     ] = None,
@@ -208,8 +210,10 @@ def linearize_command(
     ] = None,
     search: SearchOptions,
     picture: Annotated[
-        Path | None, typer.Option(help="Also draw the swapped and freed heads, as .png or .svg.", show_default=False)
+        Path | None,
+        typer.Option(help="Also draw the swapped and freed heads, as .pdf, .png or .svg.", show_default=False),
     ] = None,
+    paper: PaperFigure = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists.")] = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Random seed for sampled labels and recall tasks.")
@@ -233,6 +237,7 @@ def linearize_command(
     if not text:
         raise ValueInputError("a search needs text, got none; give a file with --text")
     _check_files(out, picture, overwrite=overwrite)
+    check_paper_figure(paper, out)
     texts = [plain_text(*read_text_argument(name)) for name in text]
     limit = _recall_limit(recall_budget, off=no_recall_budget)
     settings = {"budget": budget, "recall_budget": limit, **asdict(search), "seed": seed}
@@ -247,8 +252,7 @@ def linearize_command(
     plan, layers = _search(
         model, texts, mechanism or [], window, size, {**settings, **cluster}, out, options, several=several
     )
-    if picture is not None:
-        _draw(plan, layers, picture)
+    _draw(plan, layers, picture, out, paper)
     if as_json:
         output.write_json(json.loads(out.read_text(encoding="utf-8")))
     else:
@@ -410,10 +414,14 @@ def _document(plan: Plan, layers: tuple[AttentionLayer, ...], out: Path) -> None
     save_document(replace(document, pictures=pictures), out.parent, out.stem)
 
 
-def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path) -> None:
-    from softgap.report.figures import draw_plan, save_figure
+def _draw(plan: Plan, layers: tuple[AttentionLayer, ...], picture: Path | None, out: Path, form: str | None) -> None:
+    """Draw the plan into the file that was asked for, and for a paper beside the plan."""
+    from softgap.report.figures import column_file, draw_plan, save_figure
 
-    save_figure(draw_plan(plan, *_shape(layers)), picture)
+    if picture is not None:
+        save_figure(draw_plan(plan, *_shape(layers)), picture)
+    if form is not None:
+        column_file(draw_plan(plan, *_shape(layers), column=True), out, form)
 
 
 def _shape(layers: tuple[AttentionLayer, ...]) -> tuple[list[int], list[int], list[int]]:

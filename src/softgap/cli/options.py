@@ -40,12 +40,14 @@ __all__ = [
     "Model",
     "Out",
     "Overwrite",
+    "PaperFigure",
     "PlacementOptions",
     "PlanFile",
     "RayAddress",
     "StudyOptions",
     "StudyOut",
     "check_new",
+    "check_paper_figure",
     "check_ray_address",
     "default_out",
     "expand_option_groups",
@@ -123,6 +125,17 @@ Out = Annotated[
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the study in --out if it has the same inputs and settings.")
+]
+
+
+PaperFigure = Annotated[
+    Literal["pdf", "svg"] | None,
+    typer.Option(
+        "--format",
+        help="Also save the figure for a paper, as NAME-column.pdf or .svg beside the other files: one column wide "
+        "(3.35 inches), panels below each other, fonts embedded.",
+        show_default=False,
+    ),
 ]
 
 
@@ -349,6 +362,17 @@ class StudyOptions(PlacementOptions):
             threads=self.threads,
             **self.loading,
         )
+
+
+def check_paper_figure(form: str | None, out: object) -> None:
+    """Refuse, before the work begins, a figure for a paper without a place or without matplotlib."""
+    if form is None:
+        return
+    if out is None:
+        raise ValueInputError(f"--format {form} saves the figure beside the file or folder of --out; give --out, too")
+    from softgap.report.figures import require_matplotlib
+
+    require_matplotlib()
 
 
 def check_new(path: Path, overwrite: bool) -> None:

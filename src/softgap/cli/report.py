@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from softgap.cli.options import Json
+from softgap.cli.options import Json, PaperFigure, check_paper_figure
 from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
@@ -61,7 +61,7 @@ def report_command(
         str | None,
         typer.Argument(
             metavar="[OTHER]",
-            help="A second study with the same heads: the page shows it minus the first.",
+            help="A second study: the page shows it minus the first, or both by depth if their models differ in shape.",
             show_default=False,
         ),
     ] = None,
@@ -71,25 +71,32 @@ def report_command(
     calibration: _Calibration = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     overwrite: _Overwrite = False,
+    paper: PaperFigure = None,
     force: output.Force = False,
     as_json: Json = False,
 ) -> None:
     """Write a study as one self-contained HTML page with linked views of text, heads and time; it works offline.
 
     With a second study the page shows their difference: two runs, prompts or models, or a model with and without
-    a plan.
+    a plan. Models with different numbers of layers or heads are shown side by side, by relative depth.
     """
     from softgap.cli.render.output import find_browser, open_file
     from softgap.progress import show_progress
     from softgap.report import write_difference, write_explorer
+    from softgap.report.explorer import write_kinds_figure
 
     if other is not None and (sample or heads or calibration is not None):
         raise ValueInputError("--sample, --heads and --calibration are for the report on one study; leave them out")
+    if other is not None and paper is not None:
+        raise ValueInputError("--format draws the kinds of heads of one study, got two; leave one out")
+    check_paper_figure(paper, study)
     browser = find_browser() if open_it else None
     with output.overriding(force), show_progress("reading the study") as report:
         if other is not None:
             written = write_difference(study, other, out, overwrite=overwrite, progress=report)
         else:
+            if paper is not None:
+                write_kinds_figure(study, out, paper, calibration=calibration)
             written = write_explorer(
                 study,
                 out,

@@ -187,9 +187,9 @@ def _refuse_measuring(context: typer.Context) -> None:
     given = [p.opts[0] for p, source in zip(named, sources, strict=True) if source and source.name == "COMMANDLINE"]
     if given:
         raise ValueInputError(
-            f"--plan only generates, because a plan's cache keeps no keys to measure with, got it with "
-            f"{', '.join(given)}; leave {'it' if len(given) == 1 else 'them'} out, or leave --plan out to measure the "
-            "original model"
+            f"--plan only generates text, because a plan's cache keeps no keys to measure heads with, got it together "
+            f"with {', '.join(given)}; leave {'it' if len(given) == 1 else 'them'} out, or leave --plan out to measure "
+            "the original model"
         )
 
 

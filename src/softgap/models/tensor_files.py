@@ -357,7 +357,9 @@ def quick_calibration_note(model: PreTrainedModel) -> str:
     path = find_calibration(model_fingerprint(model))
     if path is None or not _description(path).get("quick"):
         return ""
-    return "the fitted maps of this model come from a quick calibration; 'softgap calibrate' makes better ones"
+    return (
+        "the fitted maps and labels of this model come from a quick calibration; 'softgap calibrate' makes better ones"
+    )
 
 
 def _check_fingerprint(stored: StoredCalibration, model: PreTrainedModel, path: Path) -> StoredCalibration:

@@ -31,6 +31,8 @@ from softgap.report.documents import (
     read_lab,
 )
 from softgap.report.evaluation_page import evaluation_document, read_evaluation
+from softgap.report.figures import column_file
+from softgap.report.kinds import draw_kinds_of_study
 from softgap.report.page import GENERATOR, render, render_documents
 from softgap.report.payload import payload
 from softgap.trajectories import Study, Trajectories, open_study
@@ -47,6 +49,7 @@ __all__ = [
     "explorer_of",
     "notebook_html",
     "write_explorer",
+    "write_kinds_figure",
     "write_page",
 ]
 
@@ -212,6 +215,25 @@ def _documents(path: str | os.PathLike[str]) -> list[Document] | None:
     if documents:
         return documents
     return [read_lab(folder)] if (folder / RESULT).is_file() else None
+
+
+def write_kinds_figure(
+    study: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
+    form: str,
+    *,
+    calibration: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Draw the map by kind of a study for a paper, as ``kinds-column.pdf`` or ``.svg`` beside its report."""
+    if _documents(study) is not None:
+        raise ValueInputError(
+            f"--format draws the kinds of heads of a study, and '{os.fspath(study)}' holds findings; give --format to "
+            "the command that makes them"
+        )
+    target = Path(out) if out is not None else _default_path(os.fspath(study))
+    opened = open_study(study)
+    _, sufficiency = _calibrated(opened, (), calibration)
+    return column_file(draw_kinds_of_study(opened, sufficiency), target.with_name("kinds"), form)
 
 
 def _calibrated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PICTURES",
     "check_ending",
+    "column_file",
     "dark_is_more",
     "draw_comparison",
     "draw_frontier",
@@ -37,6 +39,7 @@ __all__ = [
     "draw_plane",
     "figure_bytes",
     "new_figure",
+    "one_column",
     "require_matplotlib",
     "save_figure",
     "save_plane",
@@ -74,10 +77,10 @@ def dark_is_more() -> LinearSegmentedColormap:
     return LinearSegmentedColormap.from_list("softgap", list(_SEQUENTIAL))
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure, as its path ends."""
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, outlines: bool = False) -> Path:
+    """Write a figure, as its path ends; with ``outlines`` the letters of an SVG are drawn, so that it needs no font."""
     target = Path(path)
-    content = figure_bytes(figure, check_ending(target))
+    content = figure_bytes(figure, check_ending(target), outlines=outlines)
     with written_whole(target) as partial:
         partial.write_bytes(content)
     return target
@@ -93,7 +96,7 @@ def check_ending(path: Path) -> str:
     return ending
 
 
-def figure_bytes(figure: Figure, ending: str) -> bytes:
+def figure_bytes(figure: Figure, ending: str, *, outlines: bool = False) -> bytes:
     """A figure as the bytes of a file with this ending."""
     import matplotlib
 
@@ -101,9 +104,98 @@ def figure_bytes(figure: Figure, ending: str) -> bytes:
     undated: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     metadata = undated.get(ending, {})
     # Type 42 embeds the fonts whole, as journals ask for.
-    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": "none", "pdf.fonttype": 42}):
+    svg_text = "path" if outlines else "none"
+    with matplotlib.rc_context({"svg.hashsalt": "softgap", "svg.fonttype": svg_text, "pdf.fonttype": 42}):
         figure.savefig(content, format=ending[1:], dpi=150, metadata=metadata)
     return content.getvalue()
+
+
+# Of a figure one column wide: points of its largest and smallest letters, width of a letter for its size, and inches
+# of the lowest and highest panel, and of what is written below one.
+_LARGEST_LETTER, _SMALLEST_LETTER, _LETTER_WIDTH = 7.0, 5.0, 0.5
+_LOWEST_PANEL, _HIGHEST_PANEL, _BELOW_PANEL = 1.5, 2.6, 0.45
+
+
+def column_file(figure: Figure, beside: str | os.PathLike[str], form: str) -> Path:
+    """Write a figure for a paper as ``NAME-column.pdf`` or ``.svg`` beside a file called NAME, and return its path."""
+    target = Path(beside)
+    return save_figure(one_column(figure), target.with_name(f"{target.stem}-column.{form}"), outlines=True)
+
+
+def one_column(figure: Figure) -> Figure:
+    """The figure one column of a paper wide: its panels below each other, and no title, because a paper has a caption.
+
+    A figure that is narrow enough stays as it is.
+    """
+    if figure.get_figwidth() <= COLUMN:
+        return figure
+    panels = [axes for axes in figure.axes if axes.get_subplotspec() is not None]
+    legends = [_remove_legend(axes) for axes in panels]
+    figure.draw_without_rendering()
+    shapes = [axes.get_position() for axes in panels]
+    tall = [COLUMN * figure.get_figheight() * shape.height / figure.get_figwidth() / shape.width for shape in shapes]
+    heights = [min(_HIGHEST_PANEL, max(_LOWEST_PANEL, height)) for height in tall]
+    figure.set_size_inches(COLUMN, sum(heights) + _BELOW_PANEL * len(heights))
+    if figure.get_suptitle():
+        figure.suptitle("")
+    for axes in figure.axes:  # colour bars, too
+        _shrink_words(axes)
+    rows = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    for number, (axes, height) in enumerate(zip(panels, heights, strict=True)):
+        axes.set_subplotspec(rows[number])
+        _break_titles(axes, height)
+    figure.draw_without_rendering()
+    below = sum(_legend_below(axes, *legend) for axes, legend in zip(panels, legends, strict=True))
+    figure.set_figheight(figure.get_figheight() + below)
+    return figure
+
+
+def _remove_legend(axes: Axes) -> tuple[list[Any], list[str]]:
+    """The marks and words of the panel's legend, which is gone."""
+    legend = axes.get_legend()
+    if legend is None:
+        return [], []
+    legend.remove()
+    return list(legend.legend_handles), [text.get_text() for text in legend.get_texts()]
+
+
+def _shrink_words(axes: Axes) -> None:
+    from matplotlib.text import Text
+
+    axes.tick_params(which="both", labelsize=6)
+    for text in axes.findobj(Text):
+        text.set_fontsize(min(_LARGEST_LETTER, max(_SMALLEST_LETTER, float(text.get_fontsize()))))
+    labels = axes.get_xticklabels()
+    if len(labels) > 15 and any(label.get_rotation() for label in labels):
+        axes.tick_params(axis="x", labelrotation=90, labelsize=_SMALLEST_LETTER)
+        for label in labels:
+            label.set(rotation=90, ha="center", fontsize=_SMALLEST_LETTER)
+
+
+def _break_titles(axes: Axes, height: float) -> None:
+    """Break what is written around a panel so many inches high into lines."""
+    wide = COLUMN * 72 * 0.7
+    for title, room in ((axes.title, wide), (axes.xaxis.label, wide), (axes.yaxis.label, height * 72)):
+        letters = int(room / (_LETTER_WIDTH * float(title.get_fontsize())))
+        title.set_text("\n".join(textwrap.fill(line, letters) for line in title.get_text().splitlines()))
+
+
+def _legend_below(axes: Axes, marks: list[Any], words: list[str]) -> float:
+    """Put a legend below all that is written under a panel, where it hides no data; the inches that it takes."""
+    if not marks:
+        return 0.0
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.get_figure(root=True)
+    written = axes.xaxis.get_tightbbox()
+    if figure is None or written is None:
+        return 0.0
+    lower = (written.y0 - axes.bbox.y0) / figure.dpi
+    place = axes.transAxes + ScaledTranslation(0, min(0.0, lower), figure.dpi_scale_trans)
+    columns = max(1, min(len(words), int(COLUMN * 72 * 0.8 / (3.0 * max(map(len, words)) + 26))))
+    shape = {"ncols": columns, "fontsize": 6, "frameon": False, "columnspacing": 1.0, "borderaxespad": 0.2}
+    axes.legend(marks, words, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place, **shape)
+    return 0.13 * math.ceil(len(words) / columns)
 
 
 Points = Float[np.ndarray, "point 2"]
@@ -186,8 +278,11 @@ _MARKS = {"noise": "s", "periodic": "D", "map": "^", "flow": "v"}
 _INK = "#444444"
 
 
-def draw_plane(findings: Findings) -> Figure:
-    """The whole plane on the left, the part that the heads fill on the right; a head's colour is its layer."""
+def draw_plane(findings: Findings, *, column: bool = False) -> Figure:
+    """The whole plane on the left, the part that the heads fill on the right; a head's colour is its layer.
+
+    With ``column`` it is one column of a paper wide.
+    """
     heads = findings.eligible
     if not heads:
         raise ValueInputError(
@@ -208,6 +303,8 @@ def draw_plane(findings: Findings) -> Figure:
     whole.legend(loc="upper left", fontsize="small", frameon=False)
     figure.colorbar(points, ax=near, label="layer")
     figure.suptitle(_title(findings))
+    if column:
+        one_column(figure)
     (left, right), (bottom, top) = near.get_xlim(), near.get_ylim()
     close = [s for s in findings.systems if left <= s.entropy <= right and bottom <= s.complexity <= top]
     # Last: where a name has room depends on everything else.
@@ -266,7 +363,8 @@ def _name_systems(axes: Axes, findings: Findings, named: Sequence[SystemPoint]) 
     entropy, bounds = np.linspace(*axes.get_xlim(), 200), complexity_bounds(int(findings.settings["order"]))
     others += zip(entropy, np.interp(entropy, bounds.least_entropy, bounds.least_complexity), strict=True)
     others += zip(entropy, np.interp(entropy, bounds.greatest_entropy, bounds.greatest_complexity), strict=True)
-    place_names(axes, [system.name for system in named], _array(points), _array(others), colour="#9a3412")
+    size = 7 if axes.figure.get_figwidth() > COLUMN else _SMALLEST_LETTER  # type: ignore[union-attr]
+    place_names(axes, [system.name for system in named], _array(points), _array(others), size=size, colour="#9a3412")
 
 
 def _array(points: Sequence[tuple[float, float]]) -> np.ndarray:
@@ -329,7 +427,7 @@ def _draw_null(axes: Axes, findings: ComparisonFindings) -> None:
     axes.axvline(maximum.value, color="#c2410c", label=f"observed, p = {maximum.p:.2g}")
     axes.axvline(findings.comparison.critical, color="#444444", linestyle=":", label="critical")
     axes.set_xlabel(f"largest |t| of {int(findings.varying.sum()):,} units")
-    axes.set_ylabel("relabellings")
+    axes.set_ylabel("permutations")
     axes.set_title("compared with permuted labels", fontsize="small")
     axes.legend(fontsize="small", frameon=False)
 
@@ -418,13 +516,17 @@ _WORDS = {KEPT: "softmax", SWAPPED: "swapped", FREED: "swapped, KV group freed"}
 _COLOURS = {KEPT: "#e5e7eb", SWAPPED: "#f59e0b", FREED: "#1d4ed8"}
 
 
-def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers: Sequence[int]) -> Figure:
+def draw_plan(
+    plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers: Sequence[int], *, column: bool = False
+) -> Figure:
     """The model as a grid of heads, layers across: kept, swapped, freed; or by kind where a plan has several.
 
     Parameters
     ----------
     heads, kv_heads, numbers
         Of every layer: how many it has, and what it is called.
+    column
+        One column of a paper wide, where the heads are of several kinds; ``one_column`` makes any other narrow.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -435,12 +537,12 @@ def draw_plan(plan: Plan, heads: Sequence[int], kv_heads: Sequence[int], numbers
     if len(set(kinds.values())) > 1 and set(kinds.values()) <= set(KINDS):
         sizes = zip(numbers, heads, strict=True)
         labels = [[kinds.get((number, head), "softmax") for head in range(n)] for number, n in sizes]
-        return draw_kinds(labels, numbers, title=title)
+        return draw_kinds(labels, numbers, title="" if column else title, column=column)
     grid = np.full((max(heads), len(numbers)), np.nan)
-    for column, (number, n, groups) in enumerate(zip(numbers, heads, kv_heads, strict=True)):
+    for place, (number, n, groups) in enumerate(zip(numbers, heads, kv_heads, strict=True)):
         for head in range(n):
             freed = (number, head // (n // groups)) in plan.groups
-            grid[head, column] = FREED if freed else SWAPPED if (number, head) in plan.heads else KEPT
+            grid[head, place] = FREED if freed else SWAPPED if (number, head) in plan.heads else KEPT
     figure = new_figure(max(6.0, 0.32 * len(numbers) + 1.5), max(3.0, 0.32 * max(heads) + 2.0))
     axes = figure.subplots()
     axes.imshow(grid, cmap=ListedColormap(list(_COLOURS.values())), vmin=-0.5, vmax=2.5, aspect="auto")

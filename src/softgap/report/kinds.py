@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from softgap.errors import ValueInputError
 from softgap.kinds import COLOURS, KINDS, LETTERS, stored_kinds
+from softgap.report.figures import draw_kinds
 from softgap.report.samples import round_values
 from softgap.trajectories import Trajectories
 
 if TYPE_CHECKING:
-    from softgap.calibration.sufficiency import Sufficiency
+    from matplotlib.figure import Figure
 
-__all__ = ["kinds_of_page", "opening_view", "rows_of_run"]
+    from softgap.calibration.sufficiency import Sufficiency
+    from softgap.trajectories import Study
+
+__all__ = ["draw_kinds_of_study", "kinds_of_page", "opening_view", "rows_of_run"]
 
 # Of the kinds that keep equally much: what each leaves stands beside the kind of a head.
 _COMPARED = ("window", "fitted", "hybrid")
@@ -31,9 +36,8 @@ def kinds_of_page(run: Trajectories, sufficiency: Sufficiency | None = None) -> 
         The report of a calibration. Its labels count where the manifest has none. What each kind leaves in a head is
         shown where its labels are those of the page.
     """
-    stored = stored_kinds(run.manifest.extra.get("held_out", {}), run.layers, run.heads_per_layer)
     reported = None if sufficiency is None else _values_of_run(sufficiency.labels, run)
-    labels = stored or reported
+    labels = _stored(run) or reported
     if labels is None:
         return None
     return {
@@ -52,6 +56,20 @@ def opening_view(kinds: Mapping[str, Any] | None, view: Mapping[str, Any]) -> di
     return {**view, "quantity": "kind", "ranking": view.get("quantity", "divergence")}
 
 
+def draw_kinds_of_study(study: Study, sufficiency: Sufficiency | None = None) -> Figure:
+    """The map by kind of a study's heads, one column of a paper wide."""
+    run = next(iter(study), None)
+    labels = None
+    if run is not None:
+        labels = _stored(run) or (None if sufficiency is None else _values_of_run(sufficiency.labels, run))
+    if run is None or labels is None:
+        raise ValueInputError(
+            f"the figure of a study shows the kinds of its heads, which the study at '{study.path}' does not hold; "
+            "calibrate its model with softgap calibrate and measure again, or leave --format out"
+        )
+    return draw_kinds(labels, run.layers, column=True)
+
+
 def rows_of_run(rows: Sequence[Sequence[Any]], run: Trajectories) -> list[Sequence[Any]]:
     """Of the rows of a model, one per attention layer, those of a run's layers; empty where there is no such layer."""
     held_out = run.manifest.extra.get("held_out", {})
@@ -59,6 +77,10 @@ def rows_of_run(rows: Sequence[Sequence[Any]], run: Trajectories) -> list[Sequen
     numbers = next((known for known in (numbered, run.layers) if len(known) == len(rows)), range(len(rows)))
     by_number = dict(zip(numbers, rows, strict=True))
     return [by_number.get(layer, ()) for layer in run.layers]
+
+
+def _stored(run: Trajectories) -> tuple[tuple[str | None, ...], ...] | None:
+    return stored_kinds(run.manifest.extra.get("held_out", {}), run.layers, run.heads_per_layer)
 
 
 def _values_of_run(rows: Sequence[Sequence[Any]], run: Trajectories) -> tuple[tuple[Any, ...], ...]:

@@ -184,7 +184,8 @@ def test_pictures_hold_their_panels(found: FocusFindings, lab: ModelFocus) -> No
 
 def test_the_command_saves_result_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--keys", "64", "--dim", "8", "--draws", "20"]
-    assert main(["lab", "focus", *options, "--out", str(tmp_path / "lab")]) == 0
+    assert main(["lab", "focus", *options, "--out", str(tmp_path / "lab"), "--format", "pdf"]) == 0
+    assert (tmp_path / "lab" / "figure-column.pdf").read_bytes().startswith(b"%PDF")
     assert "does not hold" in capsys.readouterr().out
     assert (tmp_path / "lab" / "figure.svg").read_text().count("</svg>") == 1
     assert main(["lab", "focus", *options, "--json"]) == 0

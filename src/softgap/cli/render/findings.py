@@ -15,7 +15,7 @@ from rich.text import Text
 
 from softgap.cli.render.output import finite, has_colour, heat_map
 from softgap.errors import UnsupportedError, ValueInputError
-from softgap.report import PICTURES, require_matplotlib, save_plane, written_whole
+from softgap.report import PICTURES, draw_plane, require_matplotlib, save_plane, written_whole
 from softgap.trajectories.folder import Folder, check_output_file
 from softgap.trajectories.locks import locked
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_files",
     "default_files",
+    "save_column",
     "save_comparison",
     "save_files",
     "save_findings",
@@ -68,6 +69,13 @@ def check_files(files: Sequence[str]) -> None:
         check_output_file(name)
         if Path(name).suffix.lower() in PICTURES:
             require_matplotlib()
+
+
+def save_column(findings: Findings, beside: str, form: str) -> Path:
+    """Draw the plane for a paper, as NAME-column.pdf or .svg beside a file called NAME."""
+    from softgap.report.figures import column_file
+
+    return column_file(draw_plane(findings, column=True), beside, form)
 
 
 def save_files(findings: Findings, files: Sequence[str]) -> Iterator[str]:
@@ -207,13 +215,13 @@ _STYLES = {"separated": "bold green", "not separated": "bold", "not enough data"
 _PATIENCE = 20.0
 
 
-def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -> list[str]:
+def save_comparison(findings: ComparisonFindings, study: str, out: str | None, form: str | None = None) -> list[str]:
     """Write result.json, figure.svg and findings.json, and return lines that say where.
 
-    A study numbers its comparisons.
+    A study numbers its comparisons. With a format, the figure is written for a paper, too.
     """
     if out is not None:
-        return _write_comparison(findings, Folder.at(out))
+        return _write_comparison(findings, Folder.at(out), form)
     comparisons = Folder.at(study).below("comparisons")
     with locked(comparisons, patience=_PATIENCE) as lock:  # or two comparisons take one number
         comparisons = lock.folder
@@ -223,15 +231,16 @@ def save_comparison(findings: ComparisonFindings, study: str, out: str | None) -
             _clear_killed(comparisons.below(f"{last:04d}"))
         # A comparison that was killed before its result was written leaves its number to the next.
         killed = last > 0 and comparisons.below(f"{last:04d}").kind("result.json") == "absent"
-        return _write_comparison(findings, comparisons.below(f"{last if killed else last + 1:04d}"))
+        return _write_comparison(findings, comparisons.below(f"{last if killed else last + 1:04d}"), form)
 
 
 def _clear_killed(folder: Folder) -> None:
     """Delete what a killed comparison left half-written."""
-    folder.discard_partial("", "result.json", "figure.svg", "findings.json")
+    names = ("result.json", "figure.svg", "findings.json", *(f"figure-column{ending}" for ending in PICTURES))
+    folder.discard_partial("", *names)
 
 
-def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]:
+def _write_comparison(findings: ComparisonFindings, folder: Folder, form: str | None) -> list[str]:
     from softgap.report.documents import comparison_document, document_values
 
     folder.create()
@@ -240,8 +249,10 @@ def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]
     folder.replace("result.json", content.encode())
     lines, picture = [f"saved {folder.address}"], None
     try:
-        picture = _comparison_svg(findings)
+        picture = _comparison_picture(findings)
         folder.replace("figure.svg", picture)
+        if form is not None:
+            folder.replace(f"figure-column.{form}", _comparison_picture(findings, form))
     except UnsupportedError as error:
         lines.append(f"no picture: {error}")
     document = document_values(comparison_document(findings, picture))
@@ -249,10 +260,12 @@ def _write_comparison(findings: ComparisonFindings, folder: Folder) -> list[str]
     return lines
 
 
-def _comparison_svg(findings: ComparisonFindings) -> bytes:
-    from softgap.report.figures import draw_comparison, figure_bytes
+def _comparison_picture(findings: ComparisonFindings, form: str | None = None) -> bytes:
+    """The figure as SVG, or for a paper in this format."""
+    from softgap.report.figures import draw_comparison, figure_bytes, one_column
 
-    return figure_bytes(draw_comparison(findings), ".svg")
+    figure = draw_comparison(findings)
+    return figure_bytes(figure, ".svg") if form is None else figure_bytes(one_column(figure), f".{form}", outlines=True)
 
 
 def show_comparison(console: Console, findings: ComparisonFindings) -> None:

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from softgap.cli.options import check_paper_figure
 from softgap.cli.render import output
 
 if TYPE_CHECKING:
@@ -134,8 +135,9 @@ def _model_and_ids(name: str, text: str | None, mechanisms: Sequence[str] | None
     return model, prompt_ids(tokenizer, page, chat=False), getattr(tokenizer, "bos_token_id", None)
 
 
-def check_out(out: str | None) -> None:
-    """Refuse, before the lab runs, a folder that its result could not be saved in."""
+def check_out(out: str | None, form: str | None) -> None:
+    """Refuse, before the lab runs, a folder that its result could not be saved in, and a figure without a folder."""
+    check_paper_figure(form, out)
     if out is not None:
         from softgap.trajectories.folder import Folder
 
@@ -148,17 +150,18 @@ def present_lab(
     *,
     title: str,
     out: str | None,
+    form: str | None,
     as_json: bool,
     full: bool,
     table: Callable[[], Table] | None = None,
 ) -> None:
     """Print the verdicts, and with ``full`` their numbers and the table; or the result as JSON.
 
-    Result and figure are saved where a folder was given.
+    Result and figure are saved where a folder was given, and for a paper in the format ``form``.
     """
     # Files first: a document on standard output means that all is done.
     if out is not None:
-        _save(result, draw, Path(out).expanduser())
+        _save(result, draw, Path(out).expanduser(), form)
     if as_json:
         output.write_json(result.to_json())
         return
@@ -202,9 +205,12 @@ def number(value: float | None, form: str = ".4g") -> str:
     return "–" if value is None or value != value else f"{value:{form}}"
 
 
-def _save(result: LabResult, draw: Callable[[], Figure], folder: Path) -> None:
+def _save(result: LabResult, draw: Callable[[], Figure], folder: Path, form: str | None) -> None:
     from softgap.report import save_figure, written_whole
+    from softgap.report.figures import column_file
 
     with written_whole(folder / "result.json") as partial:
         partial.write_text(json.dumps(output.finite(result.to_json()), indent=2, allow_nan=False) + "\n")
-    save_figure(draw(), folder / "figure.svg")
+    figure = save_figure(draw(), folder / "figure.svg")
+    if form is not None:
+        column_file(draw(), figure, form)

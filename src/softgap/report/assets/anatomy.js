@@ -134,11 +134,11 @@ function anatomyCaption(entry) {
   if (STATE.anatomy === null) {
     if (ANATOMY.host) return 'Select a head in the map to see what it attends to.';
     if (PAYLOAD.live) return 'When the run has ended and is saved, select a head to see what it attends to.';
-    return 'This page holds the anatomy of no head. Measure with softgap run --anatomy 18.8,3.2 to store it for heads that you name, or open the study in softgap serve.';
+    return 'This page stores no keys. To store them for heads that you name, measure with softgap run --anatomy 18.8,3.2; or open the study in softgap serve.';
   }
   if (!entry) return ANATOMY.heads.has(anatomyKey(STATE.anatomy)) ? '' : `The keys of head ${name} are not in this page yet.`;
   const step = anatomyStep();
-  const how = STATE.pinned === null ? 'Point at a token of the text, or move with the arrow keys; click or Enter holds it.' : 'A click on the token, or Escape, lets it go.';
+  const how = STATE.pinned === null ? 'Point at a token of the text, or move with the arrow keys; click or Enter holds it.' : 'Click the token again, or press Escape, to release it.';
   if (step === null) return `Head ${name}. ${how}`;
   if (current().positions[step] >= entry.queries) return `Nothing was predicted from the last token, so head ${name} has no keys there. ${how}`;
   return STATE.direction === 'sources'
