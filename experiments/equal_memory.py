@@ -77,9 +77,7 @@ def substitutes(calibration: Calibration) -> dict[str, Mechanism]:
         f"hybrid, {sinks} + {own + 64} recent": hybrid.configure(w=own + 64),
         "4 sinks + 30 recent + 32 far": resolve("window:w=30,sinks=4,far=32"),
         "4 sinks + 60 recent + 62 far": resolve("window:w=60,sinks=4,far=62"),
-        f"hybrid, {kept.sinks} sinks + {kept.recent + 32} recent + 32 far": hybrid.configure(
-            w=kept.recent + 32, far=32
-        ),
+        f"hybrid, {sinks} + {own + 32} recent + 32 far": hybrid.configure(w=own + 32, far=32),
         f"hybrid, {sinks} + {own} recent + 62 far": hybrid.configure(w=own, far=62),
     }
     return names
