@@ -252,7 +252,7 @@ def long(count: int, seed: int, model: str | None = None) -> str:
             save_folder(place / "model", tiny_llama(max_position_embeddings=count))
         loaded, tokenizer = load_model(str(place / "model") if model is None else model)
         words = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(count // 4))
-        text = tokenizer.decode(tokenizer(words)["input_ids"][: count - 2], skip_special_tokens=True)
+        text = str(tokenizer.decode(tokenizer(words)["input_ids"][: count - 2], skip_special_tokens=True))
         tokens = len(tokenizer(text)["input_ids"])
         (place / "long.txt").write_text(text)
         parameters = sum(x.numel() for x in loaded.parameters())

@@ -357,8 +357,8 @@ class _FeatureTail:
         answers = Answers(output.numpy(), totals, recent, top, flagged.numpy())
         shared = (self._recent, length, block, TailState(*(x.numpy() for x in state)), answers, each.numpy())
         share_out(lambda first, last: add_tail(*shared, first, last), rows * len(state[0]))
-        sums, totals, top, age = (x[-1].clone() for x in state)
-        self._carry = replace(carry, sums=sums, totals=totals, scale=top, age=age)
+        last = (x[-1].clone() for x in state)
+        self._carry = replace(carry, **dict(zip(("sums", "totals", "scale", "age"), last, strict=True)))
         return output, exact.totals > 0, flagged[..., None]
 
     def _late(self, dropped: Dropped, rate: Tensor | None, scale: float) -> Tensor:
