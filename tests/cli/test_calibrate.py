@@ -111,7 +111,8 @@ def test_the_ladder_is_shown_and_a_quick_calibration_says_what_it_left_out(
     shown = " ".join(capsys.readouterr().out.split())
     assert "on the given text and on text of many kinds that the model generated." in shown
     assert "Share of the gap closed at equal memory" in shown
-    assert re.search(r"Window and hybrid keep \d+ sinks", shown)
+    assert re.search(r"windows with 0(, \d+)* sinks close -?0\.\d+.* of the gap", shown)
+    assert re.search(r"The calibration takes \d+ sinks? ", shown)
     assert "Heads that keep their kind" in shown
     assert main([*arguments, "--overwrite", "--no-mix", "--no-stability"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -301,18 +301,21 @@ def _table(calibration: Calibration) -> Table:
 def _division_sentence(metadata: Mapping[str, Any]) -> str:
     """How window and hybrid divide their memory, and what else was tried; nothing where nothing was."""
     division = metadata.get("division") or {}
-
-    def tried(choices: Mapping[str, float]) -> str:
-        return ", ".join(f"{choice}: {closed:.3f}" for choice, closed in choices.items())
-
     if not division.get("by_sinks"):
         return ""
-    sentence = f"Window and hybrid keep {division['sinks']} sinks"
+
+    def tried(choices: Mapping[str, float]) -> str:
+        order = sorted(choices, key=float)
+        shares = ", ".join(f"{choices[choice]:.3f}" for choice in order)
+        return f"with {', '.join(order)} {{}} close {shares} of the gap"
+
+    sentence = f"On text of the fit, in a few layers, windows {tried(division['by_sinks'])}".format("sinks")
+    chosen = f"{division['sinks']} sink{'' if division['sinks'] == 1 else 's'}"
     if division["by_share"]:
-        sentence += f", and {division['share']:.3g} of the hybrid's memory goes to features"
-    sentence += " (chosen in a few layers, by the share of the gap that is closed on text of the fit; by sinks of a "
-    sentence += f"window {tried(division['by_sinks'])}"
-    return f"{sentence}; by share {tried(division['by_share'])})." if division["by_share"] else f"{sentence})."
+        words = "of their memory for features"
+        sentence += f", and hybrids {tried(division['by_share'])}".format(words)
+        chosen += f" and a share of {division['share']:g}"
+    return f"{sentence}. The calibration takes {chosen}."
 
 
 def _memory_table(ladder: MemoryLadder) -> Table:
