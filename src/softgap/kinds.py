@@ -65,8 +65,8 @@ UNKNOWN_KINDS = (
 )
 """The sentence in place of a map of kinds where a fitted map was measured."""
 QUICK_CALIBRATION = (
-    "These labels come from a quick calibration and are a first look: in the embedded model seven heads in ten have "
-    "the same label as in a full calibration, and too many are called windows. `softgap calibrate` makes the full one."
+    "These labels come from a quick calibration: in the embedded model three in ten differ from those of a full one, "
+    "which `softgap calibrate` makes."
 )
 
 

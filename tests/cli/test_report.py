@@ -191,7 +191,7 @@ def test_the_map_by_kind_for_a_paper(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["report", str(study), "--format", "pdf"]) == 0
     assert (study / "kinds-column.pdf").read_bytes().startswith(b"%PDF")
     assert (study / "report.html").exists()
-    capsys.readouterr()
+    assert f"Map by kind, for a paper: {study / 'kinds-column.pdf'}\n" in capsys.readouterr().out
     plain = save_study(tmp_path / "plain", [run])
     words = failure(["report", str(plain), "--format", "svg"], capsys)
     assert words.startswith(f"the figure of a study shows the kinds of its heads, which the study at '{plain}' does no")

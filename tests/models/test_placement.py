@@ -183,7 +183,7 @@ def test_weights_that_were_never_loaded_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"device_map": "sideways"}, "device_map must be one of auto, balanced, .*, got 'sideways'; to use one device"),
+        ({"device_map": "sideways"}, "device_map must be one of auto, balanced, .*, got 'sideways'; use .auto."),
         ({"device_map": {}}, "device_map must place at least one part of the model, got none; use 'auto'"),
         ({"device_map": {"": "cuda:7"}}, r"must name devices here \(cpu.*\) or disk, got 'cuda:7' for ''; use 'cpu'"),
         ({"device_map": {"": 7}}, "or disk, got '7' for ''; use 'cpu'"),
@@ -191,6 +191,8 @@ def test_weights_that_were_never_loaded_are_refused() -> None:
         ({"device_map": {"model": "cpu", "lm_head.weight": "disk"}, "device": "cuda"}, "say where the model goes"),
         ({"device_map": {"model.layers.0": "disk"}}, "and 'model.embed_tokens' has none; add one, or one for ''"),
         ({"max_memory": {"cpu": "1GB"}}, "max_memory limits what device_map='auto' puts on each device"),
+        ({"device_map": "auto", "max_memory": {"cpu": "1 GiB of it"}}, "max_memory takes .* '1 GiB of it' for 'cpu'"),
+        ({"device_map": "auto", "max_memory": {"cpu": -1}}, "max_memory takes a number of bytes .* got -1 for 'cpu'"),
         ({"device_map": "auto", "max_memory": {"cuda:9": "1GB"}}, "max_memory must name devices here .*'cuda:9'"),
     ],
 )

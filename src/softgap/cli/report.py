@@ -11,6 +11,8 @@ from softgap.cli.render import output
 from softgap.errors import ValueInputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from softgap.report import Report
 
 __all__ = ["report_command"]
@@ -90,13 +92,13 @@ def report_command(
     if other is not None and paper is not None:
         raise ValueInputError("--format draws the kinds of heads of one study, got two; leave one out")
     check_paper_figure(paper, study)
-    browser = find_browser() if open_it else None
+    browser, drawn = find_browser() if open_it else None, None
     with output.overriding(force), show_progress("reading the study") as report:
         if other is not None:
             written = write_difference(study, other, out, overwrite=overwrite, progress=report)
         else:
             if paper is not None:
-                write_kinds_figure(study, out, paper, calibration=calibration)
+                drawn = write_kinds_figure(study, out, paper, calibration=calibration)
             written = write_explorer(
                 study,
                 out,
@@ -106,19 +108,23 @@ def report_command(
                 overwrite=overwrite,
                 progress=report,
             )
-    _present(written, study, as_json=as_json)
+    _present(written, study, drawn, as_json=as_json)
     if browser is not None:
         open_file(browser, written.path)
 
 
-def _present(written: Report, study: str, *, as_json: bool) -> None:
+def _present(written: Report, study: str, drawn: Path | None, *, as_json: bool) -> None:
     if as_json:
         place = {"study": study, "out": str(written.path), "bytes": written.size}
+        if drawn is not None:
+            place["figure"] = str(drawn)
         output.write_json({**place, "samples": written.samples, "carried": written.carried})
         return
     console = output.console()
     carried = "" if written.carried == written.samples else f" ({written.carried} of them token by token)"
     many = {0: "findings", 1: "1 sample"}.get(written.samples, f"{written.samples:,} samples")
+    if drawn is not None:
+        console.print(f"Map by kind, for a paper: {drawn}", soft_wrap=True)
     console.print(f"Report on {many}{carried}, {written.size / 1e6:.1f} MB. Open it in any browser:")
     # Last, alone on its line and never wrapped, so that a program can read it.
     console.print(str(written.path), soft_wrap=True)

@@ -47,6 +47,7 @@ from softgap.models.placement import (
     DeviceMap,
     MaxMemory,
     available_devices,
+    bytes_of_limits,
     check_device_map,
     check_max_memory,
     complete_device_map,
@@ -440,7 +441,7 @@ def _check_placement(
     check_max_memory(max_memory, device_map)
     if device_map is None:
         return {}
-    limits = {} if max_memory is None else {"max_memory": dict(max_memory)}
+    limits = {} if max_memory is None else {"max_memory": bytes_of_limits(max_memory)}
     return {"device_map": device_map if isinstance(device_map, str) else dict(device_map), **limits}
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "MaxMemory",
     "OffloadedWeight",
     "available_devices",
+    "bytes_of_limits",
     "check_device_map",
     "check_max_memory",
     "complete_device_map",
@@ -178,7 +179,7 @@ def check_device_map(device_map: DeviceMap | None) -> None:
         if device_map not in STRATEGIES:
             raise ModelError(
                 f"device_map must be one of {', '.join(STRATEGIES)}, or a place for each part of the model, got "
-                f"'{device_map}'; to use one device, give device='{device_map}'"
+                f"'{device_map}'; use 'auto', or name a single device with device"
             )
         return
     if not device_map:
@@ -272,7 +273,8 @@ def parse_device_map(text: str | None) -> DeviceMap | None:
     return dict(places)
 
 
-_SIZE = re.compile(r"\d+(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b", re.IGNORECASE)
+_UNITS = {"": 1} | {f"{unit}{i}": base**n for i, base in (("", 1000), ("i", 1024)) for n, unit in enumerate("kmgt", 1)}
 
 
 def parse_max_memory(text: str | None) -> MaxMemory | None:
@@ -296,7 +298,7 @@ def parse_max_memory(text: str | None) -> MaxMemory | None:
 
 
 def check_max_memory(max_memory: MaxMemory | None, device_map: DeviceMap | None) -> None:
-    """Refuse limits without a strategy that heeds them, and limits for devices that are not here."""
+    """Refuse limits without a strategy that heeds them, limits for devices that are not here, and unreadable ones."""
     if max_memory is None:
         return
     if not isinstance(device_map, str):
@@ -311,6 +313,25 @@ def check_max_memory(max_memory: MaxMemory | None, device_map: DeviceMap | None)
                 f"max_memory must name devices here ({', '.join(here)}; accelerators by number), got '{device}'; "
                 "leave it out"
             )
+    bytes_of_limits(max_memory)
+
+
+def bytes_of_limits(max_memory: MaxMemory) -> dict[int | str, int]:
+    """The limits in bytes.
+
+    >>> bytes_of_limits({0: "1.5GiB", "cpu": "10 kB"})
+    {0: 1610612736, 'cpu': 10000}
+    """
+    limits: dict[int | str, int] = {}
+    for device, size in max_memory.items():
+        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+        if match is None and not (isinstance(size, int) and size >= 0):
+            raise ModelError(
+                f"max_memory takes a number of bytes or text such as '10GiB' for each device, got {size!r} for "
+                f"'{device}'; write a number and a unit"
+            )
+        limits[device] = int(size) if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
+    return limits
 
 
 def describe_placement(model: nn.Module) -> str:
