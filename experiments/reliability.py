@@ -271,9 +271,9 @@ def long(count: int, seed: int, model: str | None = None) -> str:
     which = "the tiny model" if model is None else f"'{model}', whose positions were extended to {count:,}"
     return (
         f"`softgap read` of {tokens:,} tokens by {which} ({parameters:,} parameters) ends with code {code} after "
-        f"{used.ru_utime + used.ru_stime:.0f} seconds of processor time. The process takes at most "
-        f"{used.ru_maxrss / 1024:,.0f} MB, of which {begin / 2**20:,.0f} MB were taken before by Python and its "
-        f"libraries. The study takes {size:.1f} MB on disk."
+        f"{used.ru_utime + used.ru_stime:.0f} seconds of processor time. Resident memory "
+        f"peaks at {used.ru_maxrss / 1024:,.0f} MB; before the command it is {begin / 2**20:,.0f} MB. The study takes "
+        f"{size:.1f} MB on disk."
     )
 
 
