@@ -235,8 +235,9 @@ def lines(count: int, seed: int) -> str:
         refused = ended(start(line.replace("--limit 8", "--limit 100001"), place, place))
         said = next(text for text in log_of(place).splitlines() if text.startswith("softgap: "))
     return (
-        f"{len(prompts):,} prompts are read in {seconds:.1f} s of processor time and {grown / 2**20:.0f} MB. Of "
-        f"the first 8 a study ends with code {code}. With one more line whose id is known it ends with code {refused}: "
+        f"{len(prompts):,} prompts are read in {seconds:.1f} seconds of processor time and "
+        f"{grown / 2**20:.0f} MB. A study of the first 8 ends with code {code}. With one more line whose id is known "
+        f"it ends with code {refused}: "
         f"`{said.removeprefix('softgap: ').replace(str(place), '...')}`."
     )
 
@@ -254,7 +255,7 @@ def long(count: int, seed: int, model: str | None = None) -> str:
         words = " ".join(f"Boat {i} left with {i * i % 97} barrels of salt." for i in range(count // 4))
         text = str(tokenizer.decode(tokenizer(words)["input_ids"][: count - 2], skip_special_tokens=True))
         tokens = len(tokenizer(text)["input_ids"])
-        (place / "long.txt").write_text(text)
+        (place / "long.txt").write_text(str(text))
         parameters = sum(x.numel() for x in loaded.parameters())
         if model is not None:
             loaded.config.max_position_embeddings = count
@@ -271,9 +272,9 @@ def long(count: int, seed: int, model: str | None = None) -> str:
     which = "the tiny model" if model is None else f"'{model}', whose positions were extended to {count:,}"
     return (
         f"`softgap read` of {tokens:,} tokens by {which} ({parameters:,} parameters) ends with code {code} after "
-        f"{used.ru_utime + used.ru_stime:.0f} seconds of processor time. The process takes at most "
-        f"{used.ru_maxrss / 1024:,.0f} MB, of which {begin / 2**20:,.0f} MB were taken before by Python and its "
-        f"libraries. The study takes {size:.1f} MB on disk."
+        f"{used.ru_utime + used.ru_stime:.0f} seconds of processor time. Resident memory "
+        f"peaks at {used.ru_maxrss / 1024:,.0f} MB; before the command it is {begin / 2**20:,.0f} MB. The study takes "
+        f"{size:.1f} MB on disk."
     )
 
 

@@ -89,13 +89,13 @@ class Plan:
                 f"({model.name_or_path or model.config.model_type}); load that model, or make a plan for this one"
             )
         swapped = heads_by_layer(attention_layers(model), self.heads)
-        key_heads = {layer.number: layer.kv_heads for layer, _ in swapped}
+        key_heads = {layer.number: layer.kv_heads for layer in attention_layers(model)}
         absent = [(layer, group) for layer, group in self.groups if group >= key_heads.get(layer, 0)]
         if absent:
+            layer, group = absent[0]
             raise StoreError(
-                f"a plan may free KV groups that the model has, and this one frees group {absent[0][1]} of layer "
-                f"{absent[0][0]}, of which {key_heads.get(absent[0][0], 0)} have swapped heads; make the plan again "
-                "with 'softgap linearize'"
+                f"a plan may free KV groups that the model has, and this one frees group {group} of layer {layer}, "
+                f"which has {key_heads.get(layer, 0)}; make the plan again with 'softgap linearize'"
             )
         check_shapes(self.substitute.tensors(), model, "the plan", "make the plan again with 'softgap linearize'")
         freed = {(layer.number, group) for layer, heads in swapped for group in freed_groups(layer, heads)}
