@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64
 
-from softgap.analysis.headline import FITTED
+from softgap.analysis.headline import FITTED, NO_GAP
 from softgap.errors import StoreError, UnsupportedError, ValueInputError
 from softgap.kinds import KINDS, stored_kinds
 from softgap.progress import Progress
@@ -219,8 +219,8 @@ def depth_document(first: Study, second: Study, names: tuple[str, str]) -> Docum
     shown = FITTED if FITTED in common else common[0]
     shapes = [f"{side.name} ({len(side.run.layers)} layers, {side.run.n_heads} heads)" for side in sides]
     sentence = (
-        f"{' and '.join(shapes)} have different shapes, so that no head of one is a head of the other; layers are "
-        f"compared by relative depth. The mean divergence from {shown} is {sides[0].mean(shown):.3f} in {names[0]} and "
+        f"{' and '.join(shapes)} have different shapes, so their heads do not correspond. Layers are compared by "
+        f"relative depth. The mean divergence from {shown} is {sides[0].mean(shown):.3f} in {names[0]} and "
         f"{sides[1].mean(shown):.3f} in {names[1]}."
     )
     try:
@@ -251,7 +251,8 @@ def _depth_table(sides: Sequence[_Side], mechanisms: Sequence[str]) -> Table:
     for mechanism in mechanisms:
         for side in sides:
             thirds = [side.mean(mechanism, low / 3, (low + 1) / 3) for low in range(3)]
-            gap = side.mean(mechanism) / side.mean(BASELINE) if BASELINE in mechanisms else float("nan")
+            whole = side.mean(BASELINE) if BASELINE in mechanisms else 0.0
+            gap = side.mean(mechanism) / whole if whole >= NO_GAP else float("nan")
             rows.append((mechanism, side.name, *(round(x, 4) for x in (side.mean(mechanism), *thirds, gap))))
     columns = ("mechanism", "study", "all heads", "first third", "middle third", "last third", "share of the gap left")
     return Table(columns, tuple(rows), "Mean divergence over heads, by depth")
