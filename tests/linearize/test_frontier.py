@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -475,5 +476,42 @@ def test_a_cluster_with_a_worker_that_dies_gives_the_same_scores(
         torch.set_num_threads(threads)
     assert int(marker.read_text()) != os.getpid()
     assert spread.heads == local.heads
+    for name, values in local.values.items():
+        assert values.tobytes() == spread.values[name].tobytes(), name
+
+
+def test_pickled_tasks_on_another_copy_of_the_model_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What workers do, without a cluster: every task is pickled, ends out of turn, and has a model of its own."""
+    ran: list[str] = []
+    pickle = pytest.importorskip("ray.cloudpickle")
+
+    def backwards(function: Any, tasks: Any, *, name: str, **_: Any) -> Any:
+        for key in reversed(list(tasks)):
+            ran.append(name)
+            yield key, function(*pickle.loads(pickle.dumps(tasks[key]())))
+
+    monkeypatch.setattr("softgap.cluster.run_tasks", backwards)
+    monkeypatch.setattr("softgap.cluster.require_ray", lambda: None)
+    monkeypatch.setattr("softgap.cluster._joined", lambda *_, **__: nullcontext())
+    folder = save_folder(tmp_path / "tiny", sharp_llama(max_position_embeddings=512).float())
+    model, tokenizer = load_model(folder, progress=False)
+    options: dict[str, Any] = {"length": 64, "recalls": 3, "recall_budget": 1.0, "tokens": 1024, "budget": 9.0}
+    mechanisms = ["elu1", "window:w=8,sinks=2"]
+    plans = [
+        find_plan(model, tokenizer, [TEXT], mechanisms, correct=False, engine=engine, **options)
+        for engine in ("local", "ray")
+    ]
+    assert set(ran) == {"sequence", "batch"}
+    saved = [plan.save(tmp_path / str(i) / "plan.json").read_bytes() for i, plan in enumerate(plans)]
+    assert saved[0] == saved[1]
+    sequences = split_sequences(model, tokenizer, [TEXT], length=64).part(slice(0, 4))
+    lists = recall_sequences(model, tokenizer, 2, pairs=3)
+    local, spread = (
+        head_scores(model, sequences, "elu1", recall_lists=lists, swapped=[(1, 2)], engine=engine)
+        for engine in ("local", "ray")
+    )
+    assert local.heads == spread.heads
     for name, values in local.values.items():
         assert values.tobytes() == spread.values[name].tobytes(), name
