@@ -1,7 +1,9 @@
 """What recording costs: wall time and peak memory against the same model without it.
 
-Run: python benchmarks/overhead.py [--pairs 5] [--only live|replay|offloaded]
+Run: python benchmarks/overhead.py [--pairs 5] [--only live replay offloaded]
      python benchmarks/overhead.py --profile    (where the time of recording goes)
+
+Each row takes --pairs pairs, or fewer, at least 5, once --seconds have passed, and is written when it is measured.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from softgap.probe.token_scores import TokenScores, forward_then_logits
 LIVE = (200, 1000)
 REPLAY = (512, 2048, 8192)
 OFFLOADED = (512, 2048)
+# Tokens of a run that needs no other to warm up.
+LONG = 1000
+FEWEST_PAIRS = 5
 PROMPT = "The keeper of the lighthouse wrote down every storm that crossed the bay, and in the margin he noted"
 
 TITLES = {
@@ -47,9 +52,9 @@ TITLES = {
     "offloaded": "What recording a text costs under CPU offload",
 }
 HEADING = (
-    "| | tokens | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | recorded, MB | "
-    "memory, recorded / plain |",
-    "|---|---|---|---|---|---|---|---|",
+    "| | tokens | pairs | plain, ms per token | recorded, ms per token | time, recorded / plain | plain, MB | "
+    "recorded, MB | memory, recorded / plain |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 
 Side = Callable[[], object]
@@ -110,14 +115,19 @@ def report_peak(mode: str, size: int, side: str) -> None:
     print(peak_of_process())
 
 
-def measure(mode: str, size: int, pairs: int, clock: Callable[[], float]) -> str:
+def measure(mode: str, size: int, pairs: int, seconds: float, clock: Callable[[], float]) -> str:
     """One line of the table."""
+    sides, begun = sides_of(mode, size), time.perf_counter()
     # The longest runs warm up within their first second.
-    plain, recorded = interleaved(sides_of(mode, size), pairs, warm_up=0 if size >= 1000 else 1, clock=clock)
+    plain, recorded = interleaved(sides, 1, warm_up=0 if size >= LONG else 1, clock=clock)
+    while len(plain) < pairs and (len(plain) < FEWEST_PAIRS or time.perf_counter() - begun < seconds):
+        for known, more in zip((plain, recorded), interleaved(sides, 1, warm_up=0, clock=clock), strict=True):
+            known += more
     peaks = [peak_memory(__file__, "--peak", mode, str(size), side) or 0 for side in ("plain", "recorded")]
     milliseconds = [statistics.median(times) / size * 1e3 for times in (plain, recorded)]
+    times = f"{milliseconds[0]:.2f} | {milliseconds[1]:.2f} | {ratio(recorded, plain)}"
     return (
-        f"| {mode} | {size} | {milliseconds[0]:.2f} | {milliseconds[1]:.2f} | {ratio(recorded, plain)} | "
+        f"| {mode} | {size} | {len(plain)} | {times} | "
         f"{peaks[0] / 1e6:.0f} | {peaks[1] / 1e6:.0f} | {peaks[1] / max(1, peaks[0]):.3f} |"
     )
 
@@ -190,7 +200,8 @@ def main() -> None:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--only", choices=("live", "replay", "offloaded"))
+    parser.add_argument("--only", nargs="+", choices=tuple(TITLES), default=list(TITLES))
+    parser.add_argument("--seconds", type=float, default=60, help="a row that has taken so long begins no sixth pair")
     parser.add_argument("--profile", action="store_true", help="only measure where the time of recording goes")
     parser.add_argument("--loaded", action="store_true", help="a busy machine: one thread, processor time")
     parser.add_argument("--sizes", type=int, nargs="+", help="only these numbers of tokens; nothing is written")
@@ -212,8 +223,8 @@ def main() -> None:
         return
     for mode, sizes in (("live", LIVE), ("replay", REPLAY), ("offloaded", OFFLOADED)):
         lines = list(HEADING)
-        for size in (arguments.sizes or sizes) if arguments.only in (None, mode) else ():
-            lines.append(measure(mode, size, arguments.pairs, clock))
+        for size in (arguments.sizes or sizes) if mode in arguments.only else ():
+            lines.append(measure(mode, size, arguments.pairs, arguments.seconds, clock))
             print(lines[-1], flush=True)
             # Row by row: an interrupted run keeps what it has measured.
             if not unwritten:
@@ -231,7 +242,7 @@ def _text(mode: str, lines: list[str], arguments: argparse.Namespace) -> str:
         f"{machine()}{busy}. Both "
         "sides run the same generation or forward and get the same logits (replay: the head in blocks); the recorded "
         "side adds elu1 and uniform with all three quantities, log-probability and entropy of every token, up to the "
-        f"finished trajectories. Times are medians of {pairs} interleaved pairs, ratios those of the pairwise ratios "
+        f"finished trajectories. Times are medians of interleaved pairs, ratios those of the pairwise ratios "
         "with their range. Memory is the peak resident memory of a process of its own, weights included."
         f"{offloaded if mode == 'offloaded' else ''}\n\n" + "\n".join(lines)
     )
