@@ -4,8 +4,9 @@ from softgap.checkpoints import written_whole
 from softgap.report.columns import Column, read_columns
 from softgap.report.documents import Document, Picture, Table, save_document
 from softgap.report.explorer import Report, explorer, notebook_html, write_explorer
-from softgap.report.figures import PICTURES, draw_plane, new_figure, require_matplotlib, save_figure, save_plane
+from softgap.report.figures import PICTURES, new_figure, require_matplotlib, save_figure
 from softgap.report.pair import write_difference
+from softgap.report.plane_figure import draw_plane, save_plane
 
 __all__ = [
     "PICTURES",
