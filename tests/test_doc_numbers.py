@@ -11,13 +11,17 @@ REPOSITORY = Path(__file__).parents[1]
 MEASURED = ("findings.md", "benchmarks.md")
 PAGES = [
     "README.md",
-    "docs/quickstart.md",
-    "docs/howto/interpretability.md",
-    "docs/howto/conversion.md",
-    "docs/howto/uncertainty.md",
+    *(
+        str(path.relative_to(REPOSITORY))
+        for path in sorted((REPOSITORY / "docs").rglob("*.md"))
+        if path.name not in MEASURED
+    ),
 ]
 LINK = re.compile(r"\]\(([\w./]*?)(findings|benchmarks)\.md#([\w-]+)\)")
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+SHARE = re.compile(r"(?<![\w.])(\d+) %")
+# What a command aimed at, and names of heads, are no measurements.
+NOT_MEASURED = re.compile(r"\((?:aims?|targets?)\b[^)]*\)|\bhead,? \d+\.\d+")
 OPENING = "which-heads-of-the-embedded-model-need-softmax"
 KINDS = ("constant", "profile", "window", "fitted", "hybrid", "softmax")
 
@@ -45,16 +49,22 @@ def paragraphs(page: str) -> list[str]:
 
 
 def unmeasured(page: str, known: dict[str, str]) -> list[str]:
-    """Decimal numbers of a page beside a link to a measured section in which no number rounds to them."""
+    """Decimals and shares of a page beside a link to a measured section in which no number rounds to them."""
     missing = []
     for paragraph in paragraphs(page):
         anchors = [anchor for _, _, anchor in LINK.findall(paragraph)]
-        numbers = [float(x) for anchor in anchors for x in re.findall(r"\d+\.\d+", known.get(anchor, ""))]
-        for shown in NUMBER.findall(paragraph) if anchors else ():
-            decimals = len(shown.partition(".")[2])
+        if not anchors:
+            continue
+        text, prose = " ".join(known.get(anchor, "") for anchor in anchors), NOT_MEASURED.sub("", paragraph)
+        numbers = [float(x) for x in re.findall(r"\d+\.\d+", text)]
+        shares = [100 * x for x in numbers] + [float(x) for x in re.findall(r"(\d+(?:\.\d+)?) ?%", text)]
+        shown = [(x, float(x), numbers) for x in NUMBER.findall(prose)]
+        shown += [(f"{x} %", float(x), shares) for x in SHARE.findall(prose)]
+        for words, value, known_numbers in shown:
+            decimals = len(words.partition(".")[2])
             # Half a digit, with a little room: a page may round what a command had rounded before.
-            if not any(abs(number - float(shown)) <= 0.501 * 10**-decimals for number in numbers):
-                missing.append(f"{shown} in '{' '.join(paragraph.split())[:60]}'")
+            if not any(abs(number - value) <= 0.501 * 10**-decimals for number in known_numbers):
+                missing.append(f"{words} in '{' '.join(paragraph.split())[:60]}'")
     return missing
 
 
@@ -74,6 +84,8 @@ def test_a_number_that_no_command_wrote_is_found() -> None:
     known = {"cost": "| hybrid | +0.0042 |", "speed": "0.9"}
     page = "It costs 0.004 nats and 0.011 ([cost](docs/findings.md#cost)).\n\nAnd 0.7 without a link."
     assert [words.split()[0] for words in unmeasured(page, known)] == ["0.011"]
+    page = "It takes 90 % of the time (aim: 0.5), and 80 % of the memory ([speed](docs/findings.md#speed))."
+    assert [words.split()[0] for words in unmeasured(page, known)] == ["80"]
 
 
 def counts() -> dict[str, tuple[str, str, str]]:
