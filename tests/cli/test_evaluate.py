@@ -41,7 +41,9 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_compared_with_the_original(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(folder), "--plan", "plan.json", *QUICK, "--out", "found.json"]) == 0
+    figure = ["--out", "found.json", "--format", "pdf"]
+    assert main(["evaluate", str(folder), "--plan", "plan.json", *QUICK, *figure]) == 0
+    assert (here / "found-column.pdf").read_bytes().startswith(b"%PDF")
     shown = " ".join(capsys.readouterr().out.split())
     assert "scores can be measured with" in shown
     assert "All distances above the window of 32 keys" in shown

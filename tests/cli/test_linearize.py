@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["linearize", str(folder), "--text", "boats.txt", "--picture", "plan.svg", *QUICK]
+    arguments = ["linearize", str(folder), "--text", "boats.txt", "--picture", "plan.svg", "--format", "svg", *QUICK]
     assert main([*arguments, "--window", "8"]) == 0
     shown = capsys.readouterr().out
     assert "in 8 of 8 heads. It frees 4 of 4 KV groups and 2 whole layers." in " ".join(shown.split())
@@ -52,6 +52,7 @@ def test_a_plan_is_found_shown_drawn_and_applied(folder: Path, here: Path, capsy
     assert re.search(asked + r" of its change is 0\.0", " ".join(shown.split()))
     assert "\n##\n##\n##\n##\n" in shown  # four rows of heads, two layers
     assert "heads without softmax" in (here / "plan.svg").read_text(encoding="utf-8")
+    assert "<svg" in (here / "plan-column.svg").read_text(encoding="utf-8")
     assert not (here / "plan.json.parts").exists()
     assert main(["report", ".", "--out", "plan.html"]) == 0
     page = (here / "plan.html").read_text(encoding="utf-8")
