@@ -342,7 +342,7 @@ def _equal_window(path: Path) -> tuple[str, ...]:
         description = _description(path)
         keys = description["sufficiency"]["keys_worth"]["window"]
         recent, sinks = split_keys(round(keys), sinks=int(description.get("division", {}).get("sinks", SINKS)))
-    except (LookupError, TypeError, ValueError, AttributeError, ValueInputError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return ()
     return (resolve(f"window:w={recent},sinks={sinks}").label,)
 
