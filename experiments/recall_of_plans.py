@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--contexts", type=int, default=40)
     parser.add_argument("--silent", action="store_true", help="measure only; write no section")
+    parser.add_argument("--title", default="", help="added to the section's title, so that other plans keep theirs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model("smollm2-135m")
@@ -110,11 +111,13 @@ def main() -> None:
     octaves = [f"{low} to {high}" for low, high in (row.distance for row in distances if row.distance)]
     header = f"| plan | cache | metric | original | all distances | {' | '.join(octaves)} |"
     write_section(
-        f"recall_of_plans-longer-{options.length}",
-        f"Recall of plans with longer windows, contexts of {options.length:,} tokens",
+        f"recall_of_plans-longer-{options.length}" + (f"-{options.title}".replace(" ", "-") if options.title else ""),
+        f"Recall of plans with longer windows, contexts of {options.length:,} tokens"
+        + (f", {options.title}" if options.title else ""),
         f"`python experiments/recall_of_plans.py PLAN ... --parts FOLDER --length {options.length} --contexts "
-        f"{options.contexts}` on the embedded model; {machine()}. The plans are those of `experiments/mixed_plans.py "
-        "--plans`, without output correction, each in its own cache. Change from the original model in the share of "
+        f"{options.contexts}{f' --title {options.title!r}' if options.title else ''}` on the embedded model; "
+        f"{machine()}. The plans are those of `experiments/mixed_plans.py --plans`, without output correction, each in "
+        "its own cache. Change from the original model in the share of "
         "right answers, paired by context, with 95 % over contexts; by the distance in tokens between an answer's "
         f"source and its question. At most {options.contexts} contexts of 12 pairs, fewer where the half-width of .02 "
         "(first token) and .05 (the others) was reached before; every question by likelihood, 4 of each context by "
