@@ -1,12 +1,13 @@
 """Plans at a share of the KV cache: mixed and of one kind each, with the same order and bytes, on unseen text.
 
-Run: python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED [--budgets 0.25 0.12]
+Run: python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --plans FOLDER [--budgets 0.25 0.12]
 
 The calibration must be fitted on the text of ``--fit``, which with recall lists also scores the groups. Neither may
 have seen ``--text``, which the plans are evaluated on. At every budget (a share of the model's KV cache at 8,192
 tokens) the groups are allocated among all kinds and among each kind alone, by the same scores and without output
 correction. ``--order`` chooses a way to combine the scores of text and recall lists. Recall is that of ``softgap
 evaluate``. Finished readings lie in ``--parts``. ``--plans`` saves the plans, for ``softgap evaluate --plan``.
+``experiments/recall_of_plans.py --parts PARTS/recall`` shows the same recall by distance.
 
 Rows "..., quick order" have the same options for as many groups, in an order that takes about two minutes: the larger
 rank of the curvature of one short window over a little text, and of what the ablation of each group costs recall.
@@ -40,8 +41,9 @@ from softgap.intervals import Interval, interval_of
 from softgap.intervene.substitute import Substitute
 from softgap.intervene.swap import swap
 from softgap.linearize.allocation import SOFTMAX, Allocations, Menu, calibrated_options, larger_rank
+from softgap.linearize.application import apply
 from softgap.linearize.candidates import Candidate
-from softgap.linearize.plan import plan_of
+from softgap.linearize.plan import load_plan, plan_of
 from softgap.linearize.recall_scores import recall_scores
 from softgap.linearize.scores import unit_scores
 from softgap.linearize.search import FIT_LISTS, RECALL_DISTANCES
@@ -53,7 +55,8 @@ from softgap.report.figures import new_figure, save_figure
 LENGTHS = {2048: 6, 8192: 3}
 SHOWN = (512, 1024, 2048, 8192)
 FIT_LENGTH, FIT_TEXTS = 2048, 4
-RECALL_LENGTHS = (1024,)
+# Longer than every window, so that most answers lie outside of it.
+RECALL_LENGTHS = (2048,)
 FRONT_LENGTH = 2048
 MIXED = "mixed"
 QUICK = ", quick order"
@@ -178,16 +181,16 @@ class Measurements:
 
         return np.asarray(self._checkpoints.find_or_make(["loss", length, LENGTHS[length], key], make)["loss"])
 
-    def recall(self, chosen: Candidate, name: str) -> tuple[list[str], Interval | None]:
-        """What ``softgap.evaluate`` says of recall at each length: the change of the share of first tokens."""
+    def recall(self, path: Path) -> tuple[list[str], Interval | None]:
+        """What ``softgap.evaluate`` says of recall under a saved plan: the change of the share of first tokens."""
+        plan = load_plan(path)
         found = evaluate(
             self._model,
             self._tokenizer,
             "recall",
-            under=lambda: swap(self._model, chosen.heads, chosen.plain),
-            label=name,
-            lengths=RECALL_LENGTHS,
-            generation=False,
+            under=lambda: apply(self._model, plan),
+            label=path.stem,
+            lengths=list(RECALL_LENGTHS),
             contexts=self._contexts,
             folder=None if self._parts is None else Path(self._parts) / "recall",
             progress=False,
@@ -258,9 +261,8 @@ def budget_rows(
         if step is None:
             continue
         chosen = allocations.candidate(step) if full == kind else reordered(allocations, step, measured.quick())
-        if options.plans:
-            saved = measured.save_plan(chosen, Path(options.plans) / f"{share}-{kind}.json".replace(" ", "-"))
-            say(f"saved {saved}")
+        saved = measured.save_plan(chosen, Path(options.plans) / f"{share}-{kind}.json".replace(" ", "-"))
+        say(f"saved {saved}")
         if options.only_plans:
             continue
         cells: list[str] = []
@@ -274,8 +276,7 @@ def budget_rows(
                 window[length] = rises
             less = interval_of(rises - window[length], rng=np.random.default_rng(0)) if kind != WINDOW else None
             cells.append(f"{rises.mean():+.3f}{f' ({less.low:+.3f} to {less.high:+.3f})' if less else ''}")
-        name = f"{share} {options.order} {kind}"
-        more, recall = ([""] * len(RECALL_LENGTHS), None) if cells[-1] == "" else measured.recall(chosen, name)
+        more, recall = ([""] * len(RECALL_LENGTHS), None) if cells[-1] == "" else measured.recall(saved)
         cells += more
         kept = allocations.nbytes(step) / menu.original_bytes
         if recall is not None:
@@ -289,7 +290,8 @@ def budget_rows(
 def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> None:
     """The section of the findings."""
     lengths = ", ".join(f"{n} of {length:,}" for length, n in LENGTHS.items())
-    command = f"python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --budgets {share}"
+    command = "python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --plans FOLDER"
+    command += f" --budgets {share}"
     own = "" if options.order == "larger rank" else f" --order {options.order}"
     if options.kinds:
         command += " --kinds " + " ".join(f'"{kind}"' if " " in kind else kind for kind in options.kinds)
@@ -308,7 +310,8 @@ def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> Non
         "corrected. Rise in loss in nats per token on unseen text "
         f"({lengths} tokens; the shorter lengths are beginnings), and in parentheses the 95 % interval over texts of "
         "how much more it is than that of windows alone. Recall: change of the share of first tokens by `softgap "
-        f"evaluate`, distances up to the length, at most {options.contexts} contexts of 12 pairs. A kind that costs "
+        f"evaluate` under the plan with its cache, distances up to the length, at most {options.contexts} contexts of "
+        "12 pairs. A kind that costs "
         f"more than {HOPELESS} times as much as the windows at {min(LENGTHS):,} tokens is not measured further.\n\n"
         + header
         + "\n".join(rows),
@@ -328,7 +331,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=24)
     parser.add_argument("--parts", default=None)
     parser.add_argument("--picture", help="file for a picture of loss and recall by bytes (SVG)")
-    parser.add_argument("--plans", help="folder to save the plans in")
+    parser.add_argument("--plans", required=True, help="folder to save the plans in")
     parser.add_argument("--only-plans", action="store_true", help="save the plans and measure nothing")
     parser.add_argument("--silent", action="store_true", help="measure only; write no section")
     options = parser.parse_args()
