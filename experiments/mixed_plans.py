@@ -256,12 +256,14 @@ def budget_rows(
     kinds = options.kinds or [WINDOW, MIXED, *(kind for kind in dict.fromkeys(menu.kinds) if kind != WINDOW)]
     for kind in kinds:
         full = kind.removesuffix(QUICK)
-        allocations = menu.allocations(scores, None if full == MIXED else full)
+        allocations = menu.allocations(scores, None if full == MIXED else full, kept=options.kept)
         step = allocations.within(share * menu.original_bytes)
         if step is None:
             continue
         chosen = allocations.candidate(step) if full == kind else reordered(allocations, step, measured.quick())
-        saved = measured.save_plan(chosen, Path(options.plans) / f"{share}-{kind}.json".replace(" ", "-"))
+        saved = measured.save_plan(
+            chosen, Path(options.plans) / f"{share}-{kind}{keeping(options)}.json".replace(" ", "-")
+        )
         say(f"saved {saved}")
         if options.only_plans:
             continue
@@ -287,21 +289,30 @@ def budget_rows(
     return rows
 
 
+def keeping(options: argparse.Namespace) -> str:
+    """What a plan's name says of the groups that keep softmax."""
+    return f", {options.kept} kept" if options.kept else ""
+
+
 def write(rows: Sequence[str], share: float, options: argparse.Namespace) -> None:
     """The section of the findings."""
     lengths = ", ".join(f"{n} of {length:,}" for length, n in LENGTHS.items())
     command = "python experiments/mixed_plans.py --fit FILE --text FILE --calibration FITTED --plans FOLDER"
     command += f" --budgets {share}"
     own = "" if options.order == "larger rank" else f" --order {options.order}"
+    command += f" --kept {options.kept}" if options.kept else ""
     if options.kinds:
         command += " --kinds " + " ".join(f'"{kind}"' if " " in kind else kind for kind in options.kinds)
     columns = " | ".join([f"{n:,} tokens" for n in SHOWN] + [f"recall, {n:,} tokens" for n in RECALL_LENGTHS])
     n_columns = len(SHOWN) + len(RECALL_LENGTHS)
     header = f"| budget | kinds | bytes | {columns} | KV groups |\n|---|---|---|{'---|' * n_columns}---|\n"
     write_section(
-        f"mixed_plans-longer-{share}" + ("" if not own else f"-{options.order}"),
+        f"mixed_plans-longer-{share}"
+        + ("" if not own else f"-{options.order}")
+        + (f"-{options.kept}" * bool(options.kept)),
         f"Plans at {share:.0%} of the KV cache, with longer windows"
-        + ("" if not own else f", order by {options.order}"),
+        + ("" if not own else f", order by {options.order}")
+        + (f", softmax in {options.kept} groups" if options.kept else ""),
         f"`{command}{own} --contexts {options.contexts}` on the embedded model, calibrated on the text of the fit with "
         f"the default recipe; {machine()}. KV groups of a budget (share of the model's KV cache at 8,192 tokens) are "
         "allocated among all kinds, or among one kind alone with no more bytes, by the Fisher curvature over "
@@ -333,6 +344,7 @@ def main() -> None:
     parser.add_argument("--picture", help="file for a picture of loss and recall by bytes (SVG)")
     parser.add_argument("--plans", required=True, help="folder to save the plans in")
     parser.add_argument("--only-plans", action="store_true", help="save the plans and measure nothing")
+    parser.add_argument("--kept", type=int, default=0, help="groups that keep softmax, those that miss it most")
     parser.add_argument("--silent", action="store_true", help="measure only; write no section")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from softgap.attention import ExactSet, resolve
 from softgap.attention.memory import kept_numbers, trade_for_far_keys
 from softgap.errors import SoftgapError
-from softgap.linearize import Mixture, Substitute, find_plan, head_scores, load_plan, split_sequences
+from softgap.linearize import Mixture, Substitute, allocation, find_plan, head_scores, load_plan, split_sequences
 from softgap.linearize.allocation import (
     SOFTMAX,
     Menu,
     calibrated_options,
     cheapest_path,
+    choose_allocation,
     default_options,
     larger_rank,
     original_cache_bytes,
 )
 from softgap.linearize.candidates import CandidateCosts
-from softgap.linearize.frontier import units_of
+from softgap.linearize.frontier import Budget, units_of
 from softgap.linearize.plan import cache_bytes_at, kind_of
 from softgap.linearize.scores import unit_scores
 from support.linearize_cases import sharp_llama
@@ -100,6 +101,51 @@ def test_a_byte_budget_is_kept_and_the_best_kind_taken(small: Any, tmp_path: Pat
     assert load_plan(plan.save(tmp_path / "plan.json")).cache_words() == plan.cache_words()
     assert plan.baselines is not None
     assert {"only window", "only elu1", "sinks + window", "random groups"} <= {row.name for row in plan.baselines.rows}
+
+
+def test_groups_that_miss_softmax_most_can_keep_it(small: Any) -> None:
+    menu = Menu.of(small, [Substitute(resolve(name)) for name in SEVERAL], 256)
+    scores = np.arange(1.0, 1 + len(menu.units)) * np.array([[3.0], [2.0], [1.0]])
+    free = menu.allocations(scores)
+    for kept in range(len(menu.units) + 1):
+        spared = menu.allocations(scores, kept=kept)
+        swapped = {unit for choice in spared.path for unit in np.flatnonzero(choice != SOFTMAX).tolist()}
+        assert swapped == set(range(len(menu.units) - kept))
+        last = [spared.path[-1][unit] for unit in sorted(swapped)]
+        assert last == [free.path[-1][unit] for unit in sorted(swapped)]
+
+
+def test_a_byte_budget_spares_groups_where_recall_is_lost_without_them(small: Any) -> None:
+    menu = Menu.of(small, [Substitute(resolve(name)) for name in SEVERAL], 256)
+    # The last group looks cheap with one option alone.
+    rising = np.arange(1.0, 1 + len(menu.units))
+    scores = np.stack([3 * rising, 2 * rising, 0.5 - 0.1 * rising])
+    needed = menu.units[-1][0]
+
+    class Costs:
+        """Recall is lost by what was tried before any group was spared."""
+
+        def __init__(self) -> None:
+            self.lossy: list[Any] = []
+
+        def change(self, candidate: Any) -> dict[str, float]:
+            if not allocation.KEPT:
+                self.lossy.append(candidate.key)
+            lost = -0.5 if candidate.key in self.lossy else 0.0
+            return {"loss": 0.01 * len(candidate.heads), "recall": lost, "recall_low": lost}
+
+    budget = menu.original_bytes * 0.8
+    settings: Any = (Costs(), menu, scores, Budget(None, 0.05), budget, lambda stage, share: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation, "KEPT", ())
+        with pytest.raises(SoftgapError, match="nothing meets the recall budget"):
+            choose_allocation(*settings)
+        patch.setattr(allocation, "KEPT", (1, 2))
+        found, about = choose_allocation(*settings)
+    assert needed not in found.heads
+    assert found.heads
+    assert about["chosen"].endswith(", softmax in 1 groups")
+    assert about["rise_by_kind"][about["chosen"]] == 0.01 * len(found.heads)
 
 
 def test_a_loss_budget_saves_more_bytes_when_it_is_larger(small: Any) -> None:

@@ -64,6 +64,8 @@ SOFTMAX = -1
 
 
 WITH_FAR_KEYS = " with far keys"
+# Groups that keep softmax where no allocation keeps enough recall, tried in turn.
+KEPT: tuple[int, ...] = (6, 12, 24)
 # Windows with fewer keys have none to spare for far keys.
 FEWEST_TO_TRADE = 32
 
@@ -229,14 +231,27 @@ class Menu:
             for option in self.options
         ]
 
-    def allocations(self, scores: Float[np.ndarray, "option unit"], kind: str | None = None) -> Allocations:
-        """The cheapest allocations of all options, or of those of one kind."""
+    def allocations(
+        self, scores: Float[np.ndarray, "option unit"], kind: str | None = None, *, kept: int = 0
+    ) -> Allocations:
+        """The cheapest allocations of all options, or of those of one kind.
+
+        The ``kept`` groups that miss softmax most keep it: those with the largest mean rank over all options. An option
+        with far keys costs little on the lists that score it, and ranks a group that recall needs too low.
+        """
         sizes = self.sizes
         if kind is not None:
             # What keeps as much as softmax is never taken.
             own = np.array([name == kind for name in self.kinds])
             sizes = np.where(own, sizes, self.softmax_size)
-        return Allocations(self, cheapest_path(scores, sizes, self.softmax_size))
+        ranks = rankdata(scores, axis=1).mean(axis=0)
+        free = np.sort(np.argsort(-ranks, kind="stable")[kept:])
+        path = []
+        for choice in cheapest_path(scores[:, free], sizes, self.softmax_size):
+            whole = np.full(len(ranks), SOFTMAX)
+            whole[free] = choice
+            path.append(whole)
+        return Allocations(self, path)
 
 
 def _growing_units(model: Model) -> tuple[Unit, ...]:
@@ -363,6 +378,7 @@ def choose_allocation(
     """The allocation for a budget, and how it was chosen.
 
     Within a byte budget the allocation of all options is compared with those of one kind each, and the best is taken.
+    If none of them stays within the limits, the best one is tried again with softmax in the groups that miss it most.
     """
     mixed = menu.allocations(scores)
     about = {"context": menu.context, "budget_bytes": budget_bytes}
@@ -385,6 +401,19 @@ def choose_allocation(
     for number, (name, candidate) in enumerate(candidates.items()):
         progress(f"comparing allocations: {name}", 0.3 + 0.6 * number / len(candidates))
         changes[name] = costs.change(candidate)
+    if not any(limits.allows(change) for change in changes.values()):
+        cheapest = min(changes, key=lambda name: changes[name]["loss"])
+        for kept in KEPT:
+            spared = menu.allocations(scores, None if cheapest == "mixed" else cheapest, kept=kept)
+            own_step = spared.within(budget_bytes)
+            if own_step is None:
+                break
+            name = f"{cheapest}, softmax in {kept} groups"
+            progress(f"comparing allocations: {name}", 0.9)
+            candidates[name] = spared.candidate(own_step)
+            changes[name] = costs.change(candidates[name])
+            if limits.allows(changes[name]):
+                break
     allowed = {name: change for name, change in changes.items() if limits.allows(change)}
     if not allowed:
         raise limits.refusal(changes["mixed"], f"the cheapest allocation of {budget_bytes:,.0f} bytes")

@@ -21,7 +21,7 @@ from softgap.attention import Mechanism, resolve
 from softgap.attention.catalogue import ALIASES
 from softgap.attention.memory import SINKS, split_keys
 from softgap.checkpoints import written_whole
-from softgap.errors import StoreError, UnsupportedError, ValueInputError
+from softgap.errors import StoreError, UnsupportedError
 from softgap.intervals import Interval
 from softgap.kinds import letters_of_kinds, numbers_of_counts
 from softgap.models.cache import cache_dir
