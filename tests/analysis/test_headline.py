@@ -190,10 +190,10 @@ def test_the_pages_show_the_sentence_as_it_is_written(page: str) -> None:
     kept = (0.624, 0.571, 0.568, 0.514, 0.510)
     window: dict[str, Any] = {"window": 0.99, "window_low": 0.98, "window_high": 1.0, "window_keys": 67, "length": 133}
     shown = Headline(0.82, 0.80, 0.84, 0.03, heads, kept, 270, 0.02, 0.03, 0, 12, 270, **window).sentence
-    quoted = {"gap_closed": 0.823, "against_profile": 0.701, "explained": 0.784, "explained_uniform": -1.048}
+    quoted = {"gap_closed": 0.823, "against_profile": 0.699, "explained": 0.783, "explained_uniform": -0.982}
     text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
     assert shown in text
-    assert held_out_sentence({**quoted, "rank_correlation": 0.747}) in text
+    assert held_out_sentence({**quoted, "rank_correlation": 0.756}) in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/reading.md"])

@@ -21,7 +21,11 @@ STUDIES: Table = {
 }
 
 REPORTS: Table = {
-    "a plan": ("report plans/plan.json", "plans/plan.json", "'plans/plan.json' holds no evaluation; give a file that"),
+    "a plan": (
+        "report plans/plan.json",
+        "plans/plan.json",
+        r"'plans/plan.json' holds no evaluation \(.+\); give a file that",
+    ),
     "a long name": ("report LONG", "xxx", "the system refused 'xxx.*…x*.*': File name too long; check the path"),
     "a page of another": (
         "report s --out report.html",

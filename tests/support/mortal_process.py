@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -111,3 +112,4 @@ def dies_at(n: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
             died.append(True)
         finally:
             _life.root = None
+            gc.collect()  # a dead process holds no lock; here one may live on in a cycle of references
