@@ -226,8 +226,10 @@ def check_shapes(tensors: Mapping[str, Tensor], model: PreTrainedModel, subject:
         for axis, size in zip(keys, tensor.shape, strict=False):
             if axis == "layers or 1" and size != 1:
                 axis = "layers"
-            if axis == "KV heads" and size == sizes.get("heads"):  # a key map for each head that asks
-                axis = "heads"
+            if axis == "KV heads":  # a mechanism may also have a key map for each head that asks
+                maps = sizes.setdefault(f"{mechanism} key maps", size)
+                fits = fits and size == maps and size in (sizes.get("KV heads", size), sizes.get("heads", size))
+                continue
             fits = fits and size == (1 if axis in ("1", "layers or 1") else sizes.setdefault(axis, size))
         if "inputs" in axes and dim and fits:
             fits = tensor.shape[-1] in (dim, 2 * dim)  # vectors after rotary embedding, or before and after
