@@ -304,16 +304,15 @@ def _division_sentence(metadata: Mapping[str, Any]) -> str:
     if not division.get("by_sinks"):
         return ""
 
-    def tried(choices: Mapping[str, float]) -> str:
+    def closing(choices: Mapping[str, float], words: str) -> str:
         order = sorted(choices, key=float)
         shares = ", ".join(f"{choices[choice]:.3f}" for choice in order)
-        return f"with {', '.join(order)} {{}} close {shares} of the gap"
+        return f"with {', '.join(order)} {words} close {shares} of the gap"
 
-    sentence = f"On text of the fit, in a few layers, windows {tried(division['by_sinks'])}".format("sinks")
+    sentence = f"On text of the fit, in a few layers, windows {closing(division['by_sinks'], 'sinks')}"
     chosen = f"{division['sinks']} sink{'' if division['sinks'] == 1 else 's'}"
     if division["by_share"]:
-        words = "of their memory for features"
-        sentence += f", and hybrids {tried(division['by_share'])}".format(words)
+        sentence += f", and hybrids {closing(division['by_share'], 'of their memory for features')}"
         chosen += f" and a share of {division['share']:g}"
     return f"{sentence}. The calibration takes {chosen}."
 
